@@ -1,0 +1,30 @@
+"""Errors a user can act on: one line that says what was found, what is allowed, and the nearest name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Bad input from the user. The command line prints its message alone, without a traceback."""
+
+
+class MissingExtraError(UserError):
+    """An optional package is not installed; the message carries the command that adds it."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} is not installed; add it with: uv sync --extra {extra}")
+
+
+def nearest(name: str, options: Iterable[str], count: int = 3) -> list[str]:
+    """The options most similar to ``name``, best first; may be empty."""
+    return difflib.get_close_matches(name, list(options), n=count, cutoff=0.5)
+
+
+def unknown(kind: str, name: str, options: Iterable[str]) -> str:
+    """One line for a name that is not among ``options``: what was found, the nearest, what is allowed."""
+    options = sorted(options)
+    close = nearest(name, options)
+    hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
+    return f"unknown {kind} {name!r}: {hint}allowed: {', '.join(options)}"

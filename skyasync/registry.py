@@ -1,0 +1,68 @@
+"""Named parts that a configuration key selects.
+
+A registry is a plain dictionary with a ``register`` decorator. It also knows where the built-in parts
+live, so that a wrong name is refused without importing torch: ``builtins`` maps a module to the names
+that importing it registers (a test holds the two equal).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from skyasync.errors import UserError, unknown
+
+T = TypeVar("T")
+
+
+class Registry(dict[str, Any]):
+    """``REGISTRY["name"]`` gives the part; ``@REGISTRY.register("name")`` adds one.
+
+    Args:
+        kind: what the parts are, in the singular, for error messages ("policy loss").
+        builtins: module -> names (separated by spaces) that it registers when imported.
+
+    Raises:
+        UserError: for a name that is neither built in nor registered, listing the nearest ones.
+    """
+
+    def __init__(self, kind: str, builtins: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.kind = kind
+        self._homes = {name: module for module, names in (builtins or {}).items() for name in names.split()}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        def add(part: T) -> T:
+            self[name] = part
+            return part
+
+        return add
+
+    def names(self) -> list[str]:
+        """All names, built-in and registered, sorted; imports nothing."""
+        return sorted({*self._homes, *self})
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._homes:
+            importlib.import_module(self._homes[name])
+            if name in self:
+                return self[name]
+        raise UserError(unknown(self.kind, name, self.names()))
+
+
+def resolve_reference(reference: str, *, kind: str) -> Any:
+    """The object behind ``"package.module:attribute"``.
+
+    Raises:
+        UserError: if the module cannot be imported or has no such attribute.
+    """
+    module_name, _, attribute = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{kind} {reference!r}: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UserError(f"{kind} {reference!r}: {unknown('attribute', attribute, vars(module))}") from None

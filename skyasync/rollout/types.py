@@ -1,0 +1,137 @@
+"""What flows from the dataset to the loss.
+
+Invariant: a prompt keeps one identity (epoch, index, repetition) all the way, and a trajectory's segments,
+concatenated, are exactly the tokens that the engine read and wrote. Text is never tokenised again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypedDict
+
+Message = dict[str, str]
+Conversation = list[Message]
+
+
+class PromptId(NamedTuple):
+    """Which prompt: the pass over the dataset, and the row in it."""
+
+    epoch: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}-i{self.index}"
+
+
+class TrajectoryId(NamedTuple):
+    """Which sample of which prompt."""
+
+    prompt: PromptId
+    repetition: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt}-r{self.repetition}"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a dataset: the conversation so far, the environment that judges, and what it needs to know."""
+
+    id: PromptId
+    messages: Conversation
+    env_class: str
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Segment:
+    """A run of tokens of one kind. ``logprobs`` and ``versions`` (one per token) exist for actions only."""
+
+    kind: Literal["prompt", "action", "observation"]
+    tokens: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reward: float = 0.0  # earned by this action; lands on its last token
+
+    def __post_init__(self) -> None:
+        if self.kind == "action" and not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"an action has {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
+                f"{len(self.versions)} versions: they must be as many"
+            )
+
+
+@dataclass
+class Trajectory:
+    """One episode. ``stop_reason`` is that of the last action: "stop", "length" or "abort"."""
+
+    id: TrajectoryId
+    segments: list[Segment]
+    stop_reason: str = "stop"
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def reward(self) -> float:
+        return sum(s.reward for s in self.segments)
+
+    @property
+    def actions(self) -> list[Segment]:
+        return [s for s in self.segments if s.kind == "action"]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for s in self.segments for t in s.tokens]
+
+    @property
+    def response_length(self) -> int:
+        """Generated tokens, observations not counted."""
+        return sum(len(s.tokens) for s in self.actions)
+
+    @property
+    def versions(self) -> list[int]:
+        return [v for s in self.actions for v in s.versions]
+
+
+@dataclass
+class Group:
+    """All samples of one prompt."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [t.reward for t in self.trajectories]
+
+    @property
+    def oldest_version(self) -> int:
+        return min((v for t in self.trajectories for v in t.versions), default=0)
+
+
+class GeneratorInput(TypedDict):
+    """What a generator is asked for: the lists run in parallel, one entry per trajectory."""
+
+    prompts: list[Conversation]
+    env_classes: list[str]
+    env_extras: list[dict[str, Any]]
+    sampling_params: Any  # engines.protocol.SamplingParams
+    trajectory_ids: list[TrajectoryId]
+    is_eval: bool
+
+
+class _GeneratorOutput(TypedDict):
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]  # actions and observations, in order
+    rewards: Sequence[float] | Sequence[list[float]]  # per trajectory, or per response token
+    loss_masks: list[list[int]]  # 1 on action tokens
+    stop_reasons: list[str]
+
+
+class GeneratorOutput(_GeneratorOutput, total=False):
+    """What a generator returns; all lists run in parallel with the input's."""
+
+    rollout_logprobs: list[list[float]]  # behaviour log-probability per response token, 0 on observations
+    rollout_versions: list[list[int]]  # policy version per response token, -1 on observations
+    rollout_metrics: dict[str, float]
+    trajectory_metrics: list[dict[str, float]]

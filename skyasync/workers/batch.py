@@ -1,0 +1,61 @@
+"""The tensors that training sees.
+
+Invariant: every per-token tensor is ``[batch, length]``, right-padded, aligned with ``tokens``: entry t
+belongs to token t, and entry 0 (which nothing predicts) is never a loss token. Everything that needs the
+whole batch (loss weights, advantages) is computed before a batch is split, so that splitting it over
+micro-batches or ranks cannot change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class TrainingBatch:
+    """One training batch; see the module's invariant for the layout.
+
+    Shapes are ``[batch, length]`` unless stated. ``versions`` is -1 where no policy computed the token.
+    ``loss_weights`` carry the reduction: the loss of a batch is ``(loss_weights * token_loss).sum()``.
+    """
+
+    tokens: Tensor  # int64
+    attention_mask: Tensor  # bool
+    loss_mask: Tensor  # bool
+    group_ids: Tensor  # int64 [batch]: samples of one prompt share one
+    behaviour_logprobs: Tensor | None = None
+    versions: Tensor | None = None  # int32
+    rewards: Tensor | None = None  # each reward on the token that earned it
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    loss_weights: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def select(self, rows: Tensor) -> TrainingBatch:
+        """The given rows (int64 ``[n]``), in that order."""
+        return replace(self, **{f.name: _apply(getattr(self, f.name), lambda t: t[rows]) for f in fields(self)})
+
+    def trim(self) -> TrainingBatch:
+        """Drop the columns in which every row is padding."""
+        length = int(self.attention_mask.sum(1).max()) if len(self) else 0
+
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[:, :length] if tensor.dim() == 2 else tensor
+
+        return replace(self, **{f.name: _apply(getattr(self, f.name), cut) for f in fields(self)})
+
+    def split(self, size: int) -> Iterator[TrainingBatch]:
+        """Consecutive pieces of at most ``size`` rows."""
+        for start in range(0, len(self), size):
+            yield self.select(torch.arange(start, min(start + size, len(self))))
+
+
+def _apply(tensor: Tensor | None, function) -> Tensor | None:  # type: ignore[no-untyped-def]
+    return None if tensor is None else function(tensor)

@@ -1,0 +1,50 @@
+"""What the trainer asks of the models it trains; where and how they run is not its business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from skyasync.engines.protocol import WeightUpdate
+from skyasync.workers.batch import TrainingBatch
+
+
+class WorkerDispatch(Protocol):
+    """The policy (and, if there is one, the reference) as one object, however many ranks it has."""
+
+    async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
+        """Log-probability of each loss token under the current policy, ``[batch, length]``, 0 elsewhere."""
+
+    async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
+        """The same under the frozen reference model."""
+
+    async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
+        """One optimizer step on the whole batch; returns metrics (loss, grad_norm, lr, ...).
+
+        A missing ``proximal_logprobs`` means that the current policy, before this step, is the proximal one.
+        """
+
+    async def publish_weights(self, version: int) -> WeightUpdate:
+        """Make the policy's full weights available to engines on this machine (shared memory)."""
+
+    async def release_weights(self, update: WeightUpdate) -> None:
+        """Free what ``publish_weights`` made."""
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """As ``InferenceEngine.score``, by the trainer's policy."""
+
+    async def save(self, folder: Path) -> None:
+        """Write model and optimizer state into ``folder``."""
+
+    async def load(self, folder: Path) -> None: ...
+
+    async def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder (safetensors, config, tokenizer)."""
+
+    async def stats(self) -> dict[str, Any]:
+        """``busy_s`` of the policy since start, and whatever else is worth a metric."""
+
+    async def shutdown(self) -> None: ...
