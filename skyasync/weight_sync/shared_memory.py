@@ -1,0 +1,61 @@
+"""Weights as one safetensors file in shared memory.
+
+Invariant: a file is complete before its name exists (it is renamed into place), and whoever wrote it
+removes it; files left by a killed process are swept by the next writer on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+PREFIX = "skyasync-weights-"
+
+
+def directory() -> Path:
+    """Shared memory where the system has it, else the folder for temporary files."""
+    shm = Path("/dev/shm")
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def write_weights(weights: Mapping[str, Tensor]) -> str:
+    """Write full tensors (CPU, contiguous) and return the file's path."""
+    sweep()
+    path = directory() / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}.safetensors"
+    unfinished = path.with_suffix(".writing")
+    save_file(dict(weights), unfinished)
+    unfinished.rename(path)
+    return str(path)
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """The tensors of a file, mapped rather than copied where the system can."""
+    return load_file(path)
+
+
+def remove_weights(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
+
+
+def sweep() -> None:
+    """Remove files whose writer no longer lives."""
+    for path in directory().glob(f"{PREFIX}*"):
+        writer = path.name.removeprefix(PREFIX).split("-")[0]
+        if writer.isdigit() and not _alive(int(writer)):
+            path.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
