@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from skyasync.registry import Registry
+from skyasync.weight_sync.update import WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort", "wait"]
@@ -61,15 +62,6 @@ class GenerationOutput:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """New weights, ready to be fetched: ``info`` is what the backend needs (a path, a rendezvous, names)."""
-
-    version: int
-    backend: str
-    info: dict[str, Any]
 
 
 @dataclass

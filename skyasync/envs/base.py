@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from skyasync.rollout.types import Conversation
+Message = dict[str, str]
+Conversation = list[Message]
 
 
 class BaseTextEnvStepOutput(TypedDict):

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
-Message = dict[str, str]
-Conversation = list[Message]
-
+from skyasync.envs.base import Conversation
 
 class PromptId(NamedTuple):
     """Which prompt: the pass over the dataset, and the row in it."""

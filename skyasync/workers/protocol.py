@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from skyasync.engines.protocol import WeightUpdate
+from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TrainingBatch
 
 

@@ -1,0 +1,15 @@
+"""The message by which engines learn of new weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """New weights, ready to be fetched: ``info`` is what the backend needs (a path, a rendezvous, names)."""
+
+    version: int
+    backend: str
+    info: dict[str, Any]
