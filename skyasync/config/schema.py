@@ -3,23 +3,42 @@
 Invariant: nothing here imports torch, ray or transformers, so that a wrong key is refused at once.
 """
 
+# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is mutable)
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
 
-def key(default: Any, doc: str, *, choices: tuple[Any, ...] = (), low: float | None = None, above: float | None = None,
-        high: float | None = None, registry: str = "", open_ended: bool = False) -> Any:  # fmt: skip
-    """A documented field. ``low``/``high`` are inclusive bounds, ``above`` an exclusive one.
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+    registry: str = "",
+    open_ended: bool = False,
+) -> Any:
+    """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones.
 
-    ``registry`` ("module:NAME") says where the allowed names are registered; with ``open_ended`` a
-    ``module:attribute`` reference (or, for paths, any string) is accepted as well.
+    Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
+    where the allowed names are registered; with ``open_ended`` a ``module:attribute`` reference (or, for paths,
+    any string) is accepted as well.
     """
     metadata = {
-        "doc": doc, "choices": choices, "low": low, "above": above, "high": high,
-        "registry": registry, "open_ended": open_ended,
-    }  # fmt: skip
+        "doc": doc,
+        "choices": choices,
+        "low": low,
+        "above": above,
+        "high": high,
+        "below": below,
+        "registry": registry,
+        "open_ended": open_ended,
+    }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -27,14 +46,20 @@ def key(default: Any, doc: str, *, choices: tuple[Any, ...] = (), low: float | N
 
 @dataclass
 class ModelConfig:
-    path: str = key("", "Hugging Face name, local folder, or module:function that makes one and returns its path.", open_ended=True)
-    dtype: str = key("auto", "Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU.", choices=("auto", "float32", "bfloat16"))
+    path: str = key(
+        "", "Hugging Face name, local folder, or module:function that makes one and returns its path.", open_ended=True
+    )
+    dtype: str = key(
+        "auto",
+        "Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU.",
+        choices=("auto", "float32", "bfloat16"),
+    )
 
 
 @dataclass
 class OptimizerConfig:
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
-    adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.")
+    adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
     weight_decay: float = key(0.0, "AdamW's decoupled weight decay.", low=0.0)
     max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 is off.", low=0.0)
     num_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", low=0)
@@ -59,7 +84,9 @@ class PlacementConfig:
     colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
     colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.")
     policy_num_nodes: int = key(1, "Nodes for the policy.", low=1)
-    policy_num_gpus_per_node: int = key(1, "Policy ranks per node: one per GPU, or per CPU process without GPUs.", low=1)
+    policy_num_gpus_per_node: int = key(
+        1, "Policy ranks per node: one per GPU, or per CPU process without GPUs.", low=1
+    )
     ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1)
     ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1)
     timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
@@ -67,16 +94,26 @@ class PlacementConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage_estimator: str = key("grpo", "How rewards become advantages.", registry="skyasync.algorithms:ADVANTAGE_ESTIMATORS")
+    advantage_estimator: str = key(
+        "grpo", "How rewards become advantages.", registry="skyasync.algorithms:ADVANTAGE_ESTIMATORS"
+    )
     policy_loss_type: str = key("ppo", "The policy objective.", registry="skyasync.algorithms:POLICY_LOSSES")
     eps_clip_low: float = key(0.2, "Clip ratios below 1 - this.", low=0.0)
     eps_clip_high: float = key(0.2, "Clip ratios above 1 + this.", low=0.0)
-    loss_reduction: str = key("token_mean", "How token losses become one number.", registry="skyasync.algorithms:LOSS_REDUCTIONS")
-    off_policy_correction: str = key("token_tis", "Weight for samples of an older or slightly different policy.", registry="skyasync.algorithms:CORRECTIONS")
+    loss_reduction: str = key(
+        "token_mean", "How token losses become one number.", registry="skyasync.algorithms:LOSS_REDUCTIONS"
+    )
+    off_policy_correction: str = key(
+        "token_tis",
+        "Weight for samples of an older or slightly different policy.",
+        registry="skyasync.algorithms:CORRECTIONS",
+    )
     use_kl_loss: bool = key(False, "Add a KL term to a frozen reference model to the loss.")
     use_kl_in_reward: bool = key(False, "Subtract a KL penalty to the reference from the rewards.")
     kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0)
-    kl_estimator_type: str = key("k3", "How the KL divergence is estimated.", registry="skyasync.algorithms:KL_ESTIMATORS")
+    kl_estimator_type: str = key(
+        "k3", "How the KL divergence is estimated.", registry="skyasync.algorithms:KL_ESTIMATORS"
+    )
 
 
 @dataclass
@@ -85,17 +122,28 @@ class TrainerConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    plan: str = key("sync", "The execution plan, where the experiment does not fix one.", registry="skyasync.plans:PLANS", open_ended=True)
+    plan: str = key(
+        "sync",
+        "The execution plan, where the experiment does not fix one.",
+        registry="skyasync.plans:PLANS",
+        open_ended=True,
+    )
     strategy: str = key("fsdp2", "How the trained model is sharded over ranks.", choices=("fsdp2",))
-    async_queue_size: int = key(1, "Batches the generator may be ahead in the one_step_off plan: the staleness it settles at.", low=1)
+    async_queue_size: int = key(
+        1, "Batches the generator may be ahead in the one_step_off plan: the staleness it settles at.", low=1
+    )
     allow_uncorrected: bool = key(False, "Let an asynchronous plan run without an off-policy correction.")
     epochs: int = key(1, "Passes over the training prompts.", low=1)
     max_training_steps: int = key(0, "Stop after this many steps; 0 runs all epochs.", low=0)
     train_batch_size: int = key(64, "Prompts per training step.", low=1)
     policy_mini_batch_size: int = key(0, "Prompts per optimizer step; 0 takes the whole training batch.", low=0)
     update_epochs_per_batch: int = key(1, "Optimizer passes over each training batch.", low=1)
-    micro_train_batch_size_per_gpu: int = key(0, "Sequences per forward-backward pass; 0 packs by micro_batch_tokens.", low=0)
-    micro_forward_batch_size_per_gpu: int = key(0, "Sequences per forward-only pass; 0 packs by micro_batch_tokens.", low=0)
+    micro_train_batch_size_per_gpu: int = key(
+        0, "Sequences per forward-backward pass; 0 packs by micro_batch_tokens.", low=0
+    )
+    micro_forward_batch_size_per_gpu: int = key(
+        0, "Sequences per forward-only pass; 0 packs by micro_batch_tokens.", low=0
+    )
     micro_batch_tokens: int = key(16384, "Tokens, padding included, per micro-batch where its size is 0.", low=1)
     max_prompt_length: int = key(512, "Prompts with more tokens are left out, and counted.", low=1)
     eval_batch_size: int = key(1024, "Prompts evaluated at once.", low=1)
@@ -104,8 +152,14 @@ class TrainerConfig:
     ckpt_interval: int = key(0, "Save a checkpoint every so many steps; 0 saves none.", low=0)
     ckpt_keep: int = key(2, "Newest checkpoints to keep; 0 keeps all.", low=0)
     ckpt_path: str = key("", "Folder of the checkpoints; empty is <run folder>/checkpoints.", open_ended=True)
-    resume_mode: str = key("none", "Start anew, or go on from the newest checkpoint in ckpt_path if there is one.", choices=("none", "latest"))
-    export_path: str = key("", "Write the final policy here as a Hugging Face folder; empty writes none.", open_ended=True)
+    resume_mode: str = key(
+        "none",
+        "Start anew, or go on from the newest checkpoint in ckpt_path if there is one.",
+        choices=("none", "latest"),
+    )
+    export_path: str = key(
+        "", "Write the final policy here as a Hugging Face folder; empty writes none.", open_ended=True
+    )
     run_name: str = key("", "Name of the run's folder; empty makes one from plan and time.", open_ended=True)
     runs_dir: str = key("runs", "Folder that holds the runs' folders.", open_ended=True)
     project_name: str = key("skyasync", "Project name for external trackers.", open_ended=True)
@@ -134,7 +188,11 @@ class EvalSamplingConfig(SamplingConfig):
 
 @dataclass
 class GeneratorConfig:
-    backend: str = key("auto", "Inference engine; auto is vllm where it is installed, else transformers.", choices=("auto", "transformers", "vllm"))
+    backend: str = key(
+        "auto",
+        "Inference engine; auto is vllm where it is installed, else transformers.",
+        choices=("auto", "transformers", "vllm"),
+    )
     num_inference_engines: int = key(1, "Engines behind the client.", low=1)
     inference_engine_tensor_parallel_size: int = key(1, "GPUs per engine.", low=1)
     n_samples_per_prompt: int = key(8, "Responses per prompt: a group.", low=1)
@@ -146,16 +204,24 @@ class GeneratorConfig:
     max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1)
     gpu_memory_utilization: float = key(0.8, "Share of a GPU's memory an engine may take.", above=0.0, high=1.0)
     kv_cache_gb: float = key(1.0, "KV cache of an engine on a CPU, in GB.", above=0.0)
-    dtype: str = key("auto", "Dtype of the engine's weights; auto follows the policy's.", choices=("auto", "float32", "bfloat16"))
+    dtype: str = key(
+        "auto", "Dtype of the engine's weights; auto follows the policy's.", choices=("auto", "float32", "bfloat16")
+    )
     threads: int = key(0, "CPU threads per engine; 0 shares the machine's cores according to the plan.", low=0)
-    weight_sync_backend: str = key("auto", "How weights reach the engines; auto is shared_memory.", choices=("auto", "shared_memory", "nccl"))
+    weight_sync_backend: str = key(
+        "auto", "How weights reach the engines; auto is shared_memory.", choices=("auto", "shared_memory", "nccl")
+    )
     verify_weight_sync: bool = key(True, "After each sync compare probe log-probabilities, trainer against engine.")
-    weight_sync_tolerance: float = key(0.0, "Largest gap allowed in that check; 0 chooses by dtype: 1e-3 in float32, 0.2 in bfloat16.", low=0.0)
+    weight_sync_tolerance: float = key(
+        0.0, "Largest gap allowed in that check; 0 chooses by dtype: 1e-3 in float32, 0.2 in bfloat16.", low=0.0
+    )
     request_timeout_s: float = key(600.0, "Seconds after which an unanswered request is an error.", above=0.0)
     engine_start_timeout_s: float = key(300.0, "Seconds an engine may take to start.", above=0.0)
     run_engines_locally: bool = key(True, "Engines are started by the run (the only mode there is).", choices=(True,))
     async_engine: bool = key(True, "Engines serve requests asynchronously (the only mode there is).", choices=(True,))
-    batched: bool = key(False, "Accepted for SkyRL's recipes; requests are always batched by the engine.", choices=(False, True))
+    batched: bool = key(
+        False, "Accepted for SkyRL's recipes; requests are always batched by the engine.", choices=(False, True)
+    )
 
 
 @dataclass
@@ -168,13 +234,17 @@ class EnvironmentConfig:
 
 @dataclass
 class DataConfig:
-    train_data: list[str] = key([], "Training prompts: parquet or JSON-lines files, or module:function.", open_ended=True)
+    train_data: list[str] = key(
+        [], "Training prompts: parquet or JSON-lines files, or module:function.", open_ended=True
+    )
     val_data: list[str] = key([], "Held-out prompts, in the same forms.", open_ended=True)
 
 
 @dataclass
 class RayConfig:
-    address: str = key("", "Cluster to join ('auto' or host:port); empty starts one on this machine's loopback.", open_ended=True)
+    address: str = key(
+        "", "Cluster to join ('auto' or host:port); empty starts one on this machine's loopback.", open_ended=True
+    )
 
 
 @dataclass
