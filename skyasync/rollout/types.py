@@ -1,6 +1,6 @@
 """What flows from the dataset to the loss.
 
-Invariant: a prompt keeps one identity (epoch, index, repetition) all the way, and a trajectory's segments,
+Invariant: a prompt keeps one identity (epoch, row, repetition) all the way, and a trajectory's segments,
 concatenated, are exactly the tokens that the engine read and wrote. Text is never tokenised again.
 """
 
@@ -12,14 +12,15 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from skyasync.envs.base import Conversation
 
+
 class PromptId(NamedTuple):
-    """Which prompt: the pass over the dataset, and the row in it."""
+    """Which prompt: the pass over the dataset (-1 in evaluation), and the row in it."""
 
     epoch: int
-    index: int
+    row: int
 
     def __str__(self) -> str:
-        return f"e{self.epoch}-i{self.index}"
+        return f"e{self.epoch}-i{self.row}" if self.epoch >= 0 else f"eval-i{self.row}"
 
 
 class TrajectoryId(NamedTuple):

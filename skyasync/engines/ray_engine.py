@@ -1,0 +1,122 @@
+"""An engine in a Ray actor, spoken to as if it were local.
+
+Invariant: nothing here blocks the caller's event loop; the actor lives from ``start`` to ``shutdown`` and
+dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from skyasync.engines.protocol import (
+    ENGINES,
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    PauseMode,
+)
+from skyasync.weight_sync.update import WeightUpdate
+
+
+class _EngineActor:
+    """Forwards to the engine it holds."""
+
+    def __init__(self, backend: str, config: EngineConfig) -> None:
+        self._engine: InferenceEngine = ENGINES[backend](config)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._engine, method)(*args)
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        async for outputs in self._engine.generate(requests):
+            yield outputs
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        async for output in self._engine.stream(request):
+            yield output
+
+
+class RayEngine:
+    """See ``InferenceEngine`` for the methods.
+
+    Args:
+        options: Ray's actor options (resources, placement).
+        start_timeout_s: how long the model may take to load.
+    """
+
+    def __init__(
+        self, backend: str, config: EngineConfig, options: dict[str, Any] | None = None, start_timeout_s: float = 300.0
+    ) -> None:
+        self.backend, self.config = backend, config
+        self._options = options or {}
+        self._start_timeout_s = start_timeout_s
+        self._actor: Any = None
+
+    def set_threads(self, threads: int) -> None:
+        """CPU threads of the engine; call before ``start``."""
+        self.config = replace(self.config, threads=threads)
+
+    async def start(self) -> None:
+        actor_class = ray.remote(_EngineActor).options(max_concurrency=1000, **self._options)
+        self._actor = actor_class.remote(self.backend, self.config)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._call("start")
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the {self.backend} engine did not start within {self._start_timeout_s:g} s "
+                f"(generator.engine_start_timeout_s)"
+            ) from error
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        async for reference in self._actor.generate.options(num_returns="streaming").remote(list(requests)):
+            yield await reference
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
+            yield await reference
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return await self._call("score", sequences)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await self._call("pause", mode)
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await self._call("abort", request_ids)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self._call("update_weights", update)
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def stats(self) -> EngineStats:
+        return await self._call("stats")
+
+    async def shutdown(self) -> None:
+        """Let the engine release what it holds, then end its process in any case."""
+        if self._actor is None:
+            return
+        actor, self._actor = self._actor, None
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(20):
+                await actor.call.remote("shutdown")
+        ray.kill(actor)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self._actor.call.remote(method, *args)

@@ -1,0 +1,125 @@
+"""Plays episodes: the engine writes, the environment answers, until it is done.
+
+Invariant: every trajectory asked for comes back, in the order asked, with exactly the tokens the engine
+read and wrote; if one episode fails, the others are cancelled and its error is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.envs.base import Conversation
+from skyasync.envs.pool import EnvPool
+from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.convert import generator_output
+from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
+
+T = TypeVar("T")
+
+
+class Generator(Protocol):
+    """Anything that turns prompts into trajectories; override ``BasePPOExp.get_generator`` to use your own."""
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput: ...
+
+
+class EpisodeGenerator:
+    """Single-turn and multi-turn episodes against text environments.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        max_model_len: an episode ends before its tokens would exceed this.
+        max_turns: an episode ends after so many actions even if its environment is not done.
+    """
+
+    def __init__(
+        self, client: InferenceClient, environments: EnvPool, tokenizer: Any, max_model_len: int, max_turns: int = 1
+    ) -> None:
+        self._client = client
+        self._environments = environments
+        self._chat = ChatTokenizer(tokenizer)
+        self._max_model_len = max_model_len
+        self._max_turns = max_turns
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        episodes = [
+            self._episode(identity, prompt, env_class, extras, input_batch["sampling_params"])
+            for identity, prompt, env_class, extras in zip(
+                input_batch["trajectory_ids"],
+                input_batch["prompts"],
+                input_batch["env_classes"],
+                input_batch["env_extras"],
+                strict=True,
+            )
+        ]
+        return generator_output(await _all_or_error(episodes))
+
+    async def _episode(
+        self,
+        identity: TrajectoryId,
+        prompt: Conversation,
+        env_class: str,
+        extras: dict[str, Any],
+        sampling: SamplingParams,
+    ) -> Trajectory:
+        episode = str(identity)
+        try:
+            conversation = await self._environments.init(episode, env_class, extras, prompt)
+            trajectory = Trajectory(identity, [Segment("prompt", self._chat.prompt(conversation))])
+            await self._play(trajectory, sampling)
+            return trajectory
+        except Exception as error:
+            error.add_note(f"while playing the episode {episode}")
+            raise
+        finally:
+            await self._environments.close(episode)
+
+    async def _play(self, trajectory: Trajectory, sampling: SamplingParams) -> None:
+        tokens = list(trajectory.segments[0].tokens)
+        for turn in range(self._max_turns):
+            action = await self._act(trajectory, tokens, turn, sampling)
+            step = await self._environments.step(str(trajectory.id), self._chat.text(action.tokens))
+            action.reward = float(step["reward"])
+            trajectory.metrics = step["metrics"]
+            tokens += action.tokens
+            if step["done"] or turn + 1 == self._max_turns:
+                return
+            observation = self._chat.observation(step["observations"], action.tokens)
+            if len(tokens) + len(observation) >= self._max_model_len:
+                trajectory.stop_reason = "length"
+                return
+            trajectory.segments.append(Segment("observation", observation))
+            tokens += observation
+
+    async def _act(self, trajectory: Trajectory, tokens: list[int], turn: int, sampling: SamplingParams) -> Segment:
+        """One action of the model, appended to the trajectory."""
+        room = self._max_model_len - len(tokens)
+        output = await self._client.generate(
+            GenerationRequest(
+                request_id=f"{trajectory.id}-t{turn}",
+                prompt_token_ids=tokens,
+                sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+                session_id=str(trajectory.id.prompt),
+            )
+        )
+        trajectory.stop_reason = output.finish_reason or "stop"
+        action = Segment("action", output.token_ids, output.logprobs, output.versions)
+        trajectory.segments.append(action)
+        return action
+
+
+async def _all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; at the first error the others are cancelled and it is raised as it was."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

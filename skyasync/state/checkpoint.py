@@ -1,0 +1,87 @@
+"""Checkpoints that are whole or absent.
+
+Invariant: a folder named ``step_<k>`` is complete: it is written under another name and renamed last.
+``state.json`` in it holds the step, the policy version and the position in the prompt stream.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from skyasync.errors import UserError
+
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a run needs to go on, besides the workers' own state.
+
+    ``position`` counts the prompts trained; ``seed`` and ``prompts`` guard against resuming other data.
+    """
+
+    step: int
+    position: int
+    seed: int
+    dataset_size: int
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int = 0) -> None:
+        self.folder, self._keep = folder, keep
+
+    async def save(self, state: TrainState, write: Callable[[Path], Awaitable[None]]) -> Path:
+        """Write a checkpoint; ``write(folder)`` adds the workers' state."""
+        final = self.folder / f"step_{state.step:06d}"
+        unfinished = final.with_name(final.name + _UNFINISHED)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        await write(unfinished)
+        (unfinished / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        _replace(unfinished, final)
+        self._prune()
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        found = self._complete()
+        return found[-1] if found else None
+
+    def _complete(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return sorted(p for p in self.folder.glob("step_*") if (p / "state.json").is_file() and not p.suffix)
+
+    def _prune(self) -> None:
+        if self._keep:
+            for old in self._complete()[: -self._keep]:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(folder: Path, *, seed: int, dataset_size: int) -> TrainState:
+    """The state in a checkpoint.
+
+    Raises:
+        UserError: if it belongs to another seed or dataset: the prompts would not be the right ones.
+    """
+    state = TrainState(**json.loads((folder / "state.json").read_text()))
+    for name, here in (("seed", seed), ("dataset_size", dataset_size)):
+        if getattr(state, name) != here:
+            raise UserError(
+                f"checkpoint {folder} was made with {name}={getattr(state, name)}, this run has {here}: "
+                f"resume with the same data and trainer.seed, or set trainer.resume_mode=none"
+            )
+    return state
+
+
+def _replace(unfinished: Path, final: Path) -> None:
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(unfinished, final)

@@ -1,0 +1,80 @@
+"""Gets the policy's weights into every engine, and proves that they arrived.
+
+Invariant: after ``sync(version)`` every engine computes with the trainer's weights and stamps ``version``;
+if the log-probabilities of the probe differ by more than the tolerance, that is an error, never a log line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from skyasync.weight_sync.update import WeightUpdate
+
+
+class Source(Protocol):
+    """What has the weights (the dispatch to the workers)."""
+
+    async def publish_weights(self, version: int) -> WeightUpdate: ...
+    async def release_weights(self, update: WeightUpdate) -> None: ...
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
+
+
+class Destination(Protocol):
+    """What needs them (the inference client)."""
+
+    async def update_weights(self, update: WeightUpdate) -> None: ...
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
+
+
+class WeightSyncError(RuntimeError):
+    """The engines do not compute what the trainer computes."""
+
+
+@dataclass
+class WeightSync:
+    """Synchronises engines with the policy; the engines are idle or paused.
+
+    Args:
+        probe: token sequences whose log-probabilities are compared; empty compares nothing.
+        tolerance: the largest difference of log-probabilities allowed, in nats.
+    """
+
+    source: Source
+    destination: Destination
+    probe: Sequence[Sequence[int]]
+    tolerance: float
+
+    async def sync(self, version: int) -> dict[str, float]:
+        """Hand over the weights as ``version``; returns metrics.
+
+        Raises:
+            WeightSyncError: naming the engine and the gap.
+        """
+        update = await self.source.publish_weights(version)
+        try:
+            await self.destination.update_weights(update)
+        finally:
+            await self.source.release_weights(update)
+        return {"sync/logprob_gap": await self._verify(version)} if self.probe else {}
+
+    async def _verify(self, version: int) -> float:
+        expected = await self.source.score(self.probe)
+        found = await self.destination.score(self.probe)
+        gaps = [_largest_gap(expected, engine) for engine in found]
+        worst = max(gaps)
+        if not worst <= self.tolerance:
+            raise WeightSyncError(
+                f"after the weight sync to version {version} engine {gaps.index(worst)} and the trainer differ by "
+                f"{worst:.3g} in log-probability; allowed is {self.tolerance:g} (generator.weight_sync_tolerance)"
+            )
+        return worst
+
+
+def _largest_gap(expected: list[list[float]], found: list[list[float]]) -> float:
+    """NaN if anything is NaN or missing, so that a broken engine never passes."""
+    if [len(e) for e in expected] != [len(f) for f in found]:
+        return float("nan")
+    gaps = [abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True)]
+    return float("nan") if any(g != g for g in gaps) else max(gaps, default=0.0)
