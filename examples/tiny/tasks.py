@@ -1,0 +1,111 @@
+"""Procedural instructions for a tiny chat model: sorting, addition, maximum, spelling backwards.
+
+Invariant: training and held-out prompts are disjoint, whatever the seeds, counts and tasks asked for. A
+checksum of the instruction's text alone decides which side it is on (one in five is held out), and every list
+made here, the supervised warm start's included, is drawn from one side only.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from skyasync.errors import UserError, unknown
+
+Split = Literal["train", "held_out"]
+
+HELD_OUT_ONE_IN = 5
+SORT_LENGTHS = (4, 8)  # digits, both ends included
+ENV_CLASS = "examples.tiny.env:TinyEnv"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One instruction and the only answer that is right."""
+
+    task: str
+    text: str
+    answer: str
+
+    @property
+    def split(self) -> Split:
+        return "held_out" if zlib.crc32(self.text.encode()) % HELD_OUT_ONE_IN == 0 else "train"
+
+    def row(self) -> dict[str, Any]:
+        """As a dataset's row: the conversation, who judges it, and what the judge needs to know."""
+        messages = [{"role": "user", "content": self.text}]
+        return {"prompt": messages, "env_class": ENV_CLASS, "task": self.task, "answer": self.answer}
+
+
+def _sort(rng: random.Random) -> tuple[str, str]:
+    digits = rng.choices("0123456789", k=rng.randint(*SORT_LENGTHS))
+    return f"Sort the digits: {''.join(digits)}", "".join(sorted(digits))
+
+
+def _add(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randint(0, 20), rng.randint(0, 20)
+    return f"Add: {a} + {b}", str(a + b)
+
+
+def _maximum(rng: random.Random) -> tuple[str, str]:
+    numbers = [rng.randint(0, 99) for _ in range(rng.randint(3, 4))]
+    return f"Find the largest: {', '.join(map(str, numbers))}", str(max(numbers))
+
+
+def _backwards(rng: random.Random) -> tuple[str, str]:
+    word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 6)))
+    return f"Spell backwards: {word}", word[::-1]
+
+
+TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "sort": _sort,
+    "add": _add,
+    "maximum": _maximum,
+    "backwards": _backwards,
+}
+
+
+def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[Question]:
+    """Endless questions of one side, their tasks drawn evenly; the same seed gives the same ones.
+
+    Raises:
+        UserError: for a task that is not in ``TASKS``.
+    """
+    for task in tasks:
+        if task not in TASKS:
+            raise UserError(unknown("task", task, TASKS))
+    rng = random.Random(seed)
+    while True:
+        task = rng.choice(tasks)
+        question = Question(task, *TASKS[task](rng))
+        if question.split == split:
+            yield question
+
+
+def prompts(split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",)) -> list[dict[str, Any]]:
+    """``count`` different rows of one side.
+
+    Raises:
+        UserError: if so many different ones are not found in a thousand times as many draws.
+    """
+    found: dict[str, Question] = {}
+    for draws, question in enumerate(questions(split, seed, tasks)):
+        if len(found) == count:
+            break
+        if draws > 1000 * count:
+            raise UserError(f"only {len(found)} different {split} prompts of {', '.join(tasks)}; asked for {count}")
+        found.setdefault(question.text, question)
+    return [question.row() for question in found.values()]
+
+
+def train_prompts() -> list[dict[str, Any]]:
+    """What reinforcement learning trains on: sorting, which the warm start gets right about half the time."""
+    return prompts("train", count=4096, seed=1)
+
+
+def val_prompts() -> list[dict[str, Any]]:
+    """Sorting prompts that neither the warm start nor reinforcement learning has trained on."""
+    return prompts("held_out", count=256, seed=2)
