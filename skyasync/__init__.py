@@ -1,1 +1,57 @@
-"""x"""
+"""skyasync: reinforcement learning of language models with a swappable execution plan.
+
+The public names, nothing else. They are imported when first used, so that a wrong setting on the command
+line is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyasync.callbacks import TrainerCallback
+    from skyasync.config import Config, load_config
+    from skyasync.envs import BaseTextEnv, BaseTextEnvStepOutput
+    from skyasync.errors import UserError
+    from skyasync.experiment import BasePPOExp
+    from skyasync.main import main
+    from skyasync.plans import PLANS
+    from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+    from skyasync.trainer import RayPPOTrainer
+
+_HOMES = {
+    "AsyncRayPPOTrainer": "skyasync.plans.one_step_off",
+    "BasePPOExp": "skyasync.experiment",
+    "BaseTextEnv": "skyasync.envs",
+    "BaseTextEnvStepOutput": "skyasync.envs",
+    "Config": "skyasync.config",
+    "PLANS": "skyasync.plans",
+    "RayPPOTrainer": "skyasync.trainer",
+    "TrainerCallback": "skyasync.callbacks",
+    "UserError": "skyasync.errors",
+    "load_config": "skyasync.config",
+    "main": "skyasync.main",
+}
+
+__all__ = [
+    "PLANS",
+    "AsyncRayPPOTrainer",
+    "BasePPOExp",
+    "BaseTextEnv",
+    "BaseTextEnvStepOutput",
+    "Config",
+    "RayPPOTrainer",
+    "TrainerCallback",
+    "UserError",
+    "load_config",
+    "main",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'skyasync' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -1,1 +1,7 @@
+"""Execution plans by name; ``trainer.plan`` selects one."""
 
+from skyasync.registry import Registry
+
+PLANS = Registry("plan", {"skyasync.plans.synchronous": "sync", "skyasync.plans.one_step_off": "one_step_off"})
+
+__all__ = ["PLANS"]

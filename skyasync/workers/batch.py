@@ -59,3 +59,12 @@ class TrainingBatch:
 
 def _apply(tensor: Tensor | None, function) -> Tensor | None:  # type: ignore[no-untyped-def]
     return None if tensor is None else function(tensor)
+
+
+def mini_batches(batch: TrainingBatch, groups_per_mini_batch: int) -> Iterator[TrainingBatch]:
+    """Pieces of at most so many whole groups, in order; 0 gives the whole batch as one."""
+    groups = batch.group_ids.unique()
+    size = groups_per_mini_batch or max(len(groups), 1)
+    for start in range(0, len(groups), size):
+        chosen = torch.isin(batch.group_ids, groups[start : start + size])
+        yield batch.select(chosen.nonzero().squeeze(1))

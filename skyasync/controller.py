@@ -1,0 +1,118 @@
+"""The process that trains, and the terminal that watches it.
+
+Invariant: whatever ends a run (its last step, an error in any part, Ctrl-C), the trackers are flushed, every
+part is shut down, and the first error is what the user sees.
+
+| who waits  | for what                          | woken by                                            |
+|------------|-----------------------------------|-----------------------------------------------------|
+| the driver | the controller's ``run``          | its end or error; polls for progress meanwhile      |
+| ``run``    | the trainer's ``train``           | its end or error; ``stop`` cancels it               |
+| shutdown   | every part's own shutdown         | each part, or ``GRACE_S``, after which it is killed |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from skyasync.callbacks import TrainerCallback
+from skyasync.errors import UserError
+from skyasync.observe.progress import ProgressRecorder, ProgressReport, ProgressView
+
+POLL_S = 0.5
+GRACE_S = 30.0
+
+
+class _Recording(TrainerCallback):
+    def __init__(self, recorder: ProgressRecorder) -> None:
+        self._recorder = recorder
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._recorder.log(metrics, trainer.global_step)
+
+    def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._recorder.log(metrics, trainer.global_step)
+
+
+class Controller:
+    """Lives in a Ray actor and holds the experiment's parts."""
+
+    def __init__(self, experiment: Any) -> None:
+        self._experiment = experiment
+        self._trainer: Any = None
+        self._recorder: ProgressRecorder | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self) -> dict[str, float] | None:
+        """Train to the end; returns the last metrics, or None if stopped."""
+        self._task = asyncio.create_task(self._train())
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            return None
+        return dict(self._trainer.last_metrics)
+
+    async def _train(self) -> None:
+        try:
+            self._trainer = await asyncio.to_thread(self._experiment.build)
+            self._recorder = ProgressRecorder(self._trainer.total_steps)
+            self._trainer.callbacks.append(_Recording(self._recorder))
+            await self._experiment.start()
+            await self._trainer.train()
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._experiment.close()
+
+    async def report(self, seen: int) -> ProgressReport | None:
+        if self._recorder is None:
+            return None
+        self._recorder.phase(self._trainer.phase_name)
+        return self._recorder.report(seen)
+
+    async def stop(self) -> None:
+        """Cancel training and wait until every part is shut down."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | None:
+    """Train in a Ray actor on this node and show its progress here. Ray is initialised.
+
+    Raises:
+        UserError: as it was raised, without the way it took.
+        Exception: any other error, with the original traceback in its text.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
+    controller = actor_class.remote(experiment)
+    running = controller.run.remote()
+    try:
+        with ProgressView(live=progress) as view:
+            _watch(ray, controller, running, view)
+        return ray.get(running)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+    finally:
+        with contextlib.suppress(Exception):
+            ray.get(controller.stop.remote(), timeout=GRACE_S + 5)
+        ray.kill(controller)
+
+
+def _watch(ray: Any, controller: Any, running: Any, view: ProgressView) -> None:
+    """Poll until the run has ended."""
+    seen, ended = -1, False
+    while not ended:
+        ended = bool(ray.wait([running], timeout=POLL_S)[0])
+        with contextlib.suppress(ray.exceptions.RayError):
+            report = ray.get(controller.report.remote(seen), timeout=10)
+            if report is not None:
+                view.update(report)
+                seen = max([seen, *(step for step, _ in report.rows)])

@@ -1,0 +1,275 @@
+"""The experiment: one factory method per part, and ``run()``.
+
+Invariant: every part of a run is made by exactly one method here, so overriding that method swaps the part
+and nothing else. Factories run in the controller process, in the order of ``build``; none of them waits for
+a model to load (``start`` does that for all parts at once).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skyasync.config.load import dump_config
+from skyasync.errors import UserError
+from skyasync.observe.run_dir import RunDirectory, default_run_name
+from skyasync.registry import resolve_reference
+from skyasync.trainer import RayPPOTrainer
+
+PROBES = 8  # prompts whose log-probabilities prove a weight sync
+
+
+class BasePPOExp:
+    """Everything a run is made of. ``run()`` is called by the program; the rest is there to be overridden.
+
+    Args:
+        cfg: a ``skyasync.config.Config`` (or a subclass of it with keys of one's own).
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+        self.run_dir: RunDirectory | None = None
+        self.gpus = False
+        self._placement: Any = None
+        self._dispatch: Any = None
+        self._client: Any = None
+
+    # ---------------------------------------------------------------- parts
+
+    def get_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.cfg.trainer.policy.model.path)
+
+    def get_train_dataset(self) -> Sequence[Any]:
+        return self._prompts(self.cfg.data.train_data)
+
+    def get_eval_dataset(self) -> Sequence[Any] | None:
+        return self._prompts(self.cfg.data.val_data) if self.cfg.data.val_data else None
+
+    def get_tracker(self) -> Any:
+        from skyasync.observe.trackers import MultiTracker
+
+        trainer = self.cfg.trainer
+        assert self.run_dir is not None
+        return MultiTracker(trainer.logger, self.run_dir, asdict(self.cfg), project_name=trainer.project_name)
+
+    def get_callbacks(self) -> list[Any]:
+        """Callbacks of the trainer; see ``skyasync.callbacks``."""
+        return []
+
+    def get_colocate_pg(self, timeout: float = 180) -> Any:
+        """The placement of all workers and engines, granted by Ray within ``timeout`` seconds."""
+        from skyasync.workers.placement import plan_slots, reserve
+
+        return reserve(plan_slots(self.cfg, gpus=self.gpus, with_reference=self.needs_reference()), timeout)
+
+    def get_inference_client(self) -> Any:
+        """The client in front of the engines; they load in ``start``."""
+        from skyasync.engines.client import InferenceClient
+        from skyasync.engines.ray_engine import RayEngine
+
+        generator = self.cfg.generator
+        engines = [
+            RayEngine(
+                self.engine_backend(),
+                self.engine_config(),
+                self._placement.options("engines", index),
+                generator.engine_start_timeout_s,
+            )
+            for index in range(generator.num_inference_engines)
+        ]
+        return InferenceClient(engines, generator.request_timeout_s)
+
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
+        """What turns prompts into trajectories."""
+        from skyasync.envs.ray_pool import ray_pool
+        from skyasync.rollout.generator import EpisodeGenerator
+
+        environment = cfg.environment
+        pool = ray_pool(environment.env_config, environment.num_workers, environment.step_timeout_s)
+        return EpisodeGenerator(
+            inference_engine_client, pool, tokenizer, self.engine_config().max_model_len, cfg.generator.max_turns
+        )
+
+    def get_dispatch(self) -> Any:
+        """The policy and the reference model."""
+        from skyasync.workers.dispatch import RayWorkerDispatch
+
+        return RayWorkerDispatch(self.cfg, self._placement)
+
+    def get_weight_sync(self, dispatch: Any, inference_engine_client: Any, probe: Sequence[Sequence[int]]) -> Any:
+        """The way of the weights from the policy to the engines."""
+        from skyasync.weight_sync.sync import WeightSync
+
+        tolerance = self.cfg.generator.weight_sync_tolerance or (1e-3 if self._all_float32() else 0.2)
+        probe = probe if self.cfg.generator.verify_weight_sync else ()
+        return WeightSync(dispatch, inference_engine_client, probe, tolerance)
+
+    def get_trainer(self, cfg: Any, tracker: Any, tokenizer: Any, train_dataset: Any, eval_dataset: Any,
+                    inference_engine_client: Any, generator: Any, colocate_pg: Any) -> RayPPOTrainer:  # fmt: skip
+        """The plan: by default the one that ``trainer.plan`` names."""
+        from skyasync.plans import PLANS
+
+        plan = cfg.trainer.plan
+        trainer_class = resolve_reference(plan, kind="plan") if ":" in plan else PLANS[plan]
+        return trainer_class.get_trainer(
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client,
+            generator=generator,
+            colocate_pg=colocate_pg,
+        )
+
+    # ---------------------------------------------------------------- run
+
+    def run(self) -> dict[str, float] | None:
+        """Train on a Ray cluster; returns the last metrics, or None if the run was stopped."""
+        from skyasync.controller import run_in_controller
+        from skyasync.observe.plots import plot_reward
+        from skyasync.observe.summary import print_summary
+        from skyasync.workers.cluster import cluster
+
+        self.prepare()
+        assert self.run_dir is not None
+        with cluster(self.cfg, with_reference=self.needs_reference()) as gpus:
+            self.gpus = gpus
+            try:
+                return run_in_controller(self, progress=self.cfg.trainer.progress)
+            finally:
+                plot_reward(self.run_dir.metrics, self.run_dir.reward_plot)
+                print_summary(self.run_dir.metrics)
+                print(f"run folder: {os.path.relpath(self.run_dir.path)}")
+
+    def prepare(self) -> None:
+        """What must be settled before any process starts: the model's folder and the run's folder."""
+        trainer = self.cfg.trainer
+        trainer.policy.model.path = model_path(trainer.policy.model.path)
+        trainer.ref.model.path = model_path(trainer.ref.model.path or trainer.policy.model.path)
+        for name in ("ckpt_path", "export_path"):
+            if getattr(trainer, name):
+                setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
+        name = trainer.run_name or default_run_name(trainer.plan)
+        self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
+        self.run_dir.save_config(dump_config(self.cfg))
+
+    def build(self) -> RayPPOTrainer:
+        """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
+        from skyasync.observe.timeline import Timeline
+        from skyasync.rollout.chat import ChatTokenizer
+
+        cfg = self.cfg
+        tokenizer = self.get_tokenizer()
+        train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
+        tracker = self.get_tracker()
+        self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
+        self._client = self.get_inference_client()
+        generator = self.get_generator(cfg, tokenizer, self._client)
+        trainer = self.get_trainer(
+            cfg, tracker, tokenizer, train_dataset, eval_dataset, self._client, generator, self._placement
+        )
+        trainer.callbacks.extend(self.get_callbacks())
+        self._share_threads(trainer.asynchronous)
+        self._dispatch = self.get_dispatch()
+        chat = ChatTokenizer(tokenizer)
+        probe = [chat.prompt(p.messages) for p in train_dataset[:PROBES]]
+        weight_sync = self.get_weight_sync(self._dispatch, self._client, probe)
+        assert self.run_dir is not None
+        trainer.attach(self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir)
+        return trainer
+
+    async def start(self) -> None:
+        """Load all models, at the same time."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._client.start())
+            tasks.create_task(self._dispatch.start())
+
+    async def close(self) -> None:
+        """Shut every part down; parts that were never made are skipped."""
+        parts = [part for part in (self._client, self._dispatch) if part is not None]
+        await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
+
+    # ---------------------------------------------------------------- what the parts share
+
+    def needs_reference(self) -> bool:
+        algorithm = self.cfg.trainer.algorithm
+        return algorithm.use_kl_loss or algorithm.use_kl_in_reward
+
+    def engine_backend(self) -> str:
+        from importlib.util import find_spec
+
+        if self.cfg.generator.backend != "auto":
+            return self.cfg.generator.backend
+        return "vllm" if find_spec("vllm") else "transformers"
+
+    def engine_config(self) -> Any:
+        from skyasync.engines.protocol import EngineConfig
+
+        generator, trainer = self.cfg.generator, self.cfg.trainer
+        response = generator.sampling_params.max_generate_length
+        response = max(response, generator.eval_sampling_params.max_generate_length)
+        return EngineConfig(
+            model_path=trainer.policy.model.path,
+            dtype=generator.dtype if generator.dtype != "auto" else trainer.policy.model.dtype,
+            max_model_len=generator.max_model_len or trainer.max_prompt_length + response * generator.max_turns,
+            max_num_seqs=generator.max_num_seqs,
+            tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
+            gpu_memory_utilization=generator.gpu_memory_utilization,
+            kv_cache_gb=generator.kv_cache_gb,
+            seed=trainer.seed,
+            weight_sync_backend=self.weight_sync_backend(),
+        )
+
+    def weight_sync_backend(self) -> str:
+        backend = self.cfg.generator.weight_sync_backend
+        return "shared_memory" if backend == "auto" else backend
+
+    def _all_float32(self) -> bool:
+        dtypes = {self.cfg.trainer.policy.model.dtype, self.engine_config().dtype}
+        return dtypes <= ({"float32"} if self.gpus else {"float32", "auto"})
+
+    def _share_threads(self, overlap: bool) -> None:
+        from skyasync.workers.placement import share_threads
+
+        policy, engine = share_threads(self.cfg, os.cpu_count() or 1, overlap=overlap)
+        self.cfg.trainer.policy.threads = policy
+        for part in getattr(self._client, "engines", []):
+            if hasattr(part, "set_threads"):
+                part.set_threads(engine)
+
+    def _prompts(self, sources: Sequence[str]) -> Sequence[Any]:
+        from skyasync.rollout.datasets import load_prompts
+
+        cfg = self.cfg
+        return load_prompts(sources, cfg.environment.env_class, self.get_tokenizer(), cfg.trainer.max_prompt_length)
+
+
+def model_path(path: str) -> str:
+    """A local folder's absolute path, a hub name as it is, or what ``module:function`` makes.
+
+    Raises:
+        UserError: if no model is named, or a local path has none.
+    """
+    if not path:
+        raise UserError(
+            "trainer.policy.model.path is empty: name a Hugging Face model, a local folder, or module:function"
+        )
+    if ":" in path and not Path(path).exists():
+        return str(resolve_reference(path, kind="trainer.policy.model.path")())
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"trainer.policy.model.path={path!r} is a folder without config.json")
+        return str(folder.resolve())
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(
+            f"trainer.policy.model.path={path!r} is neither a local folder nor a Hugging Face name (owner/name)"
+        )
+    return path

@@ -1,0 +1,6 @@
+"""The synchronous plan is the base trainer itself; here it gets its name."""
+
+from skyasync.plans import PLANS
+from skyasync.trainer import RayPPOTrainer
+
+PLANS["sync"] = RayPPOTrainer

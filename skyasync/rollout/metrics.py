@@ -1,0 +1,79 @@
+"""Numbers about finished trajectories; pure functions of groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from skyasync.rollout.types import Group, Trajectory
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, lengths and the environments' own metrics. Lengths are in generated tokens."""
+    trajectories = _all(groups)
+    if not trajectories:
+        return {}
+    rewards = [t.reward for t in trajectories]
+    lengths = [t.response_length for t in trajectories]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/mixed_groups": fmean(len(set(g.rewards)) > 1 for g in groups),
+        "response/length_mean": fmean(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
+        **{f"env/{name}": value for name, value in environment_metrics(trajectories).items()},
+    }
+
+
+def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of each metric over the trajectories that report it."""
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            sums[name] += value  # type: ignore[assignment]
+            counts[name] += 1
+    return {name: sums[name] / counts[name] for name in sums}
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions before ``version`` the tokens were computed, by the tokens' own stamps.
+
+    ``head`` is the first token of a trajectory, ``tail`` the last.
+    """
+    spans = [t.versions for t in _all(groups) if t.versions]
+    counts = Counter(version - v for versions in spans for v in versions)
+    tokens = sum(counts.values())
+    if not tokens:
+        return {}
+    return {
+        "staleness/mean": sum(age * n for age, n in counts.items()) / tokens,
+        "staleness/min": float(min(counts)),
+        "staleness/max": float(max(counts)),
+        "staleness/head_mean": fmean(version - v[0] for v in spans),
+        "staleness/tail_mean": fmean(version - v[-1] for v in spans),
+        **{f"staleness/tokens_{age}": float(n) for age, n in sorted(counts.items())},
+    }
+
+
+def sample_records(groups: Sequence[Group], count: int, decode: Any) -> list[dict[str, Any]]:
+    """The first samples of the first groups, readable by a person."""
+    return [
+        {
+            "prompt_id": str(trajectory.id),
+            "prompt": group.prompt.messages[-1]["content"],
+            "response": decode([token for s in trajectory.segments[1:] for token in s.tokens]),
+            "reward": trajectory.reward,
+            "stop_reason": trajectory.stop_reason,
+            "versions": sorted(set(trajectory.versions)),
+        }
+        for group in groups[:count]
+        for trajectory in group.trajectories[:1]
+    ]
+
+
+def _all(groups: Sequence[Group]) -> list[Trajectory]:
+    return [t for group in groups for t in group.trajectories]

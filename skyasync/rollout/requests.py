@@ -1,0 +1,49 @@
+"""From prompts to what a generator is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyasync.engines.protocol import SamplingParams
+from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, TrajectoryId
+
+
+def train_request(prompts: Sequence[Prompt], generator_cfg: Any) -> GeneratorInput:
+    """``n_samples_per_prompt`` trajectories per prompt, group by group."""
+    count = generator_cfg.n_samples_per_prompt
+    return _request(prompts, count, sampling_params(generator_cfg.sampling_params), is_eval=False)
+
+
+def eval_request(prompts: Sequence[Prompt], generator_cfg: Any) -> GeneratorInput:
+    count = generator_cfg.eval_n_samples_per_prompt
+    return _request(prompts, count, sampling_params(generator_cfg.eval_sampling_params), is_eval=True)
+
+
+def eval_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, marked as held out in their identity."""
+    return [Prompt(PromptId(-1, p.id.row), p.messages, p.env_class, p.extras) for p in prompts]
+
+
+def sampling_params(cfg: Any) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=cfg.max_generate_length,
+        min_tokens=cfg.min_tokens,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        min_p=cfg.min_p,
+        stop=tuple(cfg.stop),
+    )
+
+
+def _request(prompts: Sequence[Prompt], count: int, sampling: SamplingParams, *, is_eval: bool) -> GeneratorInput:
+    pairs = [(prompt, repetition) for prompt in prompts for repetition in range(count)]
+    return {
+        "prompts": [prompt.messages for prompt, _ in pairs],
+        "env_classes": [prompt.env_class for prompt, _ in pairs],
+        "env_extras": [prompt.extras for prompt, _ in pairs],
+        "sampling_params": sampling,
+        "trajectory_ids": [TrajectoryId(prompt.id, repetition) for prompt, repetition in pairs],
+        "is_eval": is_eval,
+    }

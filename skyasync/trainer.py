@@ -1,0 +1,394 @@
+"""The synchronous plan, and every step that plans are made of.
+
+Invariant: a step is complete in itself (metrics, timeline, errors), so a plan is only the order in which
+steps run and who waits for whom. This file knows neither Ray nor an engine: it is handed its parts, and
+takes its time from the event loop, so it runs on a cluster, in one process and on virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from skyasync.callbacks import TrainerCallback
+from skyasync.errors import UserError
+from skyasync.observe.timeline import Timeline
+from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.metrics import rollout_metrics, sample_records, staleness_metrics
+from skyasync.rollout.prompts import PromptBatch, PromptStream
+from skyasync.rollout.requests import eval_prompts, eval_request, train_request
+from skyasync.rollout.types import GeneratorOutput, Group, Prompt
+from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.workers.batch import TrainingBatch
+
+T = TypeVar("T")
+Metrics = dict[str, float]
+
+
+@dataclass
+class Rollout:
+    """What one call of ``generate`` gives: groups, their metrics, and the position in the prompt stream."""
+
+    groups: list[Group]
+    position: int
+    metrics: Metrics = field(default_factory=dict)
+
+
+class RayPPOTrainer:
+    """Generate, train, sync, one after the other: every sample is from the newest policy.
+
+    | who waits      | for what                      | woken by                          |
+    |----------------|-------------------------------|-----------------------------------|
+    | ``train``      | the trajectories of this step | the generator (engines)           |
+    | ``train``      | the update                    | the workers                       |
+    | ``train``      | the weights in every engine   | the weight sync                   |
+
+    Subclass it and override a hook (``postprocess_generator_output``, ``filter_groups``,
+    ``apply_reward_kl_penalty``, ``compute_advantages_and_returns``) to change the algorithm, or ``train`` to
+    change the plan. Hooks combine with every plan by inheritance.
+
+    Args:
+        cfg: a ``skyasync.config.Config``.
+        tracker: receives ``log(metrics, step)``.
+        train_dataset: prompts; see ``skyasync.rollout.prompts``.
+        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``.
+
+    Raises:
+        UserError: if the plan is asynchronous and nothing corrects for stale samples.
+    """
+
+    #: Samples may come from an older policy than the one they train: a correction is needed.
+    asynchronous: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        cfg: Any,
+        tracker: Any,
+        tokenizer: Any,
+        train_dataset: Sequence[Prompt],
+        inference_engine_client: Any,
+        generator: Any,
+        colocate_pg: Any = None,
+        eval_dataset: Sequence[Prompt] | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+    ) -> None:
+        from skyasync.algorithms.objective import Objective
+
+        self.cfg, self.tracker, self.tokenizer = cfg, tracker, tokenizer
+        self.inference_engine_client, self.generator = inference_engine_client, generator
+        self.colocate_pg, self.callbacks = colocate_pg, list(callbacks or [])
+        self.eval_dataset = eval_prompts(eval_dataset or [])
+        self.dataset_size = len(train_dataset)
+        self.prompts = PromptStream(
+            train_dataset, cfg.trainer.train_batch_size, cfg.trainer.seed, _total(cfg, self.dataset_size)
+        )
+        self.objective = Objective(cfg.trainer.algorithm)
+        if self.asynchronous and not self.objective.corrected and not cfg.trainer.allow_uncorrected:
+            raise UserError(
+                f"{type(self).__name__} trains on stale samples, but neither trainer.algorithm.policy_loss_type="
+                f"{cfg.trainer.algorithm.policy_loss_type} nor trainer.algorithm.off_policy_correction="
+                f"{cfg.trainer.algorithm.off_policy_correction} uses the behaviour policy; choose a correction "
+                f"(token_tis), or set trainer.allow_uncorrected=true"
+            )
+        self.global_step = 0  # steps trained
+        self.policy_version = 0  # weight syncs finished: what the engines stamp
+        self.position = 0  # prompts trained
+        self.phase_name = "starting"
+        self.last_metrics: Metrics = {}
+        self._metrics: Metrics = {}
+        self._usage: Metrics = {}
+        self.attach(None, None)
+
+    @classmethod
+    def get_trainer(cls, **parts: Any) -> RayPPOTrainer:
+        """Make a trainer from the parts that ``BasePPOExp`` has built."""
+        return cls(**parts)
+
+    def attach(self, dispatch: Any, weight_sync: Any, *, timeline: Timeline | None = None, run_dir: Any = None) -> None:
+        """Hand over what the steps work with: the models, the way to the engines, and where to write."""
+        self.dispatch, self.weight_sync, self.run_dir = dispatch, weight_sync, run_dir
+        self.timeline = timeline or Timeline(None)
+        folder = self.cfg.trainer.ckpt_path or (run_dir and run_dir.checkpoints)
+        self.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
+
+    # ---------------------------------------------------------------- the plan
+
+    async def train(self) -> None:
+        """THE PLAN: the only method that another plan overrides."""
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                rollout = await self.generate(prompts)
+                status = await self.train_on(rollout)
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+    # ---------------------------------------------------------------- steps
+
+    @property
+    def total_steps(self) -> int:
+        return self.prompts.steps
+
+    def remaining_prompts(self) -> Iterator[PromptBatch]:
+        """The batches that have not been trained."""
+        return self.prompts.batches(self.position)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened."""
+        try:
+            await self._begin()
+            yield
+            self.phase_name = "finishing"
+            if self.cfg.trainer.export_path:
+                await self.dispatch.export(Path(self.cfg.trainer.export_path))
+            self._tell("on_train_end")
+            self.phase_name = "finished"
+        finally:
+            self.tracker.close()
+            self.timeline.close()
+
+    async def generate(self, prompts: PromptBatch) -> Rollout:
+        """Prompts to groups of trajectories, stamped with the versions that computed them."""
+        metrics: Metrics = {}
+        with self.timed("generate", metrics, track="rollout"):
+            request = train_request(prompts.prompts, self.cfg.generator)
+            output: GeneratorOutput = await self.generator.generate(request)
+        groups = groups_from_output(output, prompts.prompts, self.policy_version)
+        groups = self.postprocess_generator_output(groups)
+        metrics |= rollout_metrics(groups) | output.get("rollout_metrics", {})
+        return Rollout(groups, prompts.position, metrics)
+
+    async def train_on(self, rollout: Rollout) -> Metrics:
+        """Groups to advantages to one or more updates; the policy is then one step newer."""
+        from skyasync.rollout.collate import collate
+
+        self._metrics |= rollout.metrics | staleness_metrics(rollout.groups, self.global_step)
+        with self.timed("train", self._metrics):
+            async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
+                groups = self.filter_groups(rollout.groups)
+                if groups:
+                    batch = await self._with_logprobs(collate(groups))
+                    batch = self.apply_reward_kl_penalty(batch)
+                    batch = self.compute_advantages_and_returns(batch)
+                    await self._update(batch)
+        self.global_step += 1
+        self.position = rollout.position
+        self._save_samples(rollout.groups)
+        return self._metrics
+
+    async def sync_policy_weights_to_inference_engines(self) -> None:
+        """Hand the newest weights to engines that are idle."""
+        with self.timed("sync", self._metrics):
+            async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
+                self._metrics |= await self.weight_sync.sync(self.global_step)
+        self.policy_version = self.global_step
+
+    async def async_sync_policy_weights_to_inference_engines(self) -> None:
+        """Hand the newest weights to engines that are busy: pause, swap, resume; requests in flight go on."""
+        await self.inference_engine_client.pause("keep")
+        try:
+            await self.sync_policy_weights_to_inference_engines()
+        finally:
+            await self.inference_engine_client.resume()
+
+    async def end_step(self, status: Metrics) -> None:
+        """Evaluate, save, log, call back: the same in every plan."""
+        is_last = self.global_step >= self.total_steps
+        status |= await self._usage_since_last_step(status)
+        if self._due(self.cfg.trainer.eval_interval) or is_last:
+            status |= await self.evaluate()
+        self._tell("on_step_end", status)
+        self.tracker.log(status, step=self.global_step)
+        self.last_metrics, self._metrics = {**self.last_metrics, **status}, {}
+        if self._due(self.cfg.trainer.ckpt_interval) or (is_last and self.cfg.trainer.ckpt_interval):
+            await self.save_checkpoint()
+        self.phase_name = "training"
+        self._step_started = self._now()
+
+    async def evaluate(self) -> Metrics:
+        """Score the held-out prompts under the engines' policy."""
+        metrics: Metrics = {}
+        if not self.eval_dataset:
+            return metrics
+        self.phase_name = "evaluating"
+        groups: list[Group] = []
+        with self.timed("eval", metrics, track="evaluation"):
+            for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
+                prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
+                request = eval_request(prompts, self.cfg.generator)
+                output = await self.generator.generate(request)
+                groups += groups_from_output(output, prompts, self.policy_version)
+        found = rollout_metrics(groups)
+        metrics |= {"eval/score": found.pop("reward/mean"), "eval/version": float(self.policy_version)}
+        metrics |= {f"eval/{name.replace('/', '_')}": value for name, value in found.items()}
+        self._tell("on_evaluate", metrics)
+        return metrics
+
+    async def save_checkpoint(self) -> Path | None:
+        """Model, optimizer, data position and versions; complete or absent."""
+        if self.checkpoints is None:
+            return None
+        state = TrainState(self.global_step, self.position, self.cfg.trainer.seed, self.dataset_size)
+        with self.timed("checkpoint", {}):
+            folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
+        self._tell("on_checkpoint", folder)
+        return folder
+
+    # ---------------------------------------------------------------- hooks for algorithms
+
+    def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
+        """Change trajectories or their rewards before anything is computed from them."""
+        return groups
+
+    def filter_groups(self, groups: list[Group]) -> list[Group]:
+        """Choose which groups are trained."""
+        return groups
+
+    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
+        """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
+        if self.cfg.trainer.algorithm.use_kl_in_reward:
+            from skyasync.algorithms.kl import kl_penalised_rewards
+
+            batch.rewards = kl_penalised_rewards(
+                self.cfg.trainer.algorithm,
+                batch.rewards,
+                batch.proximal_logprobs,
+                batch.reference_logprobs,
+                batch.loss_mask,
+            )
+        return batch
+
+    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill ``batch.advantages`` from ``batch.rewards``."""
+        from skyasync.algorithms.advantages import compute_advantages
+
+        batch.advantages, _ = compute_advantages(
+            self.cfg.trainer.algorithm, batch.rewards, batch.loss_mask, batch.group_ids
+        )
+        return batch
+
+    # ---------------------------------------------------------------- for plans and steps
+
+    async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
+        """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
+        with self.timed(f"wait_{what}", self._metrics):
+            return await awaitable
+
+    @contextmanager
+    def timed(self, name: str, into: Metrics, track: str = "trainer") -> Iterator[None]:
+        """Measure a phase: a span on the timeline and ``time/<name>_s`` in ``into``."""
+        start = self._now()
+        try:
+            with self.timeline.span(name, track, step=self.global_step + 1):
+                yield
+        finally:
+            into[f"time/{name}_s"] = into.get(f"time/{name}_s", 0.0) + self._now() - start
+
+    # ---------------------------------------------------------------- details
+
+    async def _begin(self) -> None:
+        self._resume_folder = self._resume_from()
+        if self._resume_folder is not None:
+            state = load_state(self._resume_folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
+            await self.dispatch.load(self._resume_folder / "policy")
+            self.global_step, self.position = state.step, state.position
+        await self.sync_policy_weights_to_inference_engines()
+        self._tell("on_train_begin")
+        if self.cfg.trainer.eval_before_train and self._resume_folder is None:
+            first = await self.evaluate()
+            self.tracker.log(first, step=0)
+            self.last_metrics |= first
+        self._usage = await self._read_usage()
+        self._metrics, self.phase_name, self._step_started = {}, "training", self._now()
+
+    def _resume_from(self) -> Path | None:
+        if self.cfg.trainer.resume_mode == "none" or self.checkpoints is None:
+            return None
+        return self.checkpoints.latest()
+
+    async def _with_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
+        """Add the log-probabilities that the objective needs and that an update does not give for free.
+
+        With one update per batch the policy before the update is the proximal one, and the update has its
+        log-probabilities anyway.
+        """
+        algorithm = self.cfg.trainer.algorithm
+        if "reference" in self.objective.needs or algorithm.use_kl_in_reward:
+            with self.timed("reference", self._metrics):
+                batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
+        if self._updates_per_batch() > 1 or algorithm.use_kl_in_reward:
+            with self.timed("logprobs", self._metrics):
+                batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
+        return batch
+
+    def _updates_per_batch(self) -> int:
+        trainer = self.cfg.trainer
+        mini_batch = trainer.policy_mini_batch_size or trainer.train_batch_size
+        return trainer.update_epochs_per_batch * -(-trainer.train_batch_size // mini_batch)
+
+    async def _update(self, batch: TrainingBatch) -> None:
+        from skyasync.algorithms.objective import loss_weights
+        from skyasync.workers.batch import mini_batches
+
+        trainer = self.cfg.trainer
+        seen: dict[str, list[float]] = {}
+        with self.timed("update", self._metrics):
+            for _ in range(trainer.update_epochs_per_batch):
+                for part in mini_batches(batch, trainer.policy_mini_batch_size):
+                    part.loss_weights = loss_weights(trainer.algorithm, part.loss_mask, part.group_ids)
+                    for name, value in (await self.dispatch.update_policy(part)).items():
+                        seen.setdefault(name, []).append(value)
+        self._metrics |= {f"policy/{name}": sum(values) / len(values) for name, values in seen.items()}
+
+    async def _usage_since_last_step(self, status: Metrics) -> Metrics:
+        wall = max(self._now() - self._step_started, 1e-9)
+        before, self._usage = self._usage, await self._read_usage()
+        engines = max(self._usage["engines"], 1.0)
+        tokens = self._usage["tokens"] - before["tokens"]
+        return {
+            "time/step_s": wall,
+            "idle/engines": 1.0 - min((self._usage["engines_busy"] - before["engines_busy"]) / engines / wall, 1.0),
+            "idle/trainer": 1.0 - min((self._usage["trainer_busy"] - before["trainer_busy"]) / wall, 1.0),
+            "throughput/tokens_per_s": tokens / wall,
+            "throughput/samples_per_s": self.cfg.trainer.train_batch_size
+            * self.cfg.generator.n_samples_per_prompt
+            / wall,
+        }
+
+    async def _read_usage(self) -> Metrics:
+        engines, trainer = await asyncio.gather(self.inference_engine_client.stats(), self.dispatch.stats())
+        return {
+            "engines": float(len(engines)),
+            "engines_busy": sum(e.busy_s for e in engines),
+            "tokens": float(sum(e.generated_tokens for e in engines)),
+            "trainer_busy": float(trainer["busy_s"]),
+        }
+
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.global_step % interval == 0
+
+    def _save_samples(self, groups: list[Group]) -> None:
+        if self.run_dir is not None and self.cfg.trainer.save_samples:
+            records = sample_records(groups, self.cfg.trainer.save_samples, self.tokenizer.decode)
+            self.run_dir.write_samples(self.global_step, records)
+
+    def _tell(self, event: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _total(cfg: Any, dataset_size: int) -> int:
+    """Prompts of the whole run."""
+    total = cfg.trainer.epochs * dataset_size
+    limit = cfg.trainer.max_training_steps * cfg.trainer.train_batch_size
+    return min(total, limit) if limit else total

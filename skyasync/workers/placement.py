@@ -1,0 +1,123 @@
+"""Which process gets which devices.
+
+Invariant: the bundles are computed before anything starts, so that a cluster too small is an error that
+says what is missing, and a local cluster is started large enough. A bundle is one GPU (or one CPU slot on a
+machine without GPUs) for each rank and engine; parts that are colocated share bundles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyasync.errors import UserError
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Bundle numbers by role; ``share`` is the part of a bundle's devices that an actor of the role takes."""
+
+    bundles: tuple[dict[str, float], ...]
+    policy: tuple[int, ...]
+    reference: tuple[int, ...]
+    engines: tuple[int, ...]
+    share: Mapping[str, float]
+
+
+def plan_slots(cfg: Any, *, gpus: bool, with_reference: bool) -> Slots:
+    """The bundles that a configuration needs, and who goes where."""
+    placement, generator = cfg.trainer.placement, cfg.generator
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    reference = 0
+    if with_reference:
+        reference = (
+            policy if placement.colocate_policy_ref else placement.ref_num_nodes * placement.ref_num_gpus_per_node
+        )
+    bundles = [_bundle(gpus, 1)] * policy
+    policy_slots = tuple(range(policy))
+    reference_slots = policy_slots if placement.colocate_policy_ref else tuple(range(policy, policy + reference))
+    bundles += [_bundle(gpus, 1)] * (0 if placement.colocate_policy_ref else reference)
+    engines = generator.num_inference_engines
+    if placement.colocate_all:
+        engine_slots = tuple(i % policy for i in range(engines))
+    else:
+        engine_slots = tuple(range(len(bundles), len(bundles) + engines))
+        bundles += [_bundle(gpus, generator.inference_engine_tensor_parallel_size)] * engines
+    shared = with_reference and placement.colocate_policy_ref
+    per_slot = 1 + shared + (-(-engines // policy) if placement.colocate_all else 0)
+    return Slots(
+        bundles=tuple(bundles),
+        policy=policy_slots,
+        reference=reference_slots if with_reference else (),
+        engines=engine_slots,
+        share={
+            "policy": 1 / per_slot,
+            "reference": 1 / per_slot if shared else 1.0,
+            "engines": 1 / per_slot if placement.colocate_all else 1.0,
+        },
+    )
+
+
+def _bundle(gpus: bool, count: int) -> dict[str, float]:
+    return {"CPU": 1.0, "GPU": float(count)} if gpus else {"CPU": 1.0}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Slots that Ray has granted."""
+
+    slots: Slots
+    group: Any
+
+    def options(self, role: str, index: int) -> dict[str, Any]:
+        """Ray's actor options for the ``index``-th actor of a role ("policy", "reference", "engines")."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        slot = getattr(self.slots, role)[index]
+        share, bundle = self.slots.share[role], self.slots.bundles[slot]
+        return {
+            "num_cpus": bundle["CPU"] * share,
+            "num_gpus": bundle.get("GPU", 0.0) * share,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=slot
+            ),
+        }
+
+
+def reserve(slots: Slots, timeout_s: float) -> Placement:
+    """Ask Ray for the bundles; blocks, so call it off the event loop.
+
+    Raises:
+        UserError: saying what was asked for and what the cluster has, if it is not granted in time.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group([dict(b) for b in slots.bundles], strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        remove_placement_group(group)
+        asked = {name: sum(b.get(name, 0.0) for b in slots.bundles) for name in ("CPU", "GPU")}
+        there = {name: ray.cluster_resources().get(name, 0.0) for name in ("CPU", "GPU")}
+        raise UserError(
+            f"the cluster did not grant {asked} within {timeout_s:g} s (trainer.placement.timeout_s); it has {there} in "
+            f"all: use fewer ranks (trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines)"
+        ) from None
+    return Placement(slots, group)
+
+
+def share_threads(cfg: Any, cores: int, *, overlap: bool) -> tuple[int, int]:
+    """CPU threads per policy rank and per engine.
+
+    Phases that take turns may each use all cores; phases that overlap divide them.
+    """
+    ranks = cfg.trainer.placement.policy_num_nodes * cfg.trainer.placement.policy_num_gpus_per_node
+    engines = cfg.generator.num_inference_engines
+    if overlap:
+        each = max(1, cores // (ranks + engines))
+        policy, engine = each, each
+    else:
+        policy, engine = max(1, cores // ranks), max(1, cores // engines)
+    return cfg.trainer.policy.threads or policy, cfg.generator.threads or engine
