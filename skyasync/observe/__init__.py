@@ -1,1 +1,15 @@
+"""Watching a run: metrics, trackers, the run's folder, timeline, progress, plots and the final summary.
 
+Invariant: importing this package imports neither torch nor matplotlib nor rich, and nothing in it decides
+how training goes: a part of it that fails costs a picture or a line, never the run.
+"""
+
+from skyasync.registry import Registry
+
+#: name -> class built from a ``TrackerContext``; ``trainer.logger`` lists the ones a run uses.
+TRACKERS = Registry("tracker", {"skyasync.observe.trackers": "jsonl console tensorboard wandb"})
+
+from skyasync.observe.run_dir import RunDirectory, default_run_name  # noqa: E402
+from skyasync.observe.timeline import PhaseTimer, Timeline  # noqa: E402
+
+__all__ = ["TRACKERS", "PhaseTimer", "RunDirectory", "Timeline", "default_run_name"]

@@ -1,0 +1,59 @@
+"""Files with one JSON object per line and a ``step`` in each.
+
+Invariant: what a reader gets is a prefix of what was written; a line torn by a crash is left out, and the
+next writer removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def encode(row: Row) -> str:
+    """One line of strict JSON; objects that JSON does not know become their text.
+
+    Raises:
+        ValueError: for NaN and infinities, which no strict reader accepts.
+    """
+    return json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+
+
+def read_rows(path: Path | str) -> list[Row]:
+    """All complete rows, in the file's order; none if the file does not exist."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [row for row in map(_decode, lines) if row is not None]
+
+
+def keep_rows(path: Path, keep: Callable[[Row], bool]) -> None:
+    """Rewrite the file, in one move, with the rows that ``keep`` accepts; torn lines go too."""
+    if path.exists():
+        write_rows(path, [row for row in read_rows(path) if keep(row)])
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Replace the file in one move: a reader sees all of the old rows or all of the new ones."""
+    replace_text(path, "".join(map(encode, rows)))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that a crash leaves either the old or the new content."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def _decode(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

@@ -1,0 +1,101 @@
+"""The folder of one run: who writes what where.
+
+Invariant: two runs never share a folder unless the second one says that it resumes the first. A resumed
+run replaces what the interrupted one had written beyond the point of resuming; nothing is doubled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from skyasync.errors import UserError
+from skyasync.observe import jsonl
+
+
+def default_run_name(plan: str) -> str:
+    """``one_step_off-20260801-142305``: sorts by plan, then by local time."""
+    return f"{plan}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+class RunDirectory:
+    """``<root>/<name>/``, made on construction.
+
+    Args:
+        root: the folder that holds the runs.
+        name: the run's name; where it is taken, ``-2``, ``-3``, ... is added.
+        resume: use exactly ``name``, whether it exists or not.
+
+    Raises:
+        UserError: for a name that is empty or leads out of ``root``.
+    """
+
+    def __init__(self, root: Path | str, name: str, *, resume: bool = False) -> None:
+        root = Path(root).expanduser().resolve()
+        if not name.strip() or not (root / name).resolve().is_relative_to(root) or (root / name).resolve() == root:
+            raise UserError(f"run name {name!r} must name a folder inside {root}")
+        self.path = _existing(root / name) if resume else _unused(root / name)
+        self._samples_rewound = False
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def reward_plot(self) -> Path:
+        return self.path / "reward.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def save_config(self, yaml: str) -> None:
+        """Write the resolved configuration; a resumed run's replaces the first one's."""
+        jsonl.replace_text(self.config, yaml)
+
+    def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line per record, ``step`` first.
+
+        The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone.
+        """
+        if not self._samples_rewound:
+            jsonl.keep_rows(self.samples, lambda row: row["step"] < step)
+            self._samples_rewound = True
+        with self.samples.open("a", encoding="utf-8") as file:
+            file.writelines(jsonl.encode({"step": step, **record}) for record in records)
+
+
+def _existing(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _unused(path: Path) -> Path:
+    """The first of ``path``, ``path-2``, ... that this call created: safe when two runs start at once."""
+    for number in itertools.count(1):
+        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("unreachable")

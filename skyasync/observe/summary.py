@@ -1,0 +1,174 @@
+"""What a run achieved, where its time went, and the one thing that limits its speed.
+
+    python -m skyasync.observe.summary RUN_DIR
+
+Invariant: a pure function of the rows of ``metrics.jsonl``; figures that were not logged are left out, never
+guessed. Shares and rates are weighted by the time of their steps, so that they hold for the whole run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from skyasync.observe import jsonl
+from skyasync.observe.lines import duration
+
+Row = Mapping[str, Any]
+
+WAITS = ("wait_data", "wait_generation")
+OVERHEADS = {"sync": "weight sync", "eval": "evaluation", "checkpoint": "saving checkpoints"}
+OVERHEAD_SHARE = 0.3  # an overhead is named as the limit when it takes more of the run than this
+BALANCED = 0.1  # idle shares closer than this are called equal
+
+
+class Score(NamedTuple):
+    value: float
+    step: int
+
+
+@dataclass
+class Summary:
+    """The figures of one run; None or missing where nothing was logged. Times in seconds."""
+
+    steps: int = 0
+    total_s: float = 0.0
+    step_s: float | None = None
+    first: Score | None = None
+    last: Score | None = None
+    best: Score | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # mean seconds per step, longest first
+    means: dict[str, float] = field(default_factory=dict)
+    limit: str = ""
+    non_finite: int = 0
+
+
+def summarise(rows: Sequence[Row]) -> Summary:
+    """The summary of the rows of ``metrics.jsonl``; a step is a row that has ``time/step_s``."""
+    steps = [row for row in rows if row.get("time/step_s") is not None]
+    scores = [Score(float(row["eval/score"]), row["step"]) for row in rows if row.get("eval/score") is not None]
+    total = sum(float(row["time/step_s"]) for row in steps)
+    summary = Summary(
+        steps=len(steps), total_s=total, step_s=total / len(steps) if steps else None,
+        first=scores[0] if scores else None, last=scores[-1] if scores else None,
+        best=max(scores, key=lambda score: score.value, default=None),
+        phases=_phases(steps), means=_means(steps),
+        non_finite=int(sum(row.get("warnings/non_finite") or 0 for row in rows)),
+    )  # fmt: skip
+    summary.limit = limit(summary)
+    return summary
+
+
+def _phases(steps: Sequence[Row]) -> dict[str, float]:
+    names = {key for row in steps for key in row if key.startswith("time/") and key.endswith("_s")} - {"time/step_s"}
+    means = {name[5:-2]: sum(row.get(name) or 0.0 for row in steps) / len(steps) for name in names}
+    return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _means(steps: Sequence[Row]) -> dict[str, float]:
+    """Means over time of rates and shares, and over steps of staleness; the largest log-probability gap."""
+    means = {}
+    for name in ("throughput/samples_per_s", "throughput/tokens_per_s", "idle/trainer", "idle/engines"):
+        weighted = [(row[name], row["time/step_s"]) for row in steps if row.get(name) is not None]
+        if (time := sum(seconds for _, seconds in weighted)) > 0:
+            means[name] = sum(value * seconds for value, seconds in weighted) / time
+    if stale := [row["staleness/mean"] for row in steps if row.get("staleness/mean") is not None]:
+        means["staleness/mean"] = sum(stale) / len(stale)
+    if gaps := [row["sync/logprob_gap"] for row in steps if row.get("sync/logprob_gap") is not None]:
+        means["sync/logprob_gap"] = max(gaps)
+    return means
+
+
+def limit(summary: Summary) -> str:
+    """One sentence: what limits the speed, with the figures that say so."""
+    if not summary.step_s:
+        return "too few figures to say what limits the speed"
+    part = {name: seconds / summary.step_s for name, seconds in summary.phases.items()}
+    for name, words in OVERHEADS.items():
+        if part.get(name, 0.0) > OVERHEAD_SHARE:
+            return f"{words} is the bottleneck: it took {part[name]:.0%} of the time"
+    waited = sum(part.get(name, 0.0) for name in WAITS) if any(name in part for name in WAITS) else None
+    trainer, engines = summary.means.get("idle/trainer", waited), summary.means.get("idle/engines")
+    if trainer is None:
+        return "too few figures to say what limits the speed"
+    if engines is None:
+        verdict = "generation" if trainer > 0.5 else "training"
+        return f"{verdict} is the bottleneck: the trainer waited {trainer:.0%} of the time"
+    return _weigh(trainer, engines)
+
+
+def _weigh(trainer: float, engines: float) -> str:
+    idle = f"the trainer waited {trainer:.0%} of the time, the engines {engines:.0%}"
+    if trainer + engines >= 0.9:
+        longer = "training" if engines > trainer else "generation"
+        return f"trainer and engines take turns, {longer} longer: {idle}; an asynchronous plan would overlap them"
+    if abs(trainer - engines) < BALANCED:
+        return f"generation and training are balanced: {idle}"
+    bottleneck, cure = ("generation", "engines") if trainer > engines else ("training", "the trainer")
+    return f"{bottleneck} is the bottleneck: {idle}; more devices for {cure} would help"
+
+
+def render(summary: Summary) -> Group:
+    """The summary for a terminal: figures, the breakdown of a step, the sentence."""
+    figures = Table.grid(padding=(0, 2))
+    for name, text in _figures(summary):
+        figures.add_row(Text(name, style="bold"), Text(text))
+    parts: list[Table | Text] = [figures]
+    if summary.phases and summary.step_s:
+        parts += [Text(), _breakdown(summary.phases, summary.step_s)]
+    return Group(*parts, Text(), Text(summary.limit, style="bold cyan"))
+
+
+def _figures(summary: Summary) -> list[tuple[str, str]]:
+    lines = []
+    if summary.first and summary.last and summary.best:
+        first, last, best = summary.first, summary.last, summary.best
+        scores = f"{first.value:.2f} (step {first.step}) → {last.value:.2f} (step {last.step})"
+        lines.append(("held-out score", f"{scores}, best {best.value:.2f} (step {best.step})"))
+    if summary.step_s is not None:
+        lines.append(("steps", f"{summary.steps} in {duration(summary.total_s)}, {summary.step_s:.2f} s each"))
+    for name, label, form in (
+        ("throughput/samples_per_s", "samples/s", "{:,.0f}"), ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+        ("staleness/mean", "mean staleness", "{:.2f}"), ("idle/trainer", "trainer idle", "{:.0%}"),
+        ("idle/engines", "engines idle", "{:.0%}"), ("sync/logprob_gap", "largest log-prob gap", "{:.1e}"),
+    ):  # fmt: skip
+        if name in summary.means:
+            lines.append((label, form.format(summary.means[name])))
+    if summary.non_finite:
+        lines.append(("not finite", f"{summary.non_finite} values were NaN or infinite"))
+    return lines
+
+
+def _breakdown(phases: Mapping[str, float], step_s: float) -> Table:
+    table = Table(title="where a step's time goes", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("of a step", justify="right")
+    for name, seconds in phases.items():
+        table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{seconds / step_s:.0%}")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the summary of one run's folder."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) != 1:
+        print("usage: python -m skyasync.observe.summary RUN_DIR", file=sys.stderr)
+        return 2
+    rows = jsonl.read_rows(Path(given[0]) / "metrics.jsonl")
+    if not rows:
+        print(f"no metrics in {given[0]}", file=sys.stderr)
+        return 1
+    Console().print(render(summarise(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

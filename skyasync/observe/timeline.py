@@ -1,0 +1,207 @@
+"""What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Invariant: the file is usable at any moment. It is a JSON array with one event per line and the comma in
+front, so every line but the last brackets a valid array, and both viewers accept an array without its end.
+
+All times are the timeline's clock, in seconds. The default clock is ``wall_clock``, so that spans measured by
+other processes of the machine line up; a simulation passes its virtual clock. Format: "Trace Event
+Format" (Google, Chromium project), events X, i, C and M.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from skyasync.observe.spans import Lanes, Shares, Span, shares
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+_WALL_MINUS_MONOTONIC = time.time() - time.perf_counter()
+
+
+def wall_clock() -> float:
+    """Seconds since 1970 that never step back while the process lives."""
+    return _WALL_MINUS_MONOTONIC + time.perf_counter()
+
+
+class Timeline:
+    """Records spans, instants and counters, each as it happens; safe to use from several threads.
+
+    Args:
+        path: the trace file; one that exists is continued (a resumed run). None writes nothing.
+        clock: seconds; see the module's docstring.
+        memory: finished spans kept for ``spans`` and ``shares``; older ones are only in the file.
+    """
+
+    def __init__(self, path: Path | str | None, *, clock: Clock = wall_clock, memory: int = 20_000) -> None:
+        self._clock = clock
+        self._recent: deque[Span] = deque(maxlen=memory)
+        self._open: dict[int, Span] = {}
+        self._tickets = itertools.count()
+        self._lock = threading.RLock()
+        self._lanes: dict[str, Lanes] = {}
+        self._threads: dict[tuple[str, int], int] = {}
+        self._file: TextIO | None = None
+        self._first, self._part = True, 1
+        if path is not None:
+            self._file, self._part = _open_array(Path(path))
+            self._first = self._part == 1
+            name = "skyasync" if self._first else f"skyasync (resumed, part {self._part})"
+            self._emit({"ph": "M", "name": "process_name", "args": {"name": name}})
+
+    @contextmanager
+    def span(self, name: str, track: str, step: int | None = None, **args: Any) -> Iterator[dict[str, Any]]:
+        """Record the time inside ``with``, awaits included; what is put into the yielded dict becomes args.
+
+        An exception is recorded as ``error`` and goes on.
+        """
+        start, ticket = self._clock(), next(self._tickets)
+        with self._lock:
+            self._open[ticket] = Span(name, track, start, start, step)
+        try:
+            yield args
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            raise
+        finally:
+            with self._lock:
+                del self._open[ticket]
+            self.add_span(name, track, start, self._clock(), step, **args)
+
+    def add_span(self, name: str, track: str, start_s: float, end_s: float,
+                 step: int | None = None, **args: Any) -> None:  # fmt: skip
+        """Record a span measured elsewhere; spans that overlap on a track are drawn in lanes below each other."""
+        span = Span(name, track, start_s, max(start_s, end_s), step)
+        with self._lock:
+            self._recent.append(span)
+            lane = self._lanes.setdefault(track, Lanes()).place(span)
+            ts = _micros(span.start_s)  # both ends are rounded alike, so that nested spans stay nested
+            event = {"ph": "X", "name": name, "ts": ts, "dur": _micros(span.end_s) - ts}
+            self._emit({**event, "tid": self._thread(track, lane), "args": _args(step, args)})
+
+    def instant(self, name: str, track: str, step: int | None = None, **args: Any) -> None:
+        """Mark this moment."""
+        with self._lock:
+            event = {"ph": "i", "s": "t", "name": name, "ts": _micros(self._clock())}
+            self._emit({**event, "tid": self._thread(track, 0), "args": _args(step, args)})
+
+    def counter(self, name: str, value: float) -> None:
+        """Continue the curve ``name`` with ``value``; what is not finite is left out."""
+        if math.isfinite(value):
+            with self._lock:
+                self._emit({"ph": "C", "name": name, "ts": _micros(self._clock()), "args": {"value": value}})
+
+    def spans(self) -> list[Span]:
+        """The recent spans, and those still open as if they ended now."""
+        with self._lock:
+            now = self._clock()
+            return [*self._recent, *(span._replace(end_s=now) for span in self._open.values())]
+
+    def shares(self, start: float, end: float, tracks: Sequence[str] = ()) -> dict[str, Shares]:
+        """``spans.shares`` of the recent and open spans."""
+        return shares(self.spans(), start, end, tracks)
+
+    def now(self) -> float:
+        """The timeline's clock."""
+        return self._clock()
+
+    def close(self) -> None:
+        """Terminate the array. Safe to call twice; later events stay in memory only."""
+        with self._lock:
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.write("]\n")
+                    self._file.close()
+                self._file = None
+
+    def _thread(self, track: str, lane: int) -> int:
+        """The thread id of a lane; its name and place in the picture are written on first use."""
+        key = (track, lane)
+        if key not in self._threads:
+            number = self._threads[key] = len(self._threads) + 1
+            name = track if lane == 0 else f"{track} ({lane + 1})"
+            order = list(self._lanes).index(track) * 1000 + lane if track in self._lanes else number
+            self._emit({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": name}})
+            self._emit({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": order}})
+        return self._threads[key]
+
+    def _emit(self, event: Mapping[str, Any]) -> None:
+        """One line, on disk when this returns. A full disk ends the trace, not the run."""
+        if self._file is None:
+            return
+        comma, self._first = "" if self._first else ",", False
+        try:
+            self._file.write(comma + _encode({"pid": self._part, "tid": 0, **event}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            logger.warning("timeline: no more events are written: %s", error)
+            self._file = None
+
+
+class PhaseTimer:
+    """Seconds per phase of one step, recorded on the timeline as well.
+
+    ``with phases("train"): ...`` adds to ``time/train_s``; a phase that is entered twice adds up.
+    """
+
+    def __init__(self, timeline: Timeline, track: str, step: int | None = None) -> None:
+        self._timeline, self._track, self._step = timeline, track, step
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str, **args: Any) -> Iterator[dict[str, Any]]:
+        start = self._timeline.now()
+        try:
+            with self._timeline.span(phase, self._track, self._step, **args) as collected:
+                yield collected
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._timeline.now() - start
+
+    def metrics(self) -> dict[str, float]:
+        """``{"time/<phase>_s": seconds}``."""
+        return {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+
+
+def _open_array(path: Path) -> tuple[TextIO, int]:
+    """The file, ready for its next event, and which part of the trace (1, 2, ...) that event begins.
+
+    Of an earlier part the closing bracket and a torn last line are cut off.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = path.read_bytes() if path.exists() else b""
+    kept = raw[: raw.rfind(b"\n") + 1].removesuffix(b"]\n")
+    parts = kept.count(b'"name": "process_name"')
+    file = path.open("r+" if raw else "w", encoding="utf-8")
+    file.truncate(len(kept) if parts else 0)
+    file.seek(0, 2)
+    if not parts:
+        file.write("[\n")
+    return file, parts + 1
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _args(step: int | None, args: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(args) if step is None else {"step": step, **args}
+
+
+def _encode(event: Mapping[str, Any]) -> str:
+    """Strict JSON on one line; args that JSON cannot hold (NaN, objects) are written as text."""
+    try:
+        return json.dumps(event, allow_nan=False, default=str)
+    except (ValueError, TypeError):
+        return json.dumps({**event, "args": {str(key): str(value) for key, value in event["args"].items()}})

@@ -1,0 +1,217 @@
+"""Where metrics go.
+
+Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged parts of
+it, and is complete on disk after every call. A tracker that fails is reported once and stops nobody.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from skyasync.errors import UserError
+from skyasync.observe import TRACKERS, jsonl
+from skyasync.observe.lines import status_line
+from skyasync.observe.run_dir import RunDirectory
+
+NON_FINITE = "warnings/non_finite"
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float | None]
+
+
+class Tracker(Protocol):
+    """Receives metrics. A value is a finite number, or ``None`` where it was NaN or infinite."""
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Take the metrics that belong to ``step``; later calls for the same step add to them."""
+
+    def close(self) -> None:
+        """Everything logged is where it belongs when this returns. Safe to call twice."""
+
+
+@dataclass(frozen=True)
+class TrackerContext:
+    """What a tracker is built from: ``TRACKERS[name](context)``."""
+
+    run_dir: RunDirectory
+    config: Mapping[str, Any] = field(default_factory=dict)
+    project_name: str = "skyasync"
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Python floats from numbers, NumPy scalars and one-element tensors; ``None`` for what is not finite.
+
+    If there is such a value, ``warnings/non_finite`` counts them.
+
+    Raises:
+        TypeError: for a value that is no number, naming the metric.
+    """
+    plain = {name: _plain(name, value) for name, value in metrics.items()}
+    broken = sum(value is None for value in plain.values())
+    return {**plain, NON_FINITE: float(broken)} if broken else plain
+
+
+def _plain(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes):
+        raise TypeError(f"metric {name!r} is {value!r}, not a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"metric {name!r} is {value!r}, not a number") from error
+    return number if math.isfinite(number) else None
+
+
+class MultiTracker:
+    """Hands the same metrics to several trackers.
+
+    Args:
+        names: registered trackers, as in ``trainer.logger``.
+        extra: trackers that are already built.
+
+    Raises:
+        UserError: for an unknown name or a missing package, when built and never later.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: RunDirectory, config: Mapping[str, Any] | None = None, *,
+                 project_name: str = "skyasync", extra: Iterable[Tracker] = ()) -> None:  # fmt: skip
+        context = TrackerContext(run_dir, config or {}, project_name)
+        self._trackers: list[tuple[str, Tracker]] = [(name, TRACKERS[name](context)) for name in names]
+        self._trackers += [(type(tracker).__name__, tracker) for tracker in extra]
+        self._failed: set[str] = set()
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        plain = plain_metrics(metrics)
+        self._each(lambda tracker: tracker.log(plain, step))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers:
+            try:
+                call(tracker)
+            except Exception as error:  # whatever a tracker's service raises, training goes on
+                if name not in self._failed:
+                    logger.warning("tracker %s failed, the run goes on: %s: %s", name, type(error).__name__, error)
+                self._failed.add(name)
+
+
+@TRACKERS.register("jsonl")
+class JsonlTracker:
+    """``metrics.jsonl``: ``{"step": k, "time": seconds since 1970, "reward/mean": ..., ...}``.
+
+    The last line is written again whenever its step gets more metrics. The first step that is logged says
+    where a resumed run goes on: lines of later steps, from the interrupted run, are dropped.
+    """
+
+    def __init__(self, context: TrackerContext) -> None:
+        self._path = context.run_dir.metrics
+        self._last: jsonl.Row | None = None
+        self._offset = 0  # in bytes: where the last line begins
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        if self._last is None:
+            earlier = [row for row in jsonl.read_rows(self._path) if row["step"] <= step]
+            self._last = self._settle([*earlier, {"step": step}])
+        news = {"step": step, "time": round(time.time(), 3), **metrics}
+        if step < self._last["step"]:
+            self._last = self._settle([*jsonl.read_rows(self._path), news])
+        elif step == self._last["step"]:
+            self._write_last({**self._last, **news})
+        else:
+            self._offset = self._path.stat().st_size
+            self._write_last(news)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+    def _settle(self, rows: list[jsonl.Row]) -> jsonl.Row:
+        """Write the rows anew, one per step and in order; returns the last."""
+        by_step: dict[int, jsonl.Row] = {}
+        for row in rows:
+            by_step[row["step"]] = {**by_step.get(row["step"], {}), **row}
+        settled = [by_step[step] for step in sorted(by_step)]
+        jsonl.write_rows(self._path, settled)
+        self._offset = self._path.stat().st_size - len(jsonl.encode(settled[-1]).encode())
+        return settled[-1]
+
+    def _write_last(self, row: jsonl.Row) -> None:
+        with self._path.open("r+b") as file:
+            file.seek(self._offset)
+            file.write(jsonl.encode(row).encode())
+            file.truncate()
+        self._last = row
+
+
+@TRACKERS.register("console")
+class ConsoleTracker:
+    """One line per call on standard output."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        del context
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        print(status_line(step, metrics), flush=True)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+@TRACKERS.register("tensorboard")
+class TensorboardTracker:
+    """Event files in ``<run folder>/tensorboard``."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        _need("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(context.run_dir.path / "tensorboard"))
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        for name, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@TRACKERS.register("wandb")
+class WandbTracker:
+    """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's folder)."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        wandb = _need("wandb")
+        id_file = context.run_dir.path / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        self._run: Any = wandb.init(
+            project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
+            dir=str(context.run_dir.path), config=dict(context.config),
+        )  # fmt: skip
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _need(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"tracker {package!r}: the package is not installed; add it with: uv pip install {package}"
+        ) from error

@@ -1,0 +1,135 @@
+import io
+import pickle
+
+import pytest
+from rich.console import Console
+
+from skyasync.observe.lines import duration, status_line
+from skyasync.observe.progress import ProgressRecorder, ProgressReport, ProgressView, sparkline
+
+FULL = {
+    "reward/mean": 0.634, "eval/score": 0.612, "response/length_mean": 9.81, "throughput/tokens_per_s": 1512.3,
+    "staleness/mean": 1.0, "idle/trainer": 0.12, "idle/engines": 0.31, "time/step_s": 1.42, "policy/lr": 1e-4,
+}  # fmt: skip
+LINE = "reward 0.63  eval 0.61  len 9.8  1,512 tok/s  staleness 1.00  idle trainer 12% engines 31%  1.4 s/step"
+
+
+class VirtualClock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def a_view(*, terminal, live=True):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=120, color_system=None, legacy_windows=False)
+    return ProgressView(live=live, console=console), screen
+
+
+def test_the_line_of_a_step_has_what_was_logged_and_nothing_else():
+    assert status_line(12, FULL, 60) == f"step 12/60  {LINE}"
+    assert status_line(3, {"idle/engines": 0.5}, 60) == "step  3/60  idle engines 50%"
+    assert status_line(3, {}) == "step 3"
+
+
+def test_a_value_that_was_not_finite_reads_nan():
+    assert status_line(3, {"reward/mean": None, "idle/trainer": None}) == "step 3  reward nan  idle trainer nan%"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (3800, "1:03:20")])
+def test_durations_read_as_clocks(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_without_a_terminal_each_step_is_one_line_however_rarely_it_is_polled():
+    recorder, (view, screen) = ProgressRecorder(60), a_view(terminal=False)
+    with view:
+        recorder.phase("starting engines")
+        view.update(recorder.report(view.seen))
+        view.update(recorder.report(view.seen))
+        recorder.log({"eval/score": 0.5}, 0)
+        recorder.log({"reward/mean": 0.51}, 1)
+        view.update(recorder.report(view.seen))
+        recorder.phase("training")
+        view.update(recorder.report(view.seen))
+        recorder.log(FULL, 2)
+        view.update(recorder.report(view.seen))
+    assert screen.getvalue().splitlines() == [
+        "starting engines",
+        "step  0/60  eval 0.50",
+        "step  1/60  reward 0.51",
+        f"step  2/60  {LINE}",
+    ]
+
+
+def test_an_unanswered_poll_loses_and_doubles_nothing():
+    recorder, (view, screen) = ProgressRecorder(3), a_view(terminal=False)
+    recorder.log({"reward/mean": 0.1}, 1)
+    recorder.report(view.seen)  # this answer is lost
+    recorder.log({"reward/mean": 0.2}, 2)
+    late = recorder.report(view.seen)
+    view.update(late)
+    view.update(late)
+    assert screen.getvalue().splitlines() == ["step 1/3  reward 0.10", "step 2/3  reward 0.20"]
+
+
+def test_progress_false_gives_lines_on_a_terminal_too():
+    view, screen = a_view(terminal=True, live=False)
+    with view:
+        view.update(ProgressReport(1, 2, rows=[(1, {"reward/mean": 0.5})]))
+    assert screen.getvalue() == "step 1/2  reward 0.50\n"
+
+
+def test_the_live_panel_shows_progress_figures_best_score_and_the_rewards_course():
+    recorder, (view, screen) = ProgressRecorder(60, clock=VirtualClock()), a_view(terminal=True)
+    recorder.log({"eval/score": 0.7}, 0)
+    recorder.log({"reward/mean": 0.1}, 1)
+    recorder.log(FULL, 2)
+    recorder.phase("training")
+    with view:
+        view.update(recorder.report(view.seen))
+    shown = screen.getvalue()
+    for part in ("step 2/60", "━", "training", LINE, "best eval 0.70", "reward ▁█"):
+        assert part in shown
+
+
+def test_the_remaining_time_follows_the_recent_steps():
+    clock = VirtualClock()
+    recorder = ProgressRecorder(100, clock=clock)
+    assert recorder.report().eta_s is None
+    for step in range(1, 31):
+        clock.now += 10.0 if step <= 5 else 2.0  # the slow first steps are forgotten
+        recorder.log({}, step)
+        recorder.log({"eval/score": 0.5}, step)
+    report = recorder.report()
+    assert report.eta_s == pytest.approx(70 * 2.0)
+    assert report.elapsed_s == 5 * 10 + 25 * 2
+    clock.now += 1.5
+    assert recorder.report().eta_s == pytest.approx(70 * 2.0 - 1.5)
+
+
+def test_a_resumed_run_starts_where_it_was():
+    clock = VirtualClock()
+    recorder = ProgressRecorder(20, start=10, clock=clock)
+    assert recorder.report().step == 10
+    for step in (11, 12):
+        clock.now += 3
+        recorder.log({}, step)
+    assert (recorder.report().step, recorder.report().eta_s) == (12, pytest.approx(8 * 3))
+
+
+def test_the_recorder_forgets_what_was_seen_and_a_report_survives_pickling():
+    recorder = ProgressRecorder(5000)
+    for step in range(1, 1001):
+        recorder.log(FULL, step)
+        recorder.report(step - 2)
+    report = recorder.report(998)
+    assert [step for step, _ in report.rows] == [999, 1000]
+    assert "policy/lr" not in report.metrics
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_a_sparkline_spans_its_values():
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"

@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from skyasync.errors import UserError
+from skyasync.observe import RunDirectory, default_run_name
+
+
+def test_a_taken_name_gets_a_number(tmp_path):
+    assert [RunDirectory(tmp_path, "run").name for _ in range(3)] == ["run", "run-2", "run-3"]
+
+
+def test_resuming_uses_the_same_folder_and_makes_a_missing_one(tmp_path):
+    first = RunDirectory(tmp_path, "run")
+    assert RunDirectory(tmp_path, "run", resume=True).path == first.path
+    assert RunDirectory(tmp_path, "new", resume=True).path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["", "  ", ".", "..", "../other", "a/../.."])
+def test_a_name_cannot_lead_out_of_the_root(tmp_path, name):
+    with pytest.raises(UserError, match="must name a folder inside"):
+        RunDirectory(tmp_path / "runs", name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_files_lie_in_the_folder_even_if_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory("runs", "a")
+    monkeypatch.chdir("/")
+    files = [run.metrics, run.config, run.samples, run.timeline, run.reward_plot, run.checkpoints]
+    assert [str(file.relative_to(tmp_path / "runs" / "a")) for file in files] == [
+        "metrics.jsonl", "config.yaml", "samples.jsonl", "timeline.json", "reward.png", "checkpoints",
+    ]  # fmt: skip
+
+
+def test_the_configuration_is_kept_as_given(tmp_path):
+    run = RunDirectory(tmp_path, "run")
+    run.save_config("trainer:\n  seed: 1\n")
+    run.save_config("trainer:\n  seed: 2\n")
+    assert run.config.read_text() == "trainer:\n  seed: 2\n"
+    assert list(run.path.iterdir()) == [run.config]
+
+
+def test_a_resumed_run_replaces_the_samples_of_redone_steps(tmp_path):
+    first = RunDirectory(tmp_path, "run")
+    for step in (1, 2, 3):
+        first.write_samples(step, [{"text": f"old {step}"}, {"text": f"also {step}"}])
+    with first.samples.open("a") as file:
+        file.write('{"step": 4, "te')  # the crash
+    second = RunDirectory(tmp_path, "run", resume=True)
+    second.write_samples(3, [{"text": "grün"}])
+    second.write_samples(3, [{"text": "held out"}])
+    rows = [json.loads(line) for line in second.samples.read_text().splitlines()]
+    assert [(row["step"], row["text"]) for row in rows] == [
+        (1, "old 1"), (1, "also 1"), (2, "old 2"), (2, "also 2"), (3, "grün"), (3, "held out"),
+    ]  # fmt: skip
+
+
+def test_the_default_name_begins_with_the_plan():
+    assert default_run_name("one_step_off").startswith("one_step_off-20")

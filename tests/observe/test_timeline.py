@@ -1,0 +1,191 @@
+import asyncio
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from skyasync.observe.spans import Shares
+from skyasync.observe.timeline import PhaseTimer, Timeline, wall_clock
+
+
+class VirtualClock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return VirtualClock()
+
+
+def events(path, phase):
+    return [event for event in json.loads(path.read_text()) if event["ph"] == phase]
+
+
+def tracks(path):
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
+
+
+def test_every_prefix_of_whole_lines_is_a_valid_trace(tmp_path, clock):
+    timeline = Timeline(tmp_path / "t.json", clock=clock)
+    for step in range(3):
+        with timeline.span("train", "trainer", step, note="a\nb"):
+            clock.now += 1
+        timeline.instant("sync", "trainer", step)
+        timeline.counter("queue", step)
+    raw = (tmp_path / "t.json").read_text().splitlines(keepends=True)
+    assert len(raw) > 10
+    sizes = [len(json.loads("".join(raw[:count]) + "]")) for count in range(1, len(raw) + 1)]
+    assert sizes == list(range(len(raw)))
+    timeline.close()
+    timeline.close()
+    assert len(json.loads((tmp_path / "t.json").read_text())) == len(raw) - 1
+
+
+def test_a_killed_process_leaves_what_it_recorded(tmp_path):
+    code = (
+        "import os, signal, sys; from skyasync.observe import Timeline\n"
+        "t = Timeline(sys.argv[1])\n"
+        "with t.span('train', 'trainer'): pass\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = tmp_path / "t.json"
+    done = subprocess.run([sys.executable, "-c", code, str(path)])
+    assert done.returncode == -signal.SIGKILL
+    assert [event["name"] for event in json.loads(path.read_text() + "]") if event["ph"] == "X"] == ["train"]
+
+
+def test_a_span_has_its_clocks_times_in_microseconds_its_track_and_args(tmp_path, clock):
+    timeline = Timeline(tmp_path / "t.json", clock=clock)
+    with timeline.span("train", "trainer", 7, tokens=5) as args:
+        clock.now += 0.25
+        args["loss"] = 0.5
+    timeline.close()
+    [span] = events(tmp_path / "t.json", "X")
+    assert (span["ts"], span["dur"], span["args"]) == (100_000_000, 250_000, {"step": 7, "tokens": 5, "loss": 0.5})
+    assert tracks(tmp_path / "t.json")[span["pid"], span["tid"]] == "trainer"
+
+
+def test_an_exception_passes_through_and_is_recorded(tmp_path, clock):
+    timeline = Timeline(tmp_path / "t.json", clock=clock)
+    with pytest.raises(KeyError), timeline.span("train", "trainer"):
+        raise KeyError("x")
+    timeline.close()
+    assert events(tmp_path / "t.json", "X")[0]["args"] == {"error": "KeyError"}
+    assert [span.name for span in timeline.spans()] == ["train"]
+
+
+async def test_spans_of_concurrent_tasks_overlap_and_get_lanes_of_their_own(tmp_path, clock):
+    timeline = Timeline(tmp_path / "t.json", clock=clock)
+    first_runs, second_runs = asyncio.Event(), asyncio.Event()
+
+    async def first():
+        with timeline.span("first", "engine"):
+            first_runs.set()
+            await second_runs.wait()
+            clock.now += 1
+
+    async def second():
+        await first_runs.wait()
+        clock.now += 1
+        with timeline.span("second", "engine"):
+            second_runs.set()
+            await one
+            clock.now += 1
+
+    one = asyncio.create_task(first())
+    await second()
+    timeline.close()
+    spans = {event["name"]: event for event in events(tmp_path / "t.json", "X")}
+    assert (spans["first"]["ts"], spans["first"]["dur"]) == (100_000_000, 2_000_000)
+    assert (spans["second"]["ts"], spans["second"]["dur"]) == (101_000_000, 2_000_000)
+    names = tracks(tmp_path / "t.json")
+    assert [names[1, spans[name]["tid"]] for name in ("first", "second")] == ["engine", "engine (2)"]
+
+
+def test_nested_spans_share_a_lane(tmp_path, clock):
+    timeline = Timeline(tmp_path / "t.json", clock=clock)
+    with timeline.span("step", "trainer"):
+        for _ in range(100):
+            with timeline.span("micro-batch", "trainer"):
+                clock.now += 1 / 3
+    timeline.close()
+    found = events(tmp_path / "t.json", "X")
+    assert len({event["tid"] for event in found}) == 1
+    outer = found[-1]
+    assert all(e["ts"] + e["dur"] <= outer["ts"] + outer["dur"] for e in found)
+
+
+def test_a_resumed_trace_continues_the_file_as_another_part(tmp_path, clock):
+    path = tmp_path / "t.json"
+    for ending in ("", ',{"ph": "X", "na', None):
+        timeline = Timeline(path, clock=clock)
+        timeline.add_span("train", "trainer", 1, 2)
+        if ending is None:
+            timeline.close()
+        elif ending:
+            with path.open("a") as file:  # the crash
+                file.write(ending)
+    Timeline(path, clock=clock).close()
+    names = [event["args"]["name"] for event in events(path, "M") if event["name"] == "process_name"]
+    assert names == ["skyasync", *(f"skyasync (resumed, part {part})" for part in (2, 3, 4))]
+    assert [event["pid"] for event in events(path, "X")] == [1, 2, 3]
+
+
+def test_what_json_cannot_hold_is_left_out_or_text(tmp_path, clock):
+    timeline = Timeline(tmp_path / "t.json", clock=clock)
+    timeline.counter("loss", math.nan)
+    timeline.counter("loss", 1.5)
+    timeline.add_span("train", "trainer", 0, 1, gap=math.inf, where=tmp_path, deep=[math.nan])
+    timeline.close()
+    assert [event["args"] for event in events(tmp_path / "t.json", "C")] == [{"value": 1.5}]
+    assert events(tmp_path / "t.json", "X")[0]["args"] == {"gap": "inf", "where": str(tmp_path), "deep": "[nan]"}
+
+
+def test_memory_is_bounded_and_the_file_is_not(tmp_path, clock):
+    timeline = Timeline(tmp_path / "t.json", clock=clock, memory=10)
+    for second in range(50):
+        timeline.add_span("s", "t", second, second + 1)
+    timeline.close()
+    assert len(timeline.spans()) == 10
+    assert len(events(tmp_path / "t.json", "X")) == 50
+
+
+def test_shares_count_a_span_that_is_still_open(clock):
+    timeline = Timeline(None, clock=clock)
+    with timeline.span("generate", "engine 0"):
+        clock.now += 3
+        assert timeline.shares(99, 103, ["trainer"]) == {"engine 0": Shares(0.75, 0.25), "trainer": Shares(0, 1)}
+    assert timeline.shares(99, 103)["engine 0"].busy == 0.75
+
+
+def test_the_default_clock_is_wall_time():
+    before = time.time()
+    assert abs(wall_clock() - before) < 1.0
+    timeline = Timeline(None)
+    with timeline.span("s", "t"):
+        pass
+    [span] = timeline.spans()
+    assert abs(span.start_s - before) < 1.0 and span.end_s >= span.start_s
+
+
+def test_a_phase_timer_adds_up_and_shows_on_the_timeline(clock):
+    timeline = Timeline(None, clock=clock)
+    phases = PhaseTimer(timeline, "trainer", 3)
+    for seconds in (1.0, 0.5):
+        with phases("train"):
+            clock.now += seconds
+    with pytest.raises(ValueError), phases("sync"):
+        clock.now += 2
+        raise ValueError
+    assert phases.metrics() == {"time/train_s": 1.5, "time/sync_s": 2.0}
+    assert [(span.name, span.track, span.step) for span in timeline.spans()] == [
+        ("train", "trainer", 3), ("train", "trainer", 3), ("sync", "trainer", 3),
+    ]  # fmt: skip
