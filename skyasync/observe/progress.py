@@ -148,10 +148,10 @@ class ProgressView:
             Text(report.phase, style="dim"),
         )
         figures = Text("  ".join(words(report.metrics)))
-        if self._best is not None:
-            figures.append(f"  best eval {self._best:.2f}", style="green")
         if len(self._rewards) > 1:
             figures.append(f"\nreward {sparkline(list(self._rewards))}", style="cyan")
+        if self._best is not None:
+            figures.append(f"  best eval {self._best:.2f}", style="green")
         return Group(head, figures)
 
     def _remember(self, row: Metrics) -> None:
