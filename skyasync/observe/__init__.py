@@ -10,6 +10,6 @@ from skyasync.registry import Registry
 TRACKERS = Registry("tracker", {"skyasync.observe.trackers": "jsonl console tensorboard wandb"})
 
 from skyasync.observe.run_dir import RunDirectory, default_run_name  # noqa: E402
-from skyasync.observe.timeline import PhaseTimer, Timeline  # noqa: E402
+from skyasync.observe.timeline import Timeline  # noqa: E402
 
-__all__ = ["TRACKERS", "PhaseTimer", "RunDirectory", "Timeline", "default_run_name"]
+__all__ = ["TRACKERS", "RunDirectory", "Timeline", "default_run_name"]

@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyasync.observe.lines import FORMATS, Metrics, duration, status_line, words
+from skyasync.observe.trackers import plain_metrics
 
 ETA_STEPS = 20  # a step's duration is averaged over so many: long enough to be calm, short enough to follow a change
 BARS = "▁▂▃▄▅▆▇█"
@@ -72,7 +73,7 @@ class ProgressRecorder:
         self._phase = text
 
     def log(self, metrics: Metrics, step: int) -> None:
-        shown = {name: value for name, value in metrics.items() if name in SHOWN}
+        shown = plain_metrics({name: value for name, value in metrics.items() if name in SHOWN})
         self._newest.update(shown)
         self._rows.setdefault(step, {}).update(shown)
         self._step = max(self._step, step)

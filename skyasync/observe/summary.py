@@ -8,6 +8,7 @@ guessed. Shares and rates are weighted by the time of their steps, so that they 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from rich.text import Text
 
 from skyasync.observe import jsonl
 from skyasync.observe.lines import duration
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -156,17 +159,27 @@ def _breakdown(phases: Mapping[str, float], step_s: float) -> Table:
     return table
 
 
+def print_summary(metrics_path: Path | str) -> bool:
+    """Print the summary of one ``metrics.jsonl``; False if it has no rows or cannot be summed up (a warning)."""
+    try:
+        rows = jsonl.read_rows(metrics_path)
+        if rows:
+            Console().print(render(summarise(rows)))
+    except Exception as error:  # the run is over; its own outcome must be what the user sees
+        logger.warning("no summary of %s: %s: %s", metrics_path, type(error).__name__, error)
+        return False
+    return bool(rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the summary of one run's folder."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if len(given) != 1:
         print("usage: python -m skyasync.observe.summary RUN_DIR", file=sys.stderr)
         return 2
-    rows = jsonl.read_rows(Path(given[0]) / "metrics.jsonl")
-    if not rows:
+    if not print_summary(Path(given[0]) / "metrics.jsonl"):
         print(f"no metrics in {given[0]}", file=sys.stderr)
         return 1
-    Console().print(render(summarise(rows)))
     return 0
 
 

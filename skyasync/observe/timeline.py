@@ -150,30 +150,6 @@ class Timeline:
             self._file = None
 
 
-class PhaseTimer:
-    """Seconds per phase of one step, recorded on the timeline as well.
-
-    ``with phases("train"): ...`` adds to ``time/train_s``; a phase that is entered twice adds up.
-    """
-
-    def __init__(self, timeline: Timeline, track: str, step: int | None = None) -> None:
-        self._timeline, self._track, self._step = timeline, track, step
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str, **args: Any) -> Iterator[dict[str, Any]]:
-        start = self._timeline.now()
-        try:
-            with self._timeline.span(phase, self._track, self._step, **args) as collected:
-                yield collected
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._timeline.now() - start
-
-    def metrics(self) -> dict[str, float]:
-        """``{"time/<phase>_s": seconds}``."""
-        return {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-
-
 def _open_array(path: Path) -> tuple[TextIO, int]:
     """The file, ready for its next event, and which part of the trace (1, 2, ...) that event begins.
 

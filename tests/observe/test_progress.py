@@ -1,6 +1,7 @@
 import io
 import pickle
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -128,6 +129,15 @@ def test_the_recorder_forgets_what_was_seen_and_a_report_survives_pickling():
     assert [step for step, _ in report.rows] == [999, 1000]
     assert "policy/lr" not in report.metrics
     assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_values_that_are_not_finite_do_not_disturb_the_panel():
+    recorder, (view, screen) = ProgressRecorder(3), a_view(terminal=True)
+    for step, reward in ((1, float("nan")), (2, np.float32(0.25)), (3, 0.5)):
+        recorder.log({"reward/mean": reward, "eval/score": reward}, step)
+    with view:
+        view.update(recorder.report(view.seen))
+    assert "reward ▁█  best eval 0.50" in screen.getvalue()
 
 
 def test_a_sparkline_spans_its_values():

@@ -106,3 +106,9 @@ def test_the_command_prints_the_summary_of_a_folder(tmp_path, capsys):
     assert "generation is the bottleneck" in capsys.readouterr().out
     assert summary.main([str(tmp_path / "absent")]) == 1
     assert summary.main([]) == 2
+
+
+def test_metrics_that_cannot_be_summed_up_are_a_warning(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_s": "long"}\n')
+    assert not summary.print_summary(tmp_path / "metrics.jsonl")
+    assert "no summary of" in caplog.text

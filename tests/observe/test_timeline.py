@@ -9,7 +9,7 @@ import time
 import pytest
 
 from skyasync.observe.spans import Shares
-from skyasync.observe.timeline import PhaseTimer, Timeline, wall_clock
+from skyasync.observe.timeline import Timeline, wall_clock
 
 
 class VirtualClock:
@@ -174,18 +174,3 @@ def test_the_default_clock_is_wall_time():
         pass
     [span] = timeline.spans()
     assert abs(span.start_s - before) < 1.0 and span.end_s >= span.start_s
-
-
-def test_a_phase_timer_adds_up_and_shows_on_the_timeline(clock):
-    timeline = Timeline(None, clock=clock)
-    phases = PhaseTimer(timeline, "trainer", 3)
-    for seconds in (1.0, 0.5):
-        with phases("train"):
-            clock.now += seconds
-    with pytest.raises(ValueError), phases("sync"):
-        clock.now += 2
-        raise ValueError
-    assert phases.metrics() == {"time/train_s": 1.5, "time/sync_s": 2.0}
-    assert [(span.name, span.track, span.step) for span in timeline.spans()] == [
-        ("train", "trainer", 3), ("train", "trainer", 3), ("sync", "trainer", 3),
-    ]  # fmt: skip
