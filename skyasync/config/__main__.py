@@ -1,0 +1,85 @@
+"""``python -m skyasync.config`` prints ``docs/configuration.md``: all keys, and other libraries' names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyasync.config.help import allowed_text, default_text
+from skyasync.config.keys import Key, Keys
+from skyasync.config.peers import PEERS
+from skyasync.config.schema import Config
+from skyasync.config.values import type_name
+
+_INTRODUCTION = """\
+# Configuration
+
+This page is made by `python -m skyasync.config > docs/configuration.md` from the schema.
+
+Every program takes the same arguments:
+
+```
+python -m skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
+```
+
+- Settings are layered: defaults, then a preset, then `--config` files in the order given, then `key=value`.
+- Values are typed: `1e-6`, `true`, `null`, `[a,b]`, `{size: 4}`, `"quoted text"`. Text needs no quotes unless it
+  starts with a quote or bracket, or is `null`. A string where a list of strings is expected is a list of one:
+  `data.train_data=train.parquet`.
+- Lists and free mappings are replaced as a whole; `environment.env_config.size=4` sets one entry of a mapping.
+- `${trainer.seed}` refers to another key (OmegaConf's syntax); a literal `${` is written `\\${`.
+- Unknown keys, wrong types, values out of bounds and contradictions are refused before anything is loaded: one
+  line each, with the nearest right key, and exit status 2.
+- A run writes its resolved configuration; `--config` on that file repeats it.
+
+Keys of your own: subclass the dataclasses and pass the result to the loader.
+
+```python
+from dataclasses import dataclass, field
+from skyasync.config import Config, key, load_config
+
+@dataclass
+class MyGroup:
+    strength: float = key(0.5, "How much of it.", low=0.0)
+
+@dataclass
+class MyConfig(Config):
+    mine: MyGroup = field(default_factory=MyGroup)
+
+cfg = load_config(["mine.strength=0.7"], schema=MyConfig)
+```
+"""
+
+
+def markdown(keys: Keys) -> str:
+    """The page, ending in one newline."""
+    return "\n".join([_INTRODUCTION, *_key_tables(keys), *_peer_table()]) + "\n"
+
+
+def _key_tables(keys: Keys) -> Iterator[str]:
+    group = None
+    for key in sorted(keys, key=lambda key: list(keys.groups).index(key.group)):
+        if key.group != group:
+            group = key.group
+            yield from ("", f"## `{group}`", "", "| key | type | default | meaning |", "|---|---|---|---|")
+        yield _row(key)
+
+
+def _row(key: Key) -> str:
+    meaning = " ".join(filter(None, (key.doc, allowed_text(key))))
+    default = default_text(key).removeprefix("= ")
+    return _cells(f"`{key.name}`", type_name(key.type), f"`{default}`", meaning)
+
+
+def _peer_table() -> Iterator[str]:
+    yield from ("", "## Coming from another library", "", "The loader names our key when it meets one of these.", "")
+    yield from ("| theirs | library | ours | |", "|---|---|---|---|")
+    for peer in PEERS:
+        yield _cells(f"`{peer.theirs}`", peer.library, f"`{peer.ours}`", peer.note)
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    print(markdown(Keys.of(Config)), end="")

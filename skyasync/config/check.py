@@ -1,0 +1,124 @@
+"""Settings that are right alone and wrong together.
+
+Invariant: each problem is one line that names the keys concerned and the way out; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from skyasync.config.schema import Config
+
+#: Built-in plans that train on samples of an older policy.
+ASYNCHRONOUS_PLANS = frozenset({"one_step_off", "fully_async"})
+
+#: Built-in policy losses that use the behaviour log-probabilities themselves and so need no further correction.
+#: Importing them would import torch; a test holds this table and their signatures equal.
+BEHAVIOUR_LOSSES = frozenset({"decoupled_ppo", "dppo", "rollout_is"})
+
+#: Advantage estimators whose baseline is the rest of the group: a group of one has advantage zero.
+GROUP_ESTIMATORS = frozenset({"dr_grpo", "grpo", "grpo_passk", "maxrl", "opo", "reinforce++_baseline", "rloo"})
+
+
+def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
+    """All contradictions in a configuration whose single values are right.
+
+    Args:
+        plan: the plan that the experiment fixes; by default ``trainer.plan`` decides.
+    """
+    return [
+        *_check_plan(cfg, plan or cfg.trainer.plan, fixed=plan is not None),
+        *_check_batches(cfg),
+        *_check_lengths(cfg),
+        *_check_algorithm(cfg),
+        *_check_lists(cfg),
+    ]
+
+
+def _check_plan(cfg: Config, plan: str, *, fixed: bool) -> Iterator[str]:
+    if plan not in ASYNCHRONOUS_PLANS:
+        return
+    which = f"this experiment's plan, {plan}," if fixed else f"trainer.plan={plan}"
+    way_back = "" if fixed else " or trainer.plan=sync"
+    if cfg.trainer.placement.colocate_all:
+        yield (
+            f"trainer.placement.colocate_all=true lets engines and policy take turns, but {which} runs both at the "
+            f"same time: set trainer.placement.colocate_all=false{way_back}"
+        )
+    algorithm = cfg.trainer.algorithm
+    if algorithm.off_policy_correction == "none" and not cfg.trainer.allow_uncorrected:
+        loss = algorithm.policy_loss_type
+        if not _uses_behaviour(loss):
+            yield (
+                f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, "
+                f"since {which} is asynchronous and trainer.algorithm.policy_loss_type={loss} does not use the "
+                f"behaviour log-probabilities: choose a correction (token_tis), a loss that uses them "
+                f"({', '.join(sorted(BEHAVIOUR_LOSSES))}), or trainer.allow_uncorrected=true"
+            )
+
+
+def _uses_behaviour(loss: str) -> bool:
+    from skyasync.algorithms import POLICY_LOSSES
+
+    registered = POLICY_LOSSES.get(loss)  # a user's loss is registered by now; a built-in one perhaps not
+    if registered is None:
+        return loss in BEHAVIOUR_LOSSES
+    return any("behaviour" in name for name in inspect.signature(registered).parameters)
+
+
+def _check_batches(cfg: Config) -> Iterator[str]:
+    batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
+    if mini > batch:
+        yield (
+            f"trainer.policy_mini_batch_size={mini} is larger than trainer.train_batch_size={batch}: "
+            f"make it a divisor of {batch}, or 0 for the whole batch"
+        )
+    elif mini and batch % mini:
+        divisor = max(d for d in range(1, mini + 1) if batch % d == 0)
+        yield (
+            f"trainer.policy_mini_batch_size={mini} does not divide trainer.train_batch_size={batch}: "
+            f"the nearest smaller divisor is {divisor}; 0 takes the whole batch"
+        )
+
+
+def _check_lengths(cfg: Config) -> Iterator[str]:
+    generator = cfg.generator
+    for group in ("sampling_params", "eval_sampling_params"):
+        sampling = getattr(generator, group)
+        name = f"generator.{group}.max_generate_length"
+        needed = cfg.trainer.max_prompt_length + sampling.max_generate_length
+        if 0 < generator.max_model_len < needed:
+            yield (
+                f"generator.max_model_len={generator.max_model_len} is less than "
+                f"trainer.max_prompt_length={cfg.trainer.max_prompt_length} plus {name}="
+                f"{sampling.max_generate_length}: raise it to {needed}, or leave it at 0"
+            )
+        if sampling.min_tokens > sampling.max_generate_length:
+            yield (
+                f"generator.{group}.min_tokens={sampling.min_tokens} is more than {name}="
+                f"{sampling.max_generate_length}: lower the one or raise the other"
+            )
+
+
+def _check_algorithm(cfg: Config) -> Iterator[str]:
+    algorithm, samples = cfg.trainer.algorithm, cfg.generator.n_samples_per_prompt
+    if samples == 1 and algorithm.advantage_estimator in GROUP_ESTIMATORS:
+        yield (
+            f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
+            f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
+            f"sample at least 2 per prompt, or choose an estimator without a group, such as reinforce++"
+        )
+    if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
+        yield (
+            "trainer.algorithm.use_kl_loss and trainer.algorithm.use_kl_in_reward are both true, which counts the "
+            "KL divergence twice: set one of them to false"
+        )
+
+
+def _check_lists(cfg: Config) -> Iterator[str]:
+    betas = cfg.trainer.policy.optimizer_config.adam_betas
+    if len(betas) != 2:
+        yield f"trainer.policy.optimizer_config.adam_betas has {len(betas)} entries: AdamW takes two, [0.9,0.999]"
+    for name in sorted({name for name in cfg.trainer.logger if cfg.trainer.logger.count(name) > 1}):
+        yield f"trainer.logger names {name} twice: name each tracker once"

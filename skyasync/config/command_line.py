@@ -1,0 +1,132 @@
+"""What was asked for, before anything is known about types: arguments and YAML files as lists of assignments.
+
+Invariant: every argument ends either in the result or in exactly one problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from skyasync.config.keys import Keys
+from skyasync.config.suggest import unknown_key
+from skyasync.config.values import parse
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``path`` shall be ``node``; ``where`` is "" for the command line, "file.yaml:3: " for a file."""
+
+    path: str
+    node: yaml.Node
+    where: str = ""
+
+
+@dataclass
+class CommandLine:
+    """``help`` is the group that ``--help`` names ("" for everything), None if help is not asked for."""
+
+    assignments: list[Assignment] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    help: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
+    """Sort the arguments: overrides, ``--config FILE``, ``--help [GROUP]``; problems are collected."""
+    line = CommandLine()
+    given: dict[str, str] = {}
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        option, equals, text = argument.partition("=")
+        if option in ("--help", "-h"):
+            line.help = text or (arguments.pop(0) if _is_value(arguments) else "")
+        elif option == "--config":
+            if text or (not equals and _is_value(arguments)):
+                line.files.append(Path(text or arguments.pop(0)))
+            else:
+                line.problems.append("--config needs a file: --config FILE.yaml")
+        elif argument.startswith("-"):
+            if not equals and _is_value(arguments):
+                arguments.pop(0)  # the value of an option we do not have
+            line.problems.append(_unknown_option(option, keys))
+        else:
+            problem = _override(argument, keys, given, line.assignments)
+            if problem:
+                line.problems.append(problem)
+    return line
+
+
+def _is_value(arguments: list[str]) -> bool:
+    return bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("-")
+
+
+def _unknown_option(option: str, keys: Keys) -> str:
+    path = option.lstrip("-")
+    way_out = f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys)
+    return f"unknown option {option}: settings are key=value without dashes; {way_out}"
+
+
+def _override(argument: str, keys: Keys, given: dict[str, str], assignments: list[Assignment]) -> str:
+    """Add one ``key=value``; returns the problem, if any."""
+    path, equals, text = argument.partition("=")
+    bare = path.lstrip("+~")
+    if bare != path:
+        hint = f"write {bare}=VALUE" if keys.holder(bare) else unknown_key(bare, keys)
+        return f"{argument}: Hydra's + and ~ do not exist here (all keys are known, none can be added); {hint}"
+    if not equals:
+        hint = f"write {path}=VALUE" if keys.holder(path) else "overrides are key=value, see --help"
+        return f"missing '=' in {argument!r}: {hint}"
+    if not path.strip() or path != path.strip():
+        return f"{argument!r}: write key=value without spaces around the '='"
+    if not text.strip():
+        return f"{path}: the value is empty; the empty string is written {path}='\"\"'"
+    if path in given:
+        return f"{path} is given twice: {given[path]} and {text}"
+    given[path] = text
+    try:
+        assignments.append(Assignment(path, parse(text)))
+    except yaml.YAMLError:
+        return f"{path}: cannot read {text!r}: a bracket or quote does not close, or the text goes on after it"
+    return ""
+
+
+def read_file(path: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
+    """A YAML file's leaves as assignments; groups may be nested or written as dotted keys."""
+    try:
+        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
+        return []
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problems.append(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or 'cannot be read'}")
+        return []
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(f"{path}: expected groups and keys (trainer: ...), found something else")
+        return []
+    assignments = list(_leaves(root, "", path, keys))
+    first: dict[str, Assignment] = {}
+    for assignment in assignments:
+        if assignment.path in first:
+            problems.append(f"{assignment.where}{assignment.path} is given twice, first in line "
+                            f"{first[assignment.path].node.start_mark.line + 1}")  # fmt: skip
+        first.setdefault(assignment.path, assignment)
+    return assignments
+
+
+def _leaves(node: yaml.MappingNode, prefix: str, file: Path, keys: Keys) -> Iterator[Assignment]:
+    for name, value in node.value:
+        path = f"{prefix}{name.value}"
+        is_group = path in keys.groups or keys.holder(path) is None
+        if is_group and isinstance(value, yaml.MappingNode):
+            yield from _leaves(value, f"{path}.", file, keys)
+        else:
+            yield Assignment(path, value, f"{file}:{name.start_mark.line + 1}: ")

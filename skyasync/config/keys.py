@@ -1,0 +1,154 @@
+"""The keys of a configuration schema, read from its dataclasses.
+
+Invariant: help, loading, hints and the written documentation all read this one list, so that what is
+documented is what is accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from skyasync.errors import UserError
+from skyasync.registry import resolve_reference
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting. ``default`` is OmegaConf's ``MISSING`` where the user must give a value."""
+
+    path: str
+    type: Any
+    default: Any = MISSING
+    doc: str = ""
+    choices: tuple[Any, ...] = ()
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    below: float | None = None
+    registry: str = ""
+    open_ended: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def group(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def is_mapping(self) -> bool:
+        """A free mapping: ``<path>.<anything>=value`` sets one of its entries."""
+        return (typing.get_origin(self.type) or self.type) is dict
+
+    def names(self) -> list[str]:
+        """Names registered for a registry-backed key; empty for any other. Imports the registry alone."""
+        return resolve_reference(self.registry, kind="registry").names() if self.registry else []
+
+    def bounds(self) -> str:
+        """The allowed interval in words, "" if there is none."""
+        limits = (
+            (self.low, "at least"),
+            (self.above, "greater than"),
+            (self.high, "at most"),
+            (self.below, "less than"),
+        )
+        return " and ".join(f"{words} {limit:g}" for limit, words in limits if limit is not None)
+
+    def allows(self, number: float) -> bool:
+        """Whether a number lies within the bounds; NaN never does."""
+        return (
+            number == number
+            and (self.low is None or number >= self.low)
+            and (self.above is None or number > self.above)
+            and (self.high is None or number <= self.high)
+            and (self.below is None or number < self.below)
+        )
+
+
+@dataclass(frozen=True)
+class Keys:
+    """All keys of a schema, by dotted path and in the schema's order, and the groups that hold them."""
+
+    schema: type
+    by_path: dict[str, Key] = field(default_factory=dict)
+    groups: dict[str, type] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, schema: type) -> Keys:
+        """Read a dataclass, its subclasses and nested dataclasses included.
+
+        Raises:
+            UserError: if a group's annotations cannot be resolved (a class defined inside a function).
+        """
+        keys = cls(schema)
+        for found in _walk(schema, None, "", keys.groups):
+            keys.by_path[found.path] = found
+        return keys
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.by_path.values())
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.by_path
+
+    def __getitem__(self, path: str) -> Key:
+        return self.by_path[path]
+
+    def holder(self, path: str) -> Key | None:
+        """The key that ``path`` sets: itself, or the free mapping that ``path`` is an entry of."""
+        if path in self.by_path:
+            return self.by_path[path]
+        parts = path.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            key = self.by_path.get(".".join(parts[:length]))
+            if key is not None:
+                return key if key.is_mapping else None
+        return None
+
+    def within(self, group: str) -> list[Key]:
+        """The keys in a group and below it; all of them for the empty name."""
+        return [key for key in self if not group or key.path.startswith(f"{group}.")]
+
+
+def read(config: Any, path: str) -> Any:
+    """The value at a dotted path of a configuration object."""
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def _walk(group: type, instance: Any, prefix: str, groups: dict[str, type]) -> Iterator[Key]:
+    hints = _hints(group)
+    for item in dataclasses.fields(group):
+        path = prefix + item.name
+        value = getattr(instance, item.name) if instance is not None else _default(item)
+        nested = type(value) if dataclasses.is_dataclass(value) else hints[item.name]
+        if dataclasses.is_dataclass(nested) and isinstance(nested, type):
+            groups[path] = nested
+            yield from _walk(nested, None if value == MISSING else value, f"{path}.", groups)
+        else:
+            known = {f.name for f in dataclasses.fields(Key)} - {"path", "type", "default"}
+            metadata = {name: entry for name, entry in item.metadata.items() if name in known}
+            yield Key(path, hints[item.name], value, **metadata)
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return MISSING if item.default is dataclasses.MISSING else item.default
+
+
+def _hints(group: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(group)
+    except NameError as error:
+        raise UserError(
+            f"configuration group {group.__qualname__}: {error}; define it at the top of a module"
+        ) from error

@@ -1,0 +1,237 @@
+"""From arguments to a checked configuration object.
+
+Invariant: a configuration that ``load_config`` returns has only known keys, every value has its key's type,
+lies within its bounds or among its choices, and no two values contradict each other. Whatever is wrong is
+reported at once, one line for each problem, before torch, Ray or a model is touched.
+
+Layers, each overriding the one before::
+
+    schema defaults < default_config < preset < --config FILE (in order) < key=value
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from skyasync.config.check import check_config
+from skyasync.config.command_line import Assignment, CommandLine, read_command_line, read_file
+from skyasync.config.help import print_help, written
+from skyasync.config.keys import Key, Keys
+from skyasync.config.schema import Config
+from skyasync.config.suggest import unknown_key
+from skyasync.config.values import WrongTypeError, convert, escape, from_python
+from skyasync.errors import UserError, unknown
+
+C = TypeVar("C")
+
+MODEL_KEY = "trainer.policy.model.path"
+PRESET_KEY = "trainer.algorithm.preset"
+
+
+class ConfigError(UserError):
+    """Everything that is wrong with a configuration: ``problems``, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A typed value for a key, or for an entry of a free mapping; ``where`` as in ``Assignment``."""
+
+    path: str
+    value: Any
+    where: str = ""
+
+
+def load_config(
+    argv: Sequence[str],
+    *,
+    schema: type[C] = Config,  # type: ignore[assignment]
+    default_config: Path | None = None,
+    plan: str | None = None,
+) -> C:
+    """The configuration that a command line asks for, as an instance of ``schema``.
+
+    Args:
+        argv: ``key=value`` overrides, ``--config FILE.yaml`` (several: the later wins), ``--help [GROUP]``.
+            A string where a list of strings is expected is a list of one. Lists and free mappings are replaced
+            as a whole; ``mapping.entry=value`` sets one entry. ``${other.key}`` refers to another key.
+        schema: ``Config``, or a subclass of it with groups and keys of one's own.
+        default_config: a YAML file used when neither ``--config`` nor the policy's model path is given.
+        plan: the execution plan, where the experiment fixes one (``trainer.plan`` then does not count).
+
+    Raises:
+        ConfigError: with all problems found.
+        SystemExit: after printing the help that was asked for.
+    """
+    keys = Keys.of(schema)
+    line = read_command_line(argv, keys)
+    if line.help is not None:
+        print_help(keys, line.help)
+        raise SystemExit(0)
+    problems = list(line.problems)
+    settings = _layers(line, default_config, keys, problems)
+    config = _merge(schema, settings, keys, problems)
+    problems += _check_values(config, settings, keys)
+    problems += _missing(settings, keys)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        result = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:  # a reference inside a free mapping that leads nowhere
+        raise ConfigError([f"{error.full_key}: {_broken_reference(error)}"]) from None
+    assert isinstance(result, schema)
+    contradictions = check_config(result, plan=plan) if isinstance(result, Config) else []
+    if contradictions:
+        raise ConfigError(contradictions)
+    return result
+
+
+def parse_or_exit(argv: Sequence[str] | None = None, **options: Any) -> Any:
+    """``load_config`` for a program's first line: problems are printed to stderr and end it with status 2.
+
+    Args:
+        argv: the arguments; by default those of the process.
+        options: as for ``load_config``.
+    """
+    try:
+        return load_config(sys.argv[1:] if argv is None else argv, **options)
+    except UserError as error:
+        exit_with(error)
+
+
+def exit_with(error: UserError) -> NoReturn:
+    """Print a user's error, one line per problem, and leave with status 2."""
+    for problem in str(error).splitlines():
+        print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def dump_config(config: Any) -> str:
+    """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
+
+
+def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]) -> list[Setting]:
+    given = {assignment.path for assignment in line.assignments}
+    default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
+
+    def typed(assignments: Sequence[Assignment]) -> list[Setting]:
+        return [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
+
+    default = [setting for file in default_file for setting in typed(read_file(file, keys, problems))]
+    explicit = [setting for file in line.files for setting in typed(read_file(file, keys, problems))]
+    explicit += typed(line.assignments)
+    return default + _preset(default + explicit, keys, problems) + explicit
+
+
+def _preset(settings: Sequence[Setting], keys: Keys, problems: list[str]) -> list[Setting]:
+    """The settings that the chosen algorithm preset stands for, if the schema has presets and one is chosen."""
+    if PRESET_KEY not in keys:
+        return []
+    chosen = [setting.value for setting in settings if setting.path == PRESET_KEY]
+    name = chosen[-1] if chosen else keys[PRESET_KEY].default
+    if not name:
+        return []
+    from skyasync.algorithms.presets import apply_preset
+
+    try:
+        values = apply_preset(name)
+    except UserError as error:
+        problems.append(f"{PRESET_KEY}={name}: {error}")
+        return []
+    assignments = [Assignment(path, from_python(value), f"preset {name}: ") for path, value in values.items()]
+    return [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
+
+
+def _typed(assignment: Assignment, keys: Keys, problems: list[str]) -> list[Setting]:
+    """The assignment as a typed setting: one, or none and a problem."""
+    path, where = assignment.path, assignment.where
+    key = keys.holder(path)
+    if path in keys.groups:
+        problems.append(f"{where}{path} is a group, not a key: set one of its keys, see --help {path}")
+    elif key is None:
+        problems.append(where + unknown_key(path, keys))
+    else:
+        try:
+            # An entry of a free mapping may be anything.
+            return [Setting(path, convert(assignment.node, key.type if path == key.path else Any), where)]
+        except WrongTypeError as error:
+            problems.append(f"{where}{path}: {error}")
+    return []
+
+
+def _merge(schema: type, settings: Sequence[Setting], keys: Keys, problems: list[str]) -> DictConfig:
+    config = OmegaConf.structured(schema)
+    OmegaConf.set_struct(config, True)
+    for setting in settings:
+        try:
+            OmegaConf.update(config, setting.path, setting.value, merge=False, force_add=setting.path not in keys)
+        except OmegaConfBaseException as error:
+            problems.append(f"{setting.where}{setting.path}: {_broken_reference(error)}")
+    return config
+
+
+def _check_values(config: DictConfig, settings: Sequence[Setting], keys: Keys) -> list[str]:
+    """Bounds, choices and names of everything that was set; defaults are the schema's own business."""
+    where = {setting.path: setting.where for setting in settings if setting.path in keys}
+    problems = []
+    for path, source in where.items():
+        key = keys[path]
+        try:
+            value = OmegaConf.select(config, path, throw_on_resolution_failure=True)
+        except OmegaConfBaseException as error:
+            problems.append(f"{source}{path}: {_broken_reference(error)}")
+            continue
+        elements = value if OmegaConf.is_list(value) else [value]
+        problems += [f"{source}{path}={written(element)}: {p}" for element in elements if (p := _problem(key, element))]
+    return problems
+
+
+def _missing(settings: Sequence[Setting], keys: Keys) -> list[str]:
+    given = {setting.path: setting.value for setting in settings}
+    paths = [key.path for key in keys if given.get(key.path, key.default) == MISSING]
+    return [f"{path} has no value and no default: write {path}=VALUE" for path in paths]
+
+
+def _problem(key: Key, value: Any) -> str:
+    """What is wrong with a value (an element, for a list) of the right type; "" if nothing is."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and not key.allows(value):
+        return f"must be {key.bounds() or 'a number'}"
+    if key.choices and value not in key.choices:
+        return unknown("value", written(value), map(written, key.choices))
+    if key.registry and isinstance(value, str) and not (key.open_ended and ":" in value):
+        try:
+            names = key.names()
+        except UserError as error:
+            return str(error)
+        if value not in names:
+            return unknown(key.name, value, names)
+    return ""
+
+
+def _broken_reference(error: OmegaConfBaseException) -> str:
+    """OmegaConf's complaint, its first line; with types already right, only a ``${reference}`` can be wrong."""
+    first = str(error).partition("\n")[0]
+    return f"{first} (a literal ${{ is written \\${{)"
+
+
+def _plain(value: Any) -> Any:
+    """Only what YAML can hold, with text that OmegaConf would take for a reference protected."""
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, enum.Enum):
+        return value.name
+    return escape(value) if isinstance(value, str) else value

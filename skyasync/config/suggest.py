@@ -1,0 +1,68 @@
+"""The nearest right key for a wrong one.
+
+Invariant: one line, and every key it names exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from skyasync.config.keys import Keys
+from skyasync.config.peers import find_peer
+
+#: Below this similarity a key is no help.
+_CUTOFF = 0.6
+#: Candidates this close to the best are worth naming too.
+_MARGIN = 0.03
+
+
+def unknown_key(path: str, keys: Keys) -> str:
+    """What to say about a key that the schema does not have."""
+    start = f"unknown key {path!r}"
+    parent = _parent_key(path, keys)
+    if parent:
+        return f"{start}: {parent} is a value, not a group; write {parent}=VALUE"
+    peer = find_peer(path)
+    if peer and peer.ours in keys and path != peer.ours:
+        if peer.ours.endswith(f".{peer.theirs}"):
+            return f"{start}: did you mean {peer.ours}?"
+        note = f" ({peer.note})" if peer.note else ""
+        return f"{start}: that is how {peer.library} spells it; here it is {peer.ours}{note}"
+    close = nearest_keys(path, keys)
+    if close:
+        return f"{start}: did you mean {' or '.join(close)}?"
+    group = _known_group(path, keys)
+    return f"{start}: see --help {group}" if group else f"{start}: see --help for all keys"
+
+
+def nearest_keys(path: str, keys: Keys, count: int = 2) -> list[str]:
+    """The most similar keys, best first: by the whole path, or by its last part wherever that may live."""
+    scored = sorted(((_similarity(path, key.path), key.path) for key in keys), key=lambda pair: -pair[0])
+    best = scored[0][0] if scored else 0.0
+    return [candidate for score, candidate in scored[:count] if score >= max(_CUTOFF, best - _MARGIN)]
+
+
+def _similarity(path: str, candidate: str) -> float:
+    whole = _ratio(path, candidate)
+    last, candidate_last = path.rpartition(".")[2], candidate.rpartition(".")[2]
+    if last == candidate_last:
+        return 1.0 + whole
+    if set(last.split("_")) < set(candidate_last.split("_")):
+        return 0.7 + 0.2 * whole
+    return max(whole, 0.9 * _ratio(last, candidate_last) + 0.1 * whole)
+
+
+def _ratio(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()
+
+
+def _parent_key(path: str, keys: Keys) -> str:
+    parts = path.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((prefix for prefix in prefixes if prefix in keys), "")
+
+
+def _known_group(path: str, keys: Keys) -> str:
+    parts = path.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in keys.groups), "")

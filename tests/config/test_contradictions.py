@@ -1,0 +1,88 @@
+"""Settings that contradict each other are refused with both keys and the way out."""
+
+import inspect
+
+import pytest
+
+from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyasync.config import ConfigError, load_config
+from skyasync.config.check import BEHAVIOUR_LOSSES, GROUP_ESTIMATORS
+
+UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correction=none"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["trainer.plan=one_step_off", "trainer.placement.colocate_all=true"],
+         ["trainer.placement.colocate_all=true", "trainer.plan=one_step_off", "or trainer.plan=sync"]),
+        (UNCORRECTED,
+         ["off_policy_correction=none", "policy_loss_type=ppo", "token_tis", "trainer.allow_uncorrected=true"]),
+        (["trainer.policy_mini_batch_size=48"],
+         ["trainer.policy_mini_batch_size=48", "trainer.train_batch_size=64", "divisor is 32"]),
+        (["trainer.policy_mini_batch_size=128"],
+         ["trainer.policy_mini_batch_size=128", "is larger than trainer.train_batch_size=64"]),
+        (["generator.n_samples_per_prompt=1"],
+         ["generator.n_samples_per_prompt=1", "trainer.algorithm.advantage_estimator=grpo", "at least 2"]),
+        (["generator.max_model_len=600"],
+         ["generator.max_model_len=600", "trainer.max_prompt_length=512", "max_generate_length=256", "it to 768"]),
+        (["generator.sampling_params.min_tokens=300"],
+         ["generator.sampling_params.min_tokens=300", "generator.sampling_params.max_generate_length=256"]),
+        (["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.use_kl_in_reward=true"],
+         ["trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_in_reward", "set one of them to false"]),
+        (["trainer.logger=[jsonl,console,jsonl]"], ["trainer.logger names jsonl twice"]),
+        (["trainer.policy.optimizer_config.adam_betas=[0.9]"], ["adam_betas has 1 entries", "[0.9,0.999]"]),
+    ],
+)  # fmt: skip
+def test_a_contradiction_names_both_keys_and_the_way_out(overrides: list[str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides)
+    for text in named:
+        assert text in refused.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    "way_out",
+    [
+        "trainer.allow_uncorrected=true",
+        "trainer.algorithm.policy_loss_type=rollout_is",
+        "trainer.algorithm.policy_loss_type=decoupled_ppo",
+    ],
+)
+def test_an_uncorrected_asynchronous_run_has_ways_out(way_out: str) -> None:
+    load_config([*UNCORRECTED, way_out])
+
+
+def test_a_synchronous_run_needs_no_correction() -> None:
+    load_config(["trainer.algorithm.off_policy_correction=none"])
+
+
+def test_a_plan_fixed_by_the_experiment_counts_instead_of_the_key() -> None:
+    with pytest.raises(ConfigError, match="this experiment's plan, one_step_off, is asynchronous") as refused:
+        load_config(["trainer.algorithm.off_policy_correction=none"], plan="one_step_off")
+    assert "trainer.plan=" not in str(refused.value)
+    load_config(UNCORRECTED, plan="sync")
+
+
+def test_a_user_s_registered_loss_is_judged_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_behaviour(current_logprobs, behaviour_logprobs, advantages): ...
+    def without(current_logprobs, proximal_logprobs, advantages): ...
+
+    monkeypatch.setitem(POLICY_LOSSES, "mine", with_behaviour)
+    monkeypatch.setitem(POLICY_LOSSES, "blind", without)
+    load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=mine"])
+    with pytest.raises(ConfigError, match="policy_loss_type=blind does not use the behaviour log-probabilities"):
+        load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=blind"])
+
+
+def test_the_table_of_losses_that_use_behaviour_logprobs_is_what_their_signatures_say() -> None:
+    using = {
+        name
+        for name in POLICY_LOSSES.names()
+        if any("behaviour" in parameter for parameter in inspect.signature(POLICY_LOSSES[name]).parameters)
+    }
+    assert using == BEHAVIOUR_LOSSES
+
+
+def test_every_group_estimator_exists() -> None:
+    assert set(ADVANTAGE_ESTIMATORS.names()) >= GROUP_ESTIMATORS

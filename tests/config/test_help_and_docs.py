@@ -1,0 +1,78 @@
+"""Help, the written page and the table of foreign keys say what the loader does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyasync.config import Config, ConfigError, load_config
+from skyasync.config.keys import Keys
+from skyasync.config.peers import PEERS
+from skyasync.config.suggest import unknown_key
+from skyasync.errors import UserError
+
+KEYS = Keys.of(Config)
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def help_text(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end:
+        load_config(arguments)
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_every_key_with_its_sentence(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text([flag], capsys)
+    words = " ".join(text.split())
+    assert all(f"{key.path} " in words for key in KEYS)
+    assert all(" ".join(key.doc.split()) in words for key in KEYS)
+
+
+def test_help_for_a_group_shows_that_group_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_text(["--help", "generator.sampling_params", "trainer.seed=1"], capsys).split())
+    assert "generator.sampling_params.top_p float = 1.0" in text
+    assert "Greater than 0 and at most 1." in text
+    assert "generator.eval_sampling_params" not in text
+    assert "trainer.seed" not in text
+
+
+def test_help_for_one_key_lists_the_names_it_may_take(capsys: pytest.CaptureFixture[str]) -> None:
+    words = " ".join(help_text(["--help", "generator.backend"], capsys).split())
+    assert "One of: auto, transformers, vllm." in words
+    words = " ".join(help_text(["--help", "trainer.logger"], capsys).split())
+    assert "jsonl" in words.split("One of:")[1]
+
+
+def test_help_for_something_that_does_not_exist_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"no such group or key: did you mean trainer\.algorithm\?"):
+        load_config(["--help", "trainer.algoritm"])
+
+
+def test_every_key_has_a_sentence() -> None:
+    assert [key.path for key in KEYS if not key.doc.strip().endswith(".")] == []
+
+
+def test_every_foreign_key_leads_to_a_key_that_exists_and_is_not_ours_itself() -> None:
+    assert [peer for peer in PEERS if peer.ours not in KEYS] == []
+    assert [peer for peer in PEERS if peer.theirs in KEYS] == []
+    assert len({peer.theirs for peer in PEERS}) == len(PEERS)
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=[peer.theirs for peer in PEERS])
+def test_meeting_a_foreign_key_names_ours(peer: object) -> None:
+    assert peer.ours in unknown_key(peer.theirs, KEYS)  # type: ignore[attr-defined]
+
+
+def test_no_key_is_both_given_and_refused_for_a_foreign_name() -> None:
+    with pytest.raises(ConfigError, match="that is how verl spells it"):
+        load_config(["trainer.seed=1", "actor_rollout_ref.actor.optim.lr=1e-6"])
+
+
+def test_the_written_page_is_current() -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "skyasync.config"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert PAGE.read_text() == made.stdout, "run: python -m skyasync.config > docs/configuration.md"

@@ -1,0 +1,200 @@
+"""What right arguments mean: types, layers, users' own keys."""
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from omegaconf import MISSING
+
+from skyasync.config import Config, ConfigError, check_config, key, load_config, parse_or_exit
+from skyasync.config.schema import TrainerConfig
+
+
+class Mode(enum.Enum):
+    fast = 1
+    slow = 2
+
+
+@dataclass
+class MyTrainer(TrainerConfig):
+    seed: int = 7
+    bonus: float = key(0.5, "A trainer key of one's own.", low=0.0, high=1.0)
+
+
+@dataclass
+class MyGroup:
+    limit: float | None = None
+    size: int | str = 1
+    mode: Mode = Mode.fast
+    kind: Literal["a", "b"] = "a"
+    names: list[str] = field(default_factory=list)
+    table: dict[str, int] = field(default_factory=lambda: {"x": 1})
+    anything: Any = None
+
+
+@dataclass
+class MyConfig(Config):
+    trainer: MyTrainer = field(default_factory=MyTrainer)
+    mine: MyGroup = field(default_factory=MyGroup)
+
+
+@dataclass
+class Required(Config):
+    token: str = MISSING
+
+
+def write(folder: Path, text: str, name: str = "settings.yaml") -> str:
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_without_arguments_the_schema_s_defaults_stand() -> None:
+    assert load_config([]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("trainer.policy.optimizer_config.lr=1e-6", 1e-6),
+        ("trainer.policy.optimizer_config.lr=3", 3.0),
+        ("trainer.step_timeout_s=inf", float("inf")),
+        ("trainer.seed=1_000", 1000),
+        ("trainer.progress=False", False),
+        ("trainer.run_name=001", "001"),
+        ("trainer.run_name=1e5", "1e5"),
+        ("trainer.run_name=true", "true"),
+        ("trainer.run_name='null'", "null"),
+        ('trainer.run_name=""', ""),
+        ("trainer.run_name=a = b: c # d", "a = b: c # d"),
+        ("trainer.ckpt_path=~/runs", "~/runs"),
+        ("trainer.run_name=seed-${trainer.seed}", "seed-42"),
+        ("trainer.run_name=\\${trainer.seed}", "${trainer.seed}"),
+        ("data.train_data=a.parquet", ["a.parquet"]),
+        ("data.train_data='a.parquet'", ["a.parquet"]),
+        ("data.train_data=[a.parquet,package.module:make]", ["a.parquet", "package.module:make"]),
+        ("data.train_data=['a b','c']", ["a b", "c"]),
+        ("data.train_data=[]", []),
+        ("generator.sampling_params.stop=[on,1,null]", ["on", "1"]),
+        ("trainer.policy.optimizer_config.adam_betas=[0,0.95]", [0.0, 0.95]),
+        ("environment.env_config={size: 4, name: x, deep: {a: [1, 2.5, null]}}",
+         {"size": 4, "name": "x", "deep": {"a": [1, 2.5, None]}}),
+        ("environment.env_config.size=4", {"size": 4}),
+        ("trainer.plan=my.module:MyPlan", "my.module:MyPlan"),
+    ],
+)  # fmt: skip
+def test_a_value_is_read_as_its_key_s_type(override: str, value: Any) -> None:
+    path = override.partition("=")[0]
+    if "null]" in override and "stop" in override:
+        with pytest.raises(ConfigError, match="expected str, found null"):
+            load_config([override])
+        return
+    loaded: Any = load_config([override])
+    for name in path.split(".")[: 2 if path.startswith("environment") else None]:
+        loaded = getattr(loaded, name)
+    assert loaded == value
+    assert type(loaded) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("mine.limit=null", "limit", None),
+        ("mine.limit=2", "limit", 2.0),
+        ("mine.size=3", "size", 3),
+        ("mine.size=big", "size", "big"),
+        ("mine.mode=slow", "mode", Mode.slow),
+        ("mine.kind=b", "kind", "b"),
+        ("mine.names=one", "names", ["one"]),
+        ("mine.table={y: 2}", "table", {"y": 2}),
+        ("mine.table.y=2", "table", {"x": 1, "y": 2}),
+        ("mine.anything=[1,x]", "anything", [1, "x"]),
+    ],
+)
+def test_keys_of_a_user_s_own_group_are_typed_as_well(override: str, name: str, value: Any) -> None:
+    loaded = load_config([override], schema=MyConfig)
+    assert isinstance(loaded, MyConfig)
+    assert getattr(loaded.mine, name) == value
+
+
+def test_a_subclassed_group_keeps_its_defaults_bounds_and_hints() -> None:
+    loaded = load_config(["trainer.bonus=0.9"], schema=MyConfig)
+    assert (loaded.trainer.seed, loaded.trainer.bonus) == (7, 0.9)
+    with pytest.raises(ConfigError, match=r"trainer\.bonus=2\.0: must be at least 0 and at most 1"):
+        load_config(["trainer.bonus=2"], schema=MyConfig)
+    with pytest.raises(ConfigError, match=r"did you mean trainer\.bonus\?"):
+        load_config(["bonus=1"], schema=MyConfig)
+    with pytest.raises(ConfigError, match="expected one of fast, slow, found the string 'medium'"):
+        load_config(["mine.mode=medium"], schema=MyConfig)
+
+
+def test_a_key_without_default_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"^token has no value and no default: write token=VALUE$"):
+        load_config([], schema=Required)
+    assert load_config(["token=x"], schema=Required).token == "x"
+
+
+def test_a_free_mapping_is_replaced_as_a_whole_by_a_later_layer(tmp_path: Path) -> None:
+    first = write(tmp_path, "environment: {env_config: {a: 1, b: 2}}")
+    second = write(tmp_path, "environment: {env_config: {c: 3}}", "second.yaml")
+    assert load_config(["--config", first, "--config", second]).environment.env_config == {"c": 3}
+    assert load_config(["--config", first, "environment.env_config.b=4"]).environment.env_config == {"a": 1, "b": 4}
+
+
+def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
+    first = write(tmp_path, "trainer:\n  seed: 1\n  epochs: 2\n  train_batch_size: 8\n")
+    second = write(tmp_path, "trainer:\n  seed: 2\n  epochs: 3\ngenerator.backend: transformers\n", "second.yaml")
+    cfg = load_config(["trainer.seed=3", "--config", first, f"--config={second}"])
+    assert (cfg.trainer.seed, cfg.trainer.epochs, cfg.trainer.train_batch_size) == (3, 3, 8)
+    assert cfg.generator.backend == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("trainer:\n  sed: 1\n", r"settings.yaml:2: unknown key 'trainer.sed': did you mean trainer.seed"),
+        ("trainer:\n  seed: x\n", "settings.yaml:2: trainer.seed: expected int, found the string 'x'"),
+        ("trainer:\n  seed: '1'\n", "settings.yaml:2: trainer.seed: expected int, found the string '1'"),
+        ("trainer:\n  epochs: 0\n", "settings.yaml:2: trainer.epochs=0: must be at least 1"),
+        ("trainer:\n  run_name:\n", "settings.yaml:2: trainer.run_name: expected str, found null"),
+        ("trainer: 3\n", "settings.yaml:1: trainer is a group"),
+        ("trainer:\n  seed: 1\n  seed: 2\n", "settings.yaml:3: trainer.seed is given twice, first in line 2"),
+        ("algorithm:\n  kl_ctrl:\n    kl_coef: 0.1\n", "settings.yaml:3: unknown key 'algorithm.kl_ctrl.kl_coef': "
+         "that is how verl spells it; here it is trainer.algorithm.kl_loss_coef"),
+        ("trainer: [\n", "settings.yaml:2: not valid YAML"),
+        ("- 1\n", "settings.yaml: expected groups and keys"),
+    ],
+)  # fmt: skip
+def test_a_problem_in_a_file_is_reported_with_its_line(text: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(["--config", write(tmp_path, text)])
+    assert len(refused.value.problems) == 1
+    assert hint in refused.value.problems[0]
+
+
+def test_the_default_file_serves_until_a_file_or_a_model_is_named(tmp_path: Path) -> None:
+    default = Path(write(tmp_path, "trainer: {seed: 5, policy: {model: {path: tiny}}}"))
+    other = write(tmp_path, "trainer: {epochs: 2}", "other.yaml")
+    assert load_config([], default_config=default).trainer.policy.model.path == "tiny"
+    assert load_config(["trainer.epochs=2"], default_config=default).trainer.seed == 5
+    assert load_config(["--config", other], default_config=default).trainer.seed == 42
+    assert load_config(["trainer.policy.model.path=big"], default_config=default).trainer.seed == 42
+
+
+def test_parse_or_exit_prints_one_line_per_problem_and_leaves_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_or_exit(["trainer.seed=x", "lr=1"])
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [line.startswith("error: ") for line in printed.err.splitlines()] == [True, True]
+
+
+def test_parse_or_exit_returns_what_load_config_returns() -> None:
+    assert parse_or_exit(["trainer.seed=3"], schema=MyConfig) == load_config(["trainer.seed=3"], schema=MyConfig)
+
+
+def test_the_defaults_do_not_contradict_each_other() -> None:
+    assert check_config(Config()) == []

@@ -1,0 +1,100 @@
+"""A dumped configuration loads back to an equal one, whatever it holds."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyasync.config import Config, dump_config, load_config
+from skyasync.config.keys import Key, Keys
+
+KEYS = Keys.of(Config)
+
+# "???" is OmegaConf's word for "no value"; unpaired surrogates are no text.
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(lambda text: text != "???")
+TRICKY = st.sampled_from(
+    ["null", "true", "1e-6", "001", "${", "\\${x}", "${trainer.seed}", "a: b", "[", "'", "\\", "~"]
+)
+STRINGS = TEXT | TRICKY
+FREE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False) | STRINGS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def values(key: Key) -> st.SearchStrategy[Any]:
+    low = key.low if key.low is not None else key.above
+    high = key.high if key.high is not None else key.below
+    if key.choices:
+        return st.sampled_from(key.choices)
+    if key.registry:
+        names = st.sampled_from(key.names())
+        return st.lists(names, min_size=1, max_size=1) if key.type == list[str] else names
+    simple: dict[Any, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(int(low or 0), 10**6),
+        float: st.floats(low, high, allow_nan=False).filter(key.allows),
+        str: STRINGS,
+        list[str]: st.lists(STRINGS, max_size=3),
+        list[float]: st.lists(st.floats(low, high).filter(key.allows), min_size=2, max_size=2),
+    }
+    return simple.get(key.type, st.dictionaries(STRINGS, FREE, max_size=3))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    config = Config()
+    for path in draw(st.lists(st.sampled_from(sorted(KEYS.by_path)), max_size=12, unique=True)):
+        owner: Any = config
+        *groups, name = path.split(".")
+        for group in groups:
+            owner = getattr(owner, group)
+        setattr(owner, name, draw(values(KEYS[path])))
+    return config
+
+
+def consistent(config: Config) -> Config:
+    """The same configuration with the keys that contradict others put back."""
+    trainer, generator, plain = config.trainer, config.generator, Config()
+    trainer.policy_mini_batch_size = 0
+    trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
+    trainer.allow_uncorrected = True
+    generator.n_samples_per_prompt = max(2, generator.n_samples_per_prompt)
+    generator.max_model_len = 0
+    generator.sampling_params.min_tokens = plain.generator.sampling_params.min_tokens
+    generator.eval_sampling_params.min_tokens = plain.generator.eval_sampling_params.min_tokens
+    return config
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(configs().map(consistent))
+def test_what_is_dumped_loads_back_equal(config: Config) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(config), encoding="utf-8")
+        assert load_config(["--config", str(file)]) == config
+
+
+@settings(max_examples=60, deadline=None)
+@given(STRINGS)
+def test_quoted_text_on_the_command_line_arrives_unchanged_but_for_references(text: str) -> None:
+    quoted = yaml.safe_dump(text, default_style='"', width=10**6)
+    if "${" not in text:
+        assert load_config([f"trainer.run_name={quoted}"]).trainer.run_name == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0, 1e300))
+def test_python_s_own_spelling_of_a_float_is_read_exactly(number: float) -> None:
+    assert load_config([f"trainer.policy.optimizer_config.lr={number!r}"]).trainer.policy.optimizer_config.lr == number
+
+
+def test_the_dump_holds_every_key_in_the_schema_s_order() -> None:
+    dumped = yaml.safe_load(dump_config(Config()))
+    assert list(dumped) == [field.name for field in dataclasses.fields(Config)]
+    assert list(dumped["trainer"]) == list(dataclasses.asdict(Config())["trainer"])
