@@ -58,7 +58,7 @@ class Controller:
             self._trainer = await asyncio.to_thread(self._experiment.build)
             self._recorder = ProgressRecorder(self._trainer.total_steps)
             self._trainer.callbacks.append(_Recording(self._recorder))
-            await self._experiment.start()
+            await self._experiment.start(self._trainer)
             await self._trainer.train()
         finally:
             with contextlib.suppress(TimeoutError):
@@ -89,8 +89,8 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor_class = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
-    controller = actor_class.remote(experiment)
+    actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
+    controller: Any = actor_class.remote(experiment)
     running = controller.run.remote()
     try:
         with ProgressView(live=progress) as view:

@@ -96,11 +96,13 @@ class BasePPOExp:
             inference_engine_client, pool, tokenizer, self.engine_config().max_model_len, cfg.generator.max_turns
         )
 
-    def get_dispatch(self) -> Any:
-        """The policy and the reference model."""
+    async def get_dispatch(self, total_steps: int) -> Any:
+        """The policy and the reference model, loaded. ``total_steps``: optimizer steps of the whole run."""
         from skyasync.workers.dispatch import RayWorkerDispatch
 
-        return RayWorkerDispatch(self.cfg, self._placement)
+        threads = self.cfg.trainer.policy.threads
+        policy, reference = (self._placement.ranks(role, threads) for role in ("policy", "reference"))
+        return await RayWorkerDispatch.create(self.cfg, policy, reference, total_steps=total_steps)
 
     def get_weight_sync(self, dispatch: Any, inference_engine_client: Any, probe: Sequence[Sequence[int]]) -> Any:
         """The way of the weights from the policy to the engines."""
@@ -162,9 +164,6 @@ class BasePPOExp:
 
     def build(self) -> RayPPOTrainer:
         """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
-        from skyasync.observe.timeline import Timeline
-        from skyasync.rollout.chat import ChatTokenizer
-
         cfg = self.cfg
         tokenizer = self.get_tokenizer()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
@@ -177,19 +176,23 @@ class BasePPOExp:
         )
         trainer.callbacks.extend(self.get_callbacks())
         self._share_threads(trainer.asynchronous)
-        self._dispatch = self.get_dispatch()
-        chat = ChatTokenizer(tokenizer)
-        probe = [chat.prompt(p.messages) for p in train_dataset[:PROBES]]
+        return trainer
+
+    async def start(self, trainer: RayPPOTrainer) -> None:
+        """Load all models, at the same time, and hand them to the trainer."""
+        from skyasync.observe.timeline import Timeline
+        from skyasync.plans.together import run_together
+        from skyasync.rollout.chat import ChatTokenizer
+
+        async def load_workers() -> None:
+            self._dispatch = await self.get_dispatch(trainer.total_updates)
+
+        await run_together(self._client.start(), load_workers())
+        chat = ChatTokenizer(trainer.tokenizer)
+        probe = [chat.prompt(trainer.prompts.prompt(p).messages) for p in range(min(PROBES, trainer.dataset_size))]
         weight_sync = self.get_weight_sync(self._dispatch, self._client, probe)
         assert self.run_dir is not None
         trainer.attach(self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir)
-        return trainer
-
-    async def start(self) -> None:
-        """Load all models, at the same time."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._client.start())
-            tasks.create_task(self._dispatch.start())
 
     async def close(self) -> None:
         """Shut every part down; parts that were never made are skipped."""

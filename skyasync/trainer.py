@@ -78,6 +78,7 @@ class RayPPOTrainer:
         eval_dataset: Sequence[Prompt] | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
     ) -> None:
+        from skyasync.algorithms.kl import kl_controller
         from skyasync.algorithms.objective import Objective
 
         self.cfg, self.tracker, self.tokenizer = cfg, tracker, tokenizer
@@ -89,6 +90,7 @@ class RayPPOTrainer:
             train_dataset, cfg.trainer.train_batch_size, cfg.trainer.seed, _total(cfg, self.dataset_size)
         )
         self.objective = Objective(cfg.trainer.algorithm)
+        self.kl_controller = kl_controller(cfg.trainer.algorithm)
         if self.asynchronous and not self.objective.corrected and not cfg.trainer.allow_uncorrected:
             raise UserError(
                 f"{type(self).__name__} trains on stale samples, but neither trainer.algorithm.policy_loss_type="
@@ -133,6 +135,11 @@ class RayPPOTrainer:
     @property
     def total_steps(self) -> int:
         return self.prompts.steps
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.total_steps * self._updates_per_batch()
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
         """The batches that have not been trained."""
@@ -234,7 +241,9 @@ class RayPPOTrainer:
         """Model, optimizer, data position and versions; complete or absent."""
         if self.checkpoints is None:
             return None
-        state = TrainState(self.global_step, self.position, self.cfg.trainer.seed, self.dataset_size)
+        state = TrainState(
+            self.global_step, self.position, self.cfg.trainer.seed, self.dataset_size, self.kl_controller.value
+        )
         with self.timed("checkpoint", {}):
             folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
         self._tell("on_checkpoint", folder)
@@ -252,22 +261,25 @@ class RayPPOTrainer:
 
     def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
         """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
-        if self.cfg.trainer.algorithm.use_kl_in_reward:
-            from skyasync.algorithms.kl import kl_penalised_rewards
+        algorithm = self.cfg.trainer.algorithm
+        if algorithm.use_kl_in_reward:
+            from skyasync.algorithms.kl import penalize_rewards
 
-            batch.rewards = kl_penalised_rewards(
-                self.cfg.trainer.algorithm,
-                batch.rewards,
-                batch.proximal_logprobs,
-                batch.reference_logprobs,
-                batch.loss_mask,
-            )
+            assert batch.rewards is not None and batch.proximal_logprobs is not None
+            assert batch.reference_logprobs is not None
+            batch.rewards, kl = penalize_rewards(
+                batch.rewards, batch.proximal_logprobs, batch.reference_logprobs, batch.loss_mask,
+                coef=self.kl_controller.value, estimator=algorithm.kl_estimator_type,
+            )  # fmt: skip
+            self._metrics |= {"reward/kl": float(kl), "reward/kl_coef": self.kl_controller.value}
+            self.kl_controller.update(float(kl), len(batch))
         return batch
 
     def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
         """Fill ``batch.advantages`` from ``batch.rewards``."""
         from skyasync.algorithms.advantages import compute_advantages
 
+        assert batch.rewards is not None
         batch.advantages, _ = compute_advantages(
             self.cfg.trainer.algorithm, batch.rewards, batch.loss_mask, batch.group_ids
         )
@@ -293,24 +305,25 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------- details
 
     async def _begin(self) -> None:
-        self._resume_folder = self._resume_from()
-        if self._resume_folder is not None:
-            state = load_state(self._resume_folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
-            await self.dispatch.load(self._resume_folder / "policy")
-            self.global_step, self.position = state.step, state.position
+        resumed = await self._resume()
         await self.sync_policy_weights_to_inference_engines()
         self._tell("on_train_begin")
-        if self.cfg.trainer.eval_before_train and self._resume_folder is None:
+        if self.cfg.trainer.eval_before_train and not resumed:
             first = await self.evaluate()
             self.tracker.log(first, step=0)
             self.last_metrics |= first
         self._usage = await self._read_usage()
         self._metrics, self.phase_name, self._step_started = {}, "training", self._now()
 
-    def _resume_from(self) -> Path | None:
-        if self.cfg.trainer.resume_mode == "none" or self.checkpoints is None:
-            return None
-        return self.checkpoints.latest()
+    async def _resume(self) -> bool:
+        """Go on from the newest checkpoint, if that is wanted and there is one."""
+        folder = self.checkpoints.latest() if self.checkpoints else None
+        if self.cfg.trainer.resume_mode == "none" or folder is None:
+            return False
+        state = load_state(folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
+        await self.dispatch.load(folder / "policy")
+        self.global_step, self.position, self.kl_controller.value = state.step, state.position, state.kl_coef
+        return True
 
     async def _with_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
         """Add the log-probabilities that the objective needs and that an update does not give for free.
@@ -318,11 +331,11 @@ class RayPPOTrainer:
         With one update per batch the policy before the update is the proximal one, and the update has its
         log-probabilities anyway.
         """
-        algorithm = self.cfg.trainer.algorithm
-        if "reference" in self.objective.needs or algorithm.use_kl_in_reward:
+        needs, early = self.objective.needs, self.objective.needs_before_update
+        if "reference" in needs:
             with self.timed("reference", self._metrics):
                 batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
-        if self._updates_per_batch() > 1 or algorithm.use_kl_in_reward:
+        if "proximal" in early or ("proximal" in needs and self._updates_per_batch() > 1):
             with self.timed("logprobs", self._metrics):
                 batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
         return batch
@@ -342,6 +355,7 @@ class RayPPOTrainer:
             for _ in range(trainer.update_epochs_per_batch):
                 for part in mini_batches(batch, trainer.policy_mini_batch_size):
                     part.loss_weights = loss_weights(trainer.algorithm, part.loss_mask, part.group_ids)
+                    part.selection = self.objective.prepare(part).get("selection")
                     for name, value in (await self.dispatch.update_policy(part)).items():
                         seen.setdefault(name, []).append(value)
         self._metrics |= {f"policy/{name}": sum(values) / len(values) for name, values in seen.items()}

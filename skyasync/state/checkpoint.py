@@ -22,13 +22,14 @@ _UNFINISHED = ".unfinished"
 class TrainState:
     """What a run needs to go on, besides the workers' own state.
 
-    ``position`` counts the prompts trained; ``seed`` and ``prompts`` guard against resuming other data.
+    ``position`` counts the prompts trained; ``seed`` and ``dataset_size`` guard against resuming other data.
     """
 
     step: int
     position: int
     seed: int
     dataset_size: int
+    kl_coef: float = 0.0  # of an adaptive controller
 
 
 class Checkpoints:

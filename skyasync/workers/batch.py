@@ -34,6 +34,7 @@ class TrainingBatch:
     reference_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
+    selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -84,6 +84,23 @@ class Placement:
             ),
         }
 
+    def ranks(self, role: str, threads: int) -> Any:
+        """Where the ranks of a model go; None for a role that nothing needs."""
+        from skyasync.workers.dispatch import WorkerPlacement
+
+        slots, share = getattr(self.slots, role), self.slots.share[role]
+        if not slots:
+            return None
+        bundle = self.slots.bundles[slots[0]]
+        return WorkerPlacement(
+            group=self.group,
+            ranks=len(slots),
+            first_bundle=slots[0],
+            num_cpus=bundle["CPU"] * share,
+            num_gpus=bundle.get("GPU", 0.0) * share,
+            threads=threads,
+        )
+
 
 def reserve(slots: Slots, timeout_s: float) -> Placement:
     """Ask Ray for the bundles; blocks, so call it off the event loop.
@@ -102,8 +119,9 @@ def reserve(slots: Slots, timeout_s: float) -> Placement:
         asked = {name: sum(b.get(name, 0.0) for b in slots.bundles) for name in ("CPU", "GPU")}
         there = {name: ray.cluster_resources().get(name, 0.0) for name in ("CPU", "GPU")}
         raise UserError(
-            f"the cluster did not grant {asked} within {timeout_s:g} s (trainer.placement.timeout_s); it has {there} in "
-            f"all: use fewer ranks (trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines)"
+            f"the cluster did not grant {asked} within {timeout_s:g} s (trainer.placement.timeout_s); it has {there} "
+            f"in all: use fewer ranks (trainer.placement.policy_num_gpus_per_node) or engines "
+            f"(generator.num_inference_engines)"
         ) from None
     return Placement(slots, group)
 
