@@ -10,38 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[Any, ...] = (),
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    below: float | None = None,
-    registry: str = "",
-    open_ended: bool = False,
-) -> Any:
-    """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones.
-
-    Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
-    where the allowed names are registered; with ``open_ended`` a ``module:attribute`` reference (or, for paths,
-    any string) is accepted as well.
-    """
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "low": low,
-        "above": above,
-        "high": high,
-        "below": below,
-        "registry": registry,
-        "open_ended": open_ended,
-    }
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.field import key
 
 
 @dataclass
@@ -90,30 +60,6 @@ class PlacementConfig:
     ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1)
     ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1)
     timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
-
-
-@dataclass
-class AlgorithmConfig:
-    advantage_estimator: str = key(
-        "grpo", "How rewards become advantages.", registry="skyasync.algorithms:ADVANTAGE_ESTIMATORS"
-    )
-    policy_loss_type: str = key("ppo", "The policy objective.", registry="skyasync.algorithms:POLICY_LOSSES")
-    eps_clip_low: float = key(0.2, "Clip ratios below 1 - this.", low=0.0)
-    eps_clip_high: float = key(0.2, "Clip ratios above 1 + this.", low=0.0)
-    loss_reduction: str = key(
-        "token_mean", "How token losses become one number.", registry="skyasync.algorithms:LOSS_REDUCTIONS"
-    )
-    off_policy_correction: str = key(
-        "token_tis",
-        "Weight for samples of an older or slightly different policy.",
-        registry="skyasync.algorithms:CORRECTIONS",
-    )
-    use_kl_loss: bool = key(False, "Add a KL term to a frozen reference model to the loss.")
-    use_kl_in_reward: bool = key(False, "Subtract a KL penalty to the reference from the rewards.")
-    kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0)
-    kl_estimator_type: str = key(
-        "k3", "How the KL divergence is estimated.", registry="skyasync.algorithms:KL_ESTIMATORS"
-    )
 
 
 @dataclass

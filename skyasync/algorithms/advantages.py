@@ -1,0 +1,180 @@
+"""Advantage estimators: token rewards in, advantages and returns out.
+
+Invariant: an estimator takes ``rewards [batch, length]`` (0 where none is earned), ``mask [batch, length]`` and
+``group_ids [batch]``, and returns ``(advantages, returns)``, both ``[batch, length]`` and 0 outside the mask.
+A sample's score is the sum of its rewards wherever they stand, so that a sample without loss tokens still counts
+in its group's baseline. A group whose scores are all equal gets 0 from every group-relative estimator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyasync.algorithms.binding import bind, configured, setting
+from skyasync.algorithms.masked import whiten
+from skyasync.algorithms.normalization import _Pools, normalize
+from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
+from skyasync.algorithms.returns import discounted_returns, gae
+from skyasync.algorithms.shaping import shape_rewards
+
+Estimate = tuple[Tensor, Tensor]
+
+
+def compute_advantages(cfg: Any, rewards: Tensor, mask: Tensor, group_ids: Tensor,
+                       values: Tensor | None = None) -> Estimate:  # fmt: skip
+    """Shape the rewards, estimate, then whiten and clip, all as ``cfg`` says.
+
+    Args:
+        rewards: ``[batch, length]``, KL penalty already subtracted if there is one.
+        values: the critic's ``[batch, length]``; needed by "gae" only.
+
+    Raises:
+        ValueError: if the estimator needs values and there are none.
+    """
+    estimator = bind(ADVANTAGE_ESTIMATORS[cfg.advantage_estimator], cfg)
+    if "values" in estimator.inputs and values is None:
+        raise ValueError(f"advantage estimator {cfg.advantage_estimator!r} needs a critic's values")
+    rewards = shape_rewards(cfg, rewards, mask)
+    advantages, returns = estimator({"rewards": rewards, "mask": mask, "group_ids": group_ids, "values": values})
+    if setting(cfg, "advantage_batch_normalize", False):
+        advantages = whiten(advantages, mask)
+    clip = setting(cfg, "advantage_clip", 0.0)
+    return (advantages.clamp(-clip, clip) if clip else advantages), returns
+
+
+def scores(rewards: Tensor) -> Tensor:
+    """``[batch]``: the sum of each sample's rewards."""
+    return rewards.sum(1)
+
+
+def broadcast(advantages: Tensor, mask: Tensor) -> Estimate:
+    """One number per sample to all its loss tokens; returns are the advantages."""
+    tokens = torch.where(mask, advantages.unsqueeze(1), 0)
+    return tokens, tokens
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo")
+@configured(norm_by_std="grpo_norm_by_std")
+def grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6,
+         singleton_raw: bool = False) -> Estimate:  # fmt: skip
+    """``(r - mean_group) / (std_group + eps)``; without ``norm_by_std`` only the mean is subtracted.
+
+    The unbiased standard deviation; eps: OpenRLHF 1e-9, SkyRL, verl and ROLL 1e-6, AReaL 1e-5, TRL 1e-4.
+    Source: Shao et al. 2024 (DeepSeekMath).
+    """
+    std = "group" if norm_by_std else "none"
+    return broadcast(normalize(scores(rewards), group_ids, std=std, eps=eps, singleton_raw=singleton_raw), mask)
+
+
+@ADVANTAGE_ESTIMATORS.register("dr_grpo")
+def dr_grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
+    """``r - mean_group``: no division by the standard deviation. Source: Liu et al. 2025 (Dr.GRPO)."""
+    return broadcast(normalize(scores(rewards), group_ids, std="none", singleton_raw=singleton_raw), mask)
+
+
+@ADVANTAGE_ESTIMATORS.register("rloo")
+def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
+    """``r - mean of the others``. Source: Ahmadian et al. 2024 (RLOO)."""
+    advantages = normalize(scores(rewards), group_ids, std="none", leave_one_out=True, singleton_raw=singleton_raw)
+    return broadcast(advantages, mask)
+
+
+@ADVANTAGE_ESTIMATORS.register("maxrl")
+def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6,
+          singleton_raw: bool = False) -> Estimate:  # fmt: skip
+    """``(r - mean_group) / (mean_group + eps)``: harder prompts weigh more. For rewards that are not negative.
+
+    Source: Tajwar et al. 2026 (maximum-likelihood RL).
+    """
+    total = scores(rewards)
+    pool = _Pools(group_ids, ~total.isnan())
+    centred = normalize(total, group_ids, std="none")
+    advantages = centred / (pool.mean(total.double()) + eps).to(total.dtype)
+    alone = total if singleton_raw else torch.zeros_like(total)
+    return broadcast(torch.where(pool.sizes == 1, alone, advantages), mask)
+
+
+@ADVANTAGE_ESTIMATORS.register("normalized")
+@configured(mean="reward_norm_mean", std="reward_norm_std")
+def normalized(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, mean: str = "group", std: str = "group",
+               leave_one_out: bool = False, unbiased: bool = True, eps: float = 1e-6,
+               raw_std: bool = False) -> Estimate:  # fmt: skip
+    """Any cell of the matrix {group, batch, none} x {group, batch, none} of mean and standard deviation.
+
+    See ``normalization.normalize``. Source: AReaL ``reward_norm``, ROLL ``norm_mean_type`` and ``norm_std_type``.
+    """
+    advantages = normalize(
+        scores(rewards), group_ids, mean=mean, std=std, leave_one_out=leave_one_out, unbiased=unbiased, eps=eps,
+        raw_std=raw_std,
+    )  # fmt: skip
+    return broadcast(advantages, mask)
+
+
+@ADVANTAGE_ESTIMATORS.register("reinforce++")
+@configured(gamma="gamma")
+def reinforce_pp(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, scale: bool = True,
+                 unbiased: bool = True) -> Estimate:  # fmt: skip
+    """Discounted returns of the token rewards, whitened over the batch's tokens. Source: Hu 2025 (REINFORCE++)."""
+    returns = discounted_returns(rewards, mask, gamma=gamma)
+    return whiten(returns, mask, scale=scale, unbiased=unbiased), returns
+
+
+@ADVANTAGE_ESTIMATORS.register("reinforce++_baseline")
+def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, scale: bool = True,
+                          unbiased: bool = True, singleton_raw: bool = False) -> Estimate:  # fmt: skip
+    """``r - mean_group``, whitened over the batch's tokens: the scale is the batch's, so easy groups do not explode.
+
+    Source: Hu 2025 (REINFORCE++, the variant with a group baseline).
+    """
+    centred, _ = dr_grpo(rewards, mask, group_ids, singleton_raw=singleton_raw)
+    advantages = whiten(centred, mask, scale=scale, unbiased=unbiased)
+    return advantages, advantages
+
+
+@ADVANTAGE_ESTIMATORS.register("gae")
+@configured(gamma="gamma", lambd="lambd")
+def generalized(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0,
+                whitened: bool = True) -> Estimate:  # fmt: skip
+    """Generalised advantage estimation with a critic, whitened over the batch's tokens. See ``returns.gae``."""
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lambd=lambd)
+    return (whiten(advantages, mask) if whitened else advantages), returns
+
+
+@ADVANTAGE_ESTIMATORS.register("opo")
+def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Estimate:
+    """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al. 2025 (OPO)."""
+    total, lengths = scores(rewards), mask.sum(1).double()
+    pool = _Pools(group_ids, ~total.isnan())
+    baseline = pool.sum(lengths * total.double()) / pool.sum(lengths).clamp(min=1)
+    baseline = torch.where(pool.constant(total.double()), total.double(), baseline)
+    return broadcast(total - baseline.to(total.dtype), mask)
+
+
+@ADVANTAGE_ESTIMATORS.register("gpg")
+def gpg(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
+    """``alpha (r - mean_group)``, alpha = samples / samples with a reward. Source: Chu et al. 2025 (GPG)."""
+    total = scores(rewards)
+    alpha = len(total) / total.count_nonzero().clamp(min=1)
+    return broadcast(alpha * normalize(total, group_ids, std="none", singleton_raw=singleton_raw), mask)
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo_passk")
+def grpo_passk(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6,
+               norm_by_std: bool = True) -> Estimate:  # fmt: skip
+    """``(best - second best) / (std_group + eps)`` for a group's best sample, 0 for the others: optimises pass@k.
+
+    Source: verl ``grpo_passk``. A group whose best is shared gets 0.
+    """
+    total = scores(rewards).double()
+    pool = _Pools(group_ids, ~total.isnan())
+    best = pool.extreme(total, "amax")
+    is_best = total == best
+    second = _Pools(group_ids, ~is_best).extreme(total, "amax")
+    shared = pool.sum(is_best.double()) > 1
+    gap = torch.where(is_best & ~shared & second.isfinite(), best - second, 0)
+    if norm_by_std:
+        gap = gap / (pool.deviation(total, about_mean=True, unbiased=True) + eps)
+    return broadcast(gap.to(rewards.dtype), mask)

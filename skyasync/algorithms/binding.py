@@ -1,0 +1,82 @@
+"""A function's own signature says what it needs: tensors by position, settings by keyword.
+
+Invariant: the names of a registered function's positional parameters are all there is to know about which
+log-probabilities it uses; its keyword-only parameters are its settings. ``configured`` names the configuration
+keys that feed them; the free table ``trainer.algorithm.extra`` can set any of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from skyasync.errors import UserError, unknown
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MISSING = object()
+
+
+def configured(**keys: str) -> Callable[[F], F]:
+    """Feed these keyword-only parameters from these keys under ``trainer.algorithm`` (dots for nested groups)."""
+
+    def mark(function: F) -> F:
+        function.configuration_keys = keys  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def setting(cfg: Any, key: str, default: Any) -> Any:
+    """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it has none."""
+    value = cfg
+    for name in key.split("."):
+        value = value.get(name, _MISSING) if isinstance(value, Mapping) else getattr(value, name, _MISSING)
+        if value is _MISSING:
+            return default
+    return value
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A function with its settings filled in. ``inputs`` are the tensors that it takes, in order."""
+
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+    settings: dict[str, Any]
+
+    def __call__(self, tensors: Mapping[str, Any]) -> Any:
+        return self.function(*(tensors[name] for name in self.inputs), **self.settings)
+
+
+def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of the tensors that ``function`` takes, and its settings with their defaults."""
+    everything = inspect.signature(function).parameters.values()
+    inputs = tuple(p.name for p in everything if p.kind is p.POSITIONAL_OR_KEYWORD)
+    return inputs, {p.name: p.default for p in everything if p.kind is p.KEYWORD_ONLY}
+
+
+def bind(function: Callable[..., Any], cfg: Any) -> Bound:
+    """Fill in the settings of ``function`` from ``cfg``: its own keys first, then ``cfg.extra`` by parameter name."""
+    inputs, settings = parameters(function)
+    keys = getattr(function, "configuration_keys", {})
+    settings = {
+        name: setting(cfg, keys[name], default) if name in keys else default for name, default in settings.items()
+    }
+    extra = setting(cfg, "extra", None) or {}
+    settings.update({name: extra[name] for name in settings if name in extra})
+    return Bound(function, inputs, settings)
+
+
+def refuse_unused_extra(cfg: Any, *functions: Callable[..., Any]) -> None:
+    """Raise if ``cfg.extra`` names a setting that none of ``functions`` has.
+
+    Raises:
+        UserError: with the nearest name and all that these functions accept.
+    """
+    accepted = {name for function in functions for name in parameters(function)[1]}
+    for name in setting(cfg, "extra", None) or {}:
+        if name not in accepted:
+            raise UserError(unknown("setting in trainer.algorithm.extra", name, accepted))

@@ -1,0 +1,146 @@
+"""KL divergence to a reference policy, estimated from the sampled tokens; in the loss or in the reward.
+
+Invariant: ``[batch, length]`` in, ``[batch, length]`` out, token by token. p is the policy that sampled (with
+gradient in a loss), q the other one. k1 is unbiased with a high variance, k3 unbiased and never negative, k2 and abs are biased.
+
+As a *loss* the gradient is what counts, and there k1's has mean 0 while k2's is that of the KL divergence:
+``k1_straight_through`` and ``k3_straight_through`` have the value of k1 and k3 and the gradient of k2 (verl ``k1+``,
+``k3+``; Tang and Munos 2025, Liu et al. 2025). Off policy all of them need the ratio as a factor:
+``kl_importance_weighted``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyasync.algorithms.binding import setting
+from skyasync.algorithms.masked import EXPONENT_BOUND, masked_mean
+from skyasync.algorithms.registries import KL_ESTIMATORS
+
+
+@KL_ESTIMATORS.register("k1")
+def k1(current: Tensor, reference: Tensor) -> Tensor:
+    """``log p - log q``. Source: Schulman, "Approximating KL divergence", 2020, as k2 and k3."""
+    return current - reference
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(current: Tensor, reference: Tensor) -> Tensor:
+    """``|log p - log q|``."""
+    return (current - reference).abs()
+
+
+@KL_ESTIMATORS.register("k2")
+def k2(current: Tensor, reference: Tensor) -> Tensor:
+    """``(log p - log q)^2 / 2``; on policy its gradient is that of KL(p || q)."""
+    return (current - reference).square() / 2
+
+
+@KL_ESTIMATORS.register("k3")
+def k3(current: Tensor, reference: Tensor) -> Tensor:
+    """``q / p - 1 - log(q / p)``, the log-ratio bounded to ±20."""
+    x = (reference - current).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    return x.exp() - 1 - x
+
+
+@KL_ESTIMATORS.register("k1_straight_through")
+def k1_straight_through(current: Tensor, reference: Tensor) -> Tensor:
+    """Value of k1, gradient of k2."""
+    return straight_through(k1(current, reference), current, reference)
+
+
+@KL_ESTIMATORS.register("k3_straight_through")
+def k3_straight_through(current: Tensor, reference: Tensor) -> Tensor:
+    """Value of k3, gradient of k2."""
+    return straight_through(k3(current, reference), current, reference)
+
+
+def straight_through(value: Tensor, current: Tensor, reference: Tensor) -> Tensor:
+    """``value``, with the gradient of k2."""
+    gradient = k2(current, reference)
+    return value.detach() + gradient - gradient.detach()
+
+
+def kl_estimate(current: Tensor, reference: Tensor, estimator: str = "k3", *, bound: float = 0.0,
+                weight: Tensor | None = None) -> Tensor:  # fmt: skip
+    """The named estimate per token.
+
+    Args:
+        bound: clamp the value to ± this (gradient 0 beyond); 0 is off. The peers use 10: OpenRLHF and AReaL on all
+            estimators, SkyRL, verl and ROLL on k3. It biases the estimate.
+        weight: the ratio current / (policy that sampled), with gradient: the product then estimates KL and its
+            gradient without bias although the samples are another policy's (DeepSeek-V3.2; TRL
+            ``use_bias_correction_kl``).
+    """
+    value = KL_ESTIMATORS[estimator](current, reference)
+    if bound:
+        straight = estimator.endswith("_straight_through")
+        clamped = value.clamp(-bound, bound)
+        value = value + (clamped - value).detach() if straight else clamped
+    return value if weight is None else value * weight
+
+
+def bernoulli_kl(first: Tensor, second: Tensor, eps: float = 1e-8) -> Tensor:
+    """KL(p || q) of "this token or another", from log-probabilities; p, q kept inside ``[eps, 1 - eps]``."""
+    p, q = first.exp().clamp(eps, 1 - eps), second.exp().clamp(eps, 1 - eps)
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def penalize_rewards(rewards: Tensor, policy: Tensor, reference: Tensor, mask: Tensor, *, coef: float,
+                     estimator: str = "k3", bound: float = 0.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Token rewards minus ``coef`` times the KL estimate on the mask's tokens, and the mean KL.
+
+    Args:
+        policy: proximal log-probabilities.
+
+    Returns:
+        rewards ``[batch, length]``, and a scalar: the mean over sequences of their mean KL (what the controller sees).
+    """
+    kl = torch.where(mask, kl_estimate(policy, reference, estimator, bound=bound), 0)
+    return rewards - coef * kl, masked_mean(masked_mean(kl, mask, dim=1), mask.any(1))
+
+
+def kl_penalised_rewards(cfg: Any, rewards: Tensor, policy: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    """``penalize_rewards`` with the coefficient, estimator and bound that ``cfg`` asks for."""
+    coef, bound = setting(cfg, "kl_loss_coef", 0.001), setting(cfg, "kl_clamp", 0.0)
+    estimator = setting(cfg, "kl_estimator_type", "k3")
+    return penalize_rewards(rewards, policy, reference, mask, coef=coef, estimator=estimator, bound=bound)[0]
+
+
+@dataclass
+class FixedKLController:
+    """A coefficient that stays what it is."""
+
+    value: float
+
+    def update(self, kl: float, samples: int) -> None:
+        """Nothing changes."""
+
+
+@dataclass
+class AdaptiveKLController:
+    """A coefficient that moves in proportion to how far the KL is from ``target``.
+
+    ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``. Source: Ziegler et al. 2019, section 2.2.
+    """
+
+    value: float
+    target: float
+    horizon: int
+
+    def update(self, kl: float, samples: int) -> None:
+        """``kl``: the mean KL of a batch of ``samples`` trajectories."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * samples / self.horizon
+
+
+def kl_controller(cfg: Any) -> FixedKLController | AdaptiveKLController:
+    """The controller that ``kl_ctrl`` asks for, starting at ``kl_loss_coef``."""
+    start = setting(cfg, "kl_loss_coef", 0.001)
+    if setting(cfg, "kl_ctrl.type", "fixed") == "fixed":
+        return FixedKLController(start)
+    return AdaptiveKLController(start, setting(cfg, "kl_ctrl.kl_target", 0.1), setting(cfg, "kl_ctrl.horizon", 10000))

@@ -1,0 +1,127 @@
+"""Losses that bound or damp the importance ratio token by token: PPO and its relatives.
+
+Invariant: the gradient goes through the ratio; each token's loss depends on that token alone (``sapo`` at
+sequence level: on its row).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyasync.algorithms.binding import configured
+from skyasync.algorithms.corrections import truncate, zero_outside
+from skyasync.algorithms.kl import bernoulli_kl
+from skyasync.algorithms.masked import log_ratio, row_mean
+from skyasync.algorithms.registries import POLICY_LOSSES
+
+Statistics = dict[str, Tensor]
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float,
+                      dual_clip: float = 0.0) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """``-min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)``; for A < 0 at most ``-dual_clip A`` where that is set.
+
+    ``clip_fraction`` marks the tokens on which the clipped term is strictly the smaller one, before any dual clip.
+    """
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    surrogate = torch.minimum(unclipped, clipped)
+    if dual_clip:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+    return -surrogate, {"clip_fraction": clipped.detach() < unclipped.detach()}
+
+
+@POLICY_LOSSES.register("ppo")
+@configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
+def ppo(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float = 0.2,
+        eps_high: float = 0.2) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """Clipped surrogate with an asymmetric range, ``r = exp(current - anchor)``.
+
+    Source: Schulman et al. 2017 (PPO); the asymmetric range ("clip higher") Yu et al. 2025 (DAPO).
+    """
+    return clipped_surrogate(log_ratio(current, anchor).exp(), advantages, eps_low, eps_high)
+
+
+@POLICY_LOSSES.register("dual_clip")
+@configured(eps_low="eps_clip_low", eps_high="eps_clip_high", dual_clip="clip_ratio_c")
+def dual_clip(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float = 0.2, eps_high: float = 0.2,
+              dual_clip: float = 3.0) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """PPO whose loss for A < 0 is bounded by ``-dual_clip A`` (gradient 0 beyond).
+
+    Source: Ye et al. 2020. verl's "vanilla" loss is this one; ROLL fixes the constant at 1 + 2 eps; TRL's ``delta``
+    caps the ratio of the unclipped term, which is the same for delta > 1 + eps_high.
+    """
+    return clipped_surrogate(log_ratio(current, anchor).exp(), advantages, eps_low, eps_high, dual_clip)
+
+
+@POLICY_LOSSES.register("decoupled_ppo")
+@configured(eps_low="eps_clip_low", eps_high="eps_clip_high", cap="behave_imp_weight_cap")
+def decoupled_ppo(current: Tensor, proximal: Tensor, behaviour: Tensor, advantages: Tensor, *, eps_low: float = 0.2,
+                  eps_high: float = 0.2, dual_clip: float = 0.0, cap: float = 5.0,
+                  truncated: bool = False) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """PPO around the proximal policy, times the detached weight ``w = exp(proximal - behaviour)``.
+
+    Args:
+        cap: tokens with ``w > cap`` are dropped (weight 0), or keep the weight ``cap`` if ``truncated``; 0 is no cap.
+
+    Source: Hilton et al. 2022 (decoupled objective), Fu et al. 2025 (AReaL, ``behave_imp_weight_cap``). The same as
+    ``ppo`` with the correction ``icepop`` (low 0), or ``token_tis`` if ``truncated``.
+    """
+    loss, statistics = clipped_surrogate(log_ratio(current, proximal).exp(), advantages, eps_low, eps_high, dual_clip)
+    weight = log_ratio(proximal, behaviour).exp().detach()
+    if cap:
+        weight = truncate(weight, 0.0, cap) if truncated else zero_outside(weight, 0.0, cap)
+    return loss * weight, {**statistics, "correction_weight": weight}
+
+
+@POLICY_LOSSES.register("importance_sampling")
+def importance_sampling(current: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
+    """``-r A`` without any clip, ``r = exp(current - anchor)``. Source: Tinker's ``importance_sampling`` loss."""
+    return -log_ratio(current, anchor).exp() * advantages
+
+
+@POLICY_LOSSES.register("sapo")
+@configured(tau_pos="sapo.tau_pos", tau_neg="sapo.tau_neg")
+def sapo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float = 1.0,
+         tau_neg: float = 1.05, sequence_level: bool = False) -> Tensor:  # fmt: skip
+    """``-4 / tau sigmoid(tau (r - 1)) A``: a soft gate in place of the clip; tau by the sign of A.
+
+    Args:
+        sequence_level: one geometric-mean ratio and one mean advantage per row (AReaL's variant).
+
+    Source: Gao et al. 2025 (SAPO). Its paper takes the sequence mean.
+    """
+    log_r = log_ratio(current, anchor)
+    if sequence_level:
+        log_r = row_mean(log_r, mask).expand_as(log_r)
+        advantages = row_mean(advantages, mask).expand_as(advantages)
+    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    return -torch.sigmoid(tau * (log_r.exp() - 1)) * (4 / tau) * advantages
+
+
+@POLICY_LOSSES.register("dppo")
+@configured(divergence="dppo.divergence", delta_low="dppo.delta_low", delta_high="dppo.delta_high")
+def dppo(current: Tensor, behaviour: Tensor, advantages: Tensor, *, divergence: str = "tv", delta_low: float = 0.15,
+         delta_high: float = 0.15, ratio_cap: float | None = None) -> tuple[Tensor, Statistics]:  # fmt: skip
+    """``-r A`` on tokens whose probability has not moved too far in the advantage's direction, 0 on the others.
+
+    The move from behaviour mu to current p is measured on the two-way choice "this token or another": total
+    variation ``|p - mu|`` ("tv") or the Bernoulli KL(mu || p) ("kl"); up to ``delta_high`` is allowed upwards
+    (A > 0), up to ``delta_low`` downwards (A < 0).
+
+    Args:
+        ratio_cap: None lets the gradient through the ratio (SkyRL); a number detaches the ratio, capped to it,
+            and multiplies log p (verl). The gradients agree where the cap does not bind.
+
+    Source: Qi et al. 2026 (divergence PPO).
+    """
+    p, mu = current.detach().exp(), behaviour.exp()
+    moved = p - mu
+    distance = moved.abs() if divergence == "tv" else bernoulli_kl(behaviour, current.detach())
+    too_far = torch.where(
+        advantages > 0, (moved > 0) & (distance > delta_high), (advantages < 0) & (moved < 0) & (distance > delta_low)
+    )
+    ratio = log_ratio(current, behaviour).exp()
+    gain = ratio if ratio_cap is None else ratio.detach().clamp(max=ratio_cap) * current
+    return torch.where(too_far, 0, -gain * advantages), {"clip_fraction": too_far}

@@ -1,0 +1,21 @@
+"""The critic's loss.
+
+Invariant: each token's loss depends on that token alone; reduce it with the same weights as the policy loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.2
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``max((V - R)^2, (V_old + clamp(V - V_old, ±clip) - R)^2) / 2`` per token, and where the clipped term is larger.
+
+    Source: Schulman et al. 2017 (PPO's reference code); OpenRLHF, SkyRL, AReaL, verl.
+    """
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    plain, bounded = (values - returns).square(), (clipped - returns).square()
+    return torch.maximum(plain, bounded) / 2, {"value_clip_fraction": bounded.detach() > plain.detach()}

@@ -1,0 +1,72 @@
+"""Arithmetic on ``[batch, length]`` tensors where only the tokens of a mask count.
+
+Invariant: what stands outside the mask, garbage and NaN included, never reaches a result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EXPONENT_BOUND = 20.0  # exp(20) = 5e8: far beyond every clip range, and still finite when multiplied
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Sum over the tokens of ``mask``: of all, or of each row with ``dim=1``."""
+    values = torch.where(mask, values, 0)
+    return values.sum() if dim is None else values.sum(dim, keepdim=keepdim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Mean over the tokens of ``mask``; 0 where there are none."""
+    count = mask.sum() if dim is None else mask.sum(dim, keepdim=keepdim)
+    return masked_sum(values, mask, dim, keepdim) / count.clamp(min=1)
+
+
+def row_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """``[batch, 1]``: each row's sum over its mask."""
+    return masked_sum(values, mask, dim=1, keepdim=True)
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """``[batch, 1]``: each row's mean over its mask; 0 for a row without tokens."""
+    return masked_mean(values, mask, dim=1, keepdim=True)
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """``log(p / q)`` per token, bounded to ±20 so that its exponential stays finite (gradient 0 beyond)."""
+    return (numerator - denominator).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+
+
+def segment_ids(mask: Tensor) -> Tensor:
+    """``[batch, length]``: number of the contiguous run of mask tokens (within its row) that a token lies in."""
+    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    return torch.where(mask, starts.cumsum(1), 0)
+
+
+def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each contiguous run of mask tokens, given to each of its tokens; 0 outside the mask."""
+    ids = segment_ids(mask)
+    width = int(ids.max()) + 1 if ids.numel() else 1
+    totals = values.new_zeros(len(values), width).scatter_add(1, ids, torch.where(mask, values, 0))
+    counts = values.new_zeros(len(values), width).scatter_add(1, ids, mask.to(values.dtype))
+    return torch.where(mask, (totals / counts.clamp(min=1)).gather(1, ids), 0)
+
+
+def whiten(values: Tensor, mask: Tensor, *, scale: bool = True, unbiased: bool = True, eps: float = 1e-8,
+           eps_on: str = "variance") -> Tensor:  # fmt: skip
+    """Subtract the mask's token mean and divide by its standard deviation; 0 outside the mask.
+
+    Args:
+        scale: False only subtracts the mean.
+        unbiased: divide the sum of squares by n - 1 (verl, SkyRL, ROLL, AReaL); else by n (OpenRLHF).
+        eps: keeps a constant input finite: added to the variance, or with ``eps_on="deviation"`` (AReaL) to
+            the standard deviation.
+    """
+    centred = torch.where(mask, values - masked_mean(values, mask), 0)
+    if not scale:
+        return centred
+    count = mask.sum()
+    variance = centred.square().sum() / (count - int(unbiased)).clamp(min=1)
+    deviation = variance.sqrt() + eps if eps_on == "deviation" else (variance + eps).sqrt()
+    return centred / deviation

@@ -1,0 +1,182 @@
+"""The objective: policy loss, correction, KL and entropy terms as one loss per token.
+
+Invariant: ``needs`` lists exactly the log-probabilities that enter (behaviour, proximal, reference), read off the
+signatures of the chosen functions. Everything that compares tokens with the whole mini-batch is made before it is
+split (``prepare``, ``loss_weights``), so the gradient does not depend on micro-batches or ranks.
+
+    prepared = objective.prepare(batch)                          whole mini-batch, only where the loss asks for it
+    weights = loss_weights(cfg, mask, group_ids)                 whole mini-batch
+    token_loss, statistics = objective.token_loss(...)           each micro-batch
+    loss = (weights * token_loss).sum()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyasync.algorithms.binding import Bound, bind, refuse_unused_extra, setting
+from skyasync.algorithms.kl import kl_estimate
+from skyasync.algorithms.masked import log_ratio
+from skyasync.algorithms.reductions import loss_weights
+from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyasync.errors import UserError
+
+__all__ = ["Objective", "loss_weights"]
+
+POLICIES = frozenset({"proximal", "behaviour", "reference"})
+
+
+class Objective:
+    """What ``trainer.algorithm`` asks for, with every name resolved and checked once.
+
+    Attributes:
+        needs: the log-probabilities that enter, of "proximal", "behaviour", "reference"; and "entropy" if that does.
+        needs_before_update: those of them that ``prepare`` or the reward must have for the whole mini-batch; a
+            worker may put ``current.detach()`` for any other missing proximal log-probabilities, which is exact in the
+            first optimizer step after a batch's start.
+        corrected: behaviour log-probabilities enter at all. Asynchronous plans refuse objectives without.
+        prepares: ``token_loss`` needs what ``prepare`` returns.
+
+    Raises:
+        UserError: for unknown names, unused ``extra`` settings, and a weight on top of a loss that is already
+            weighted by the behaviour policy.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        self.anchor = setting(cfg, "ratio_anchor", "proximal")
+        loss = POLICY_LOSSES[cfg.policy_loss_type]
+        select = getattr(loss, "select", None)
+        self._loss = bind(loss, cfg)
+        self._select = bind(select, cfg) if select else None
+        self._corrections = self._bind_corrections(cfg)
+        self._kl_estimator = setting(cfg, "kl_estimator_type", "k3")
+        self._kl_bound = setting(cfg, "kl_clamp", 0.0)
+        self._kl_weighted = setting(cfg, "kl_importance_weighted", False)
+        self._kl_coef = setting(cfg, "kl_loss_coef", 0.001) if setting(cfg, "use_kl_loss", False) else 0.0
+        self._entropy_coef = setting(cfg, "entropy_loss_coef", 0.01) if setting(cfg, "use_entropy_loss", False) else 0.0
+        self.prepares = self._select is not None
+        kl_in_reward = setting(cfg, "use_kl_in_reward", False)
+        self.needs_before_update = self._policies(*self._selectors())
+        if kl_in_reward:
+            self.needs_before_update |= {"proximal", "reference"}
+        self._enters = self._policies(self._loss, *self._corrections)
+        if self._kl_coef:
+            self._enters |= {"reference", self.anchor} if self._kl_weighted else {"reference"}
+        if self._entropy_coef:
+            self._enters |= {"entropy"}
+        self.needs = self._enters | self.needs_before_update
+        self.corrected = "behaviour" in self.needs
+        functions = [b.function for b in (self._loss, *self._corrections, *self._selectors())]
+        functions += [ADVANTAGE_ESTIMATORS[setting(cfg, "advantage_estimator", "grpo")]]
+        functions += [LOSS_REDUCTIONS[setting(cfg, "loss_reduction", "token_mean")]]
+        refuse_unused_extra(cfg, *functions)
+
+    def token_loss(
+        self,
+        *,
+        current: Tensor,
+        proximal: Tensor | None = None,
+        behaviour: Tensor | None = None,
+        reference: Tensor | None = None,
+        advantages: Tensor,
+        mask: Tensor,
+        entropy: Tensor | None = None,
+        selection: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of each token, 0 outside the mask, and statistics of each token; all ``[batch, length]``.
+
+        A missing ``proximal`` is ``current.detach()``. What stands outside the mask has no influence.
+
+        Args:
+            current: log-probabilities with gradient.
+            selection: what ``prepare`` returned under that name.
+
+        Raises:
+            ValueError: if a tensor that the objective needs is missing.
+        """
+        given = {
+            "current": current, "proximal": current.detach() if proximal is None else proximal, "behaviour": behaviour,
+            "reference": reference, "advantages": advantages, "entropy": entropy,
+        }  # fmt: skip
+        tensors = {name: torch.where(mask, t, 0) for name, t in given.items() if t is not None}
+        tensors |= {"mask": mask} | ({} if selection is None else {"selection": selection})
+        self._check(tensors)
+        tensors["anchor"] = tensors.get(self.anchor, tensors["proximal"])
+        outcome = self._loss(tensors)
+        loss, statistics = outcome if isinstance(outcome, tuple) else (outcome, {})
+        loss, statistics = self._correct(loss, statistics, tensors)
+        loss = self._regularize(loss, statistics, tensors)
+        with torch.no_grad():
+            drift = tensors["current"] - tensors["anchor"]
+            statistics |= {"ratio": drift.exp(), "approx_kl": -drift}
+        return torch.where(mask, loss, 0), {name: s.detach().to(loss.dtype) for name, s in statistics.items()}
+
+    def prepare(self, batch: Any) -> dict[str, Tensor]:
+        """What ``token_loss`` must be given besides, made on a whole mini-batch; empty for most objectives.
+
+        Args:
+            batch: a ``TrainingBatch`` with ``loss_mask``, ``advantages`` and the log-probabilities in
+                ``needs_before_update``.
+
+        Returns:
+            ``{"selection": [batch, length]}`` for clip_cov, kl_cov and m2po, else ``{}``.
+        """
+        if self._select is None:
+            return {}
+        tensors = {
+            "proximal": batch.proximal_logprobs, "behaviour": batch.behaviour_logprobs,
+            "advantages": batch.advantages, "mask": batch.loss_mask,
+        }  # fmt: skip
+        return {"selection": self._select({name: t for name, t in tensors.items() if t is not None})}
+
+    def _bind_corrections(self, cfg: Any) -> list[Bound]:
+        """The correction and the masks, without those that do nothing."""
+        name = setting(cfg, "off_policy_correction", "auto")
+        weighted = "behaviour" in self._policies(self._loss)
+        if name == "auto":
+            name = "none" if "behaviour" in self._policies(self._loss, *self._selectors()) else "token_tis"
+        elif weighted and name != "none" and not name.endswith("_mask"):
+            raise UserError(
+                f"policy loss {cfg.policy_loss_type!r} with ratio_anchor={self.anchor} already weighs samples by the "
+                f"behaviour policy; off_policy_correction={name!r} would weigh them twice: choose auto, none or a mask"
+            )
+        names = [name, *setting(cfg, "off_policy_masks", [])]
+        return [bind(CORRECTIONS[name], cfg) for name in names if name != "none"]
+
+    def _selectors(self) -> list[Bound]:
+        return [] if self._select is None else [self._select]
+
+    def _policies(self, *functions: Bound) -> frozenset[str]:
+        inputs = {name for function in functions for name in function.inputs}
+        return frozenset(self.anchor if name == "anchor" else name for name in inputs) & POLICIES
+
+    def _correct(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> tuple[Tensor, dict]:
+        if not self._corrections:
+            return loss, statistics
+        weight = self._corrections[0](tensors)
+        for correction in self._corrections[1:]:
+            weight = weight * correction(tensors)
+        return loss * weight, {**statistics, "correction_weight": weight}
+
+    def _regularize(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> Tensor:
+        if self._kl_coef:
+            ratio = log_ratio(tensors["current"], tensors["anchor"]).exp() if self._kl_weighted else None
+            kl = kl_estimate(
+                tensors["current"], tensors["reference"], self._kl_estimator, bound=self._kl_bound, weight=ratio
+            )
+            loss = loss + self._kl_coef * kl
+            statistics["kl_loss"] = kl
+        if self._entropy_coef:
+            loss = loss - self._entropy_coef * tensors["entropy"]
+            statistics["entropy"] = tensors["entropy"]
+        return loss
+
+    def _check(self, tensors: Mapping[str, Any]) -> None:
+        wanted = self._enters | ({"selection"} if self.prepares else set())
+        missing = sorted(name for name in wanted if name not in tensors)
+        if missing:
+            raise ValueError(f"the objective needs {', '.join(missing)} (objective.needs = {sorted(self.needs)})")

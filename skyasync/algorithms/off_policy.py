@@ -1,0 +1,73 @@
+"""How far training is from the policy that sampled: metrics, by staleness, and a warning when nothing moves.
+
+Invariant: metrics are means over the mask's tokens of the tensors given; call them on a whole batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyasync.algorithms.corrections import importance_weights
+from skyasync.algorithms.masked import masked_mean
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """``(mean w)^2 / mean(w^2)`` over the mask: 1 when all weights are equal, 1/n when one token carries everything."""
+    return masked_mean(weights, mask).square() / masked_mean(weights.square(), mask).clamp(min=1e-12)
+
+
+def off_policy_metrics(
+    current_or_proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    staleness: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> dict[str, float]:
+    """What an off-policy batch looks like: keys "off_policy/...", those of staleness s "off_policy/staleness_s/...".
+
+    Args:
+        current_or_proximal, behaviour: log-probabilities ``[batch, length]``.
+        staleness: int ``[batch, length]``, versions between sampling and training; adds the same metrics for
+            the tokens of each staleness that occurs.
+        weights: the correction's factors ``[batch, length]``; adds the share of tokens it drops and changes.
+
+    Returns:
+        ``ratio_mean``, ``ratio_max``, ``ratio_min`` of w = exp(proximal - behaviour), their ``effective_sample_size``
+        (as a share of the tokens), ``kl`` (k3 estimate of KL(behaviour || proximal)), ``abs_log_ratio`` and, with
+        ``weights``, ``masked_fraction`` (factor 0) and ``clipped_fraction`` (neither 0 nor w).
+    """
+    ratio = importance_weights(current_or_proximal, behaviour, mask)
+    drift = torch.where(mask, current_or_proximal - behaviour, 0).detach()
+    metrics = _metrics("off_policy/", ratio, drift, mask, weights)
+    if staleness is not None:
+        for s in staleness[mask].unique().tolist():
+            metrics |= _metrics(f"off_policy/staleness_{int(s)}/", ratio, drift, mask & (staleness == s), weights)
+    return metrics
+
+
+def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Tensor) -> str | None:
+    """A warning if stale tokens have a ratio of exactly 1: the behaviour log-probabilities are not the engine's."""
+    stale = mask & (staleness > 0)
+    if not stale.any() or bool((proximal != behaviour)[stale].any()):
+        return None
+    return (
+        f"the ratio of proximal to behaviour policy is exactly 1 on all {int(stale.sum())} stale tokens: the behaviour "
+        "log-probabilities seem to be recomputed by the trainer, so the off-policy correction does nothing"
+    )
+
+
+def _metrics(prefix: str, ratio: Tensor, drift: Tensor, mask: Tensor, weights: Tensor | None) -> dict[str, float]:
+    if not mask.any():
+        return {}
+    chosen, log_w = ratio[mask].double(), drift[mask].double()
+    metrics = {
+        "ratio_mean": chosen.mean(), "ratio_max": chosen.max(), "ratio_min": chosen.min(),
+        "effective_sample_size": effective_sample_size(ratio.double(), mask),
+        "kl": (chosen - 1 - log_w.clamp(-20, 20)).mean(), "abs_log_ratio": log_w.abs().mean(),
+    }  # fmt: skip
+    if weights is not None:
+        factor = weights[mask]
+        metrics["masked_fraction"] = (factor == 0).double().mean()
+        metrics["clipped_fraction"] = ((factor != 0) & (factor.double() != chosen)).double().mean()
+    return {prefix + name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,72 @@
+"""How token losses become one number: a weight per token, made once for a whole mini-batch.
+
+Invariant: the loss is ``(weights * token_loss).sum()`` and the weights have seen the whole mini-batch, so cutting it
+into micro-batches, packing it or spreading it over ranks (whose gradients are summed) cannot change the gradient.
+Each reduction takes the mask ``[batch, length]`` and ``group_ids [batch]`` and returns weights ``[batch, length]``, 0
+outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, verl); with ``count_empty`` they do
+(SkyRL, TRL).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyasync.algorithms.binding import bind, configured
+from skyasync.algorithms.registries import LOSS_REDUCTIONS
+
+
+def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split."""
+    reduction = bind(LOSS_REDUCTIONS[cfg.loss_reduction], cfg)
+    return reduction({"mask": mask, "group_ids": group_ids}).to(dtype)
+
+
+@LOSS_REDUCTIONS.register("token_mean")
+def token_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
+    """Every token weighs the same: 1 / tokens. Source: DAPO."""
+    return mask.double() / mask.sum().clamp(min=1)
+
+
+@LOSS_REDUCTIONS.register("token_sum")
+def token_sum(mask: Tensor, group_ids: Tensor) -> Tensor:
+    """Every token weighs 1."""
+    return mask.double()
+
+
+@LOSS_REDUCTIONS.register("sequence_mean")
+def sequence_mean(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
+    """Every sequence weighs the same, and so do the tokens within one. Source: GRPO."""
+    return mask.double() / mask.sum(1, keepdim=True).clamp(min=1) / _sequences(mask, count_empty)
+
+
+@LOSS_REDUCTIONS.register("sequence_token_sum")
+def sequence_token_sum(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
+    """The mean over sequences of the sum over tokens: 1 / sequences. Source: verl, ROLL ``seq-mean-token-sum``."""
+    return mask.double() / _sequences(mask, count_empty)
+
+
+@LOSS_REDUCTIONS.register("seq_mean_token_sum_norm")
+@configured(max_seq_len="max_seq_len")
+def seq_mean_token_sum_norm(mask: Tensor, group_ids: Tensor, *, max_seq_len: int = 0,
+                            count_empty: bool = False) -> Tensor:  # fmt: skip
+    """1 / (sequences * max_seq_len): the sum over tokens, divided by a constant. Source: Dr.GRPO.
+
+    ``max_seq_len=0`` takes the width of the tensor, which changes from batch to batch: set it.
+    """
+    return sequence_token_sum(mask, group_ids, count_empty=count_empty) / (max_seq_len or mask.shape[1])
+
+
+@LOSS_REDUCTIONS.register("prompt_mean")
+def prompt_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
+    """Every prompt weighs the same, and so do the tokens within its group. Source: SkyRL ``prompt_mean``."""
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    tokens = torch.zeros(len(groups), dtype=torch.float64, device=mask.device).index_add(0, index, mask.sum(1).double())
+    return mask.double() / tokens.clamp(min=1)[index].unsqueeze(1) / (tokens > 0).sum().clamp(min=1)
+
+
+def _sequences(mask: Tensor, count_empty: bool) -> Tensor:
+    rows = torch.ones_like(mask[:, 0]) if count_empty else mask.any(1)
+    return rows.sum().clamp(min=1)

@@ -1,0 +1,205 @@
+"""The settings of ``trainer.algorithm``: objective, correction, advantages, KL, rewards.
+
+Invariant: every default equals the default of the function parameter that it feeds (a test holds it), and the names
+are SkyRL's where it has one. Thresholds take effect only where the function that reads them is chosen.
+"""
+
+# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is mutable)
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyasync.config.field import key
+
+_REGISTRIES = "skyasync.algorithms:"
+
+
+@dataclass
+class KLControlConfig:
+    type: str = key("fixed", "Keep the KL coefficient in the reward, or steer it.", choices=("fixed", "adaptive"))
+    kl_target: float = key(0.1, "The mean KL per token that the adaptive controller steers towards.", above=0.0)
+    horizon: int = key(10000, "Trajectories over which the adaptive controller makes up for an error.", low=1)
+
+
+@dataclass
+class SapoConfig:
+    tau_pos: float = key(1.0, "Steepness of sapo's gate for positive advantages.", above=0.0)
+    tau_neg: float = key(1.05, "Steepness of sapo's gate for negative advantages.", above=0.0)
+
+
+@dataclass
+class CispoConfig:
+    cispo_eps_clip_low: float = key(1.0, "cispo clips the weight below 1 - this; 1 is no lower clip.", low=0.0)
+    cispo_eps_clip_high: float = key(4.0, "cispo clips the weight above 1 + this.", low=0.0)
+
+
+@dataclass
+class ClipCovConfig:
+    clip_ratio: float = key(2e-4, "Share of the tokens that clip_cov leaves out.", low=0.0, high=1.0)
+    clip_cov_lb: float = key(1.0, "clip_cov draws among tokens with a covariance above this.")
+    clip_cov_ub: float = key(5.0, "clip_cov draws among tokens with a covariance below this.")
+
+
+@dataclass
+class KLCovConfig:
+    kl_cov_frac: float = key(
+        0.2, "Share of the tokens, those of largest covariance, that kl_cov penalises.", low=0.0, high=1.0
+    )
+    ppo_kl_coef: float = key(1.0, "kl_cov's penalty on the log-ratio of those tokens.", low=0.0)
+
+
+@dataclass
+class DppoConfig:
+    divergence: str = key(
+        "tv", "How dppo measures a token's move: total variation or Bernoulli KL.", choices=("tv", "kl")
+    )
+    delta_low: float = key(0.15, "Largest move down that dppo allows a token with a negative advantage.", low=0.0)
+    delta_high: float = key(0.15, "Largest move up that dppo allows a token with a positive advantage.", low=0.0)
+
+
+@dataclass
+class ToprConfig:
+    positive_weight: float = key(1.0, "Weight of topr's positive samples.", low=0.0)
+    negative_weight: float = key(1.0, "Weight of topr's negative samples.", low=0.0)
+
+
+@dataclass
+class OverlongBufferConfig:
+    len: int = key(0, "Response tokens before max_len over which the overlong penalty grows; 0 is no penalty.", low=0)
+    max_len: int = key(0, "Response tokens at which the overlong penalty is complete.", low=0)
+    penalty_factor: float = key(1.0, "The complete overlong penalty, subtracted from the reward.", low=0.0)
+
+
+@dataclass
+class DynamicSamplingConfig:
+    type: str = key(
+        "none",
+        "Train only groups whose mean reward lies strictly between low and high, or whose rewards differ.",
+        choices=("none", "mean", "variance"),
+    )
+    low: float = key(0.0, "Groups with a mean reward up to this are left out (type mean).")
+    high: float = key(1.0, "Groups with a mean reward from this on are left out (type mean).")
+    tolerance: float = key(0.0, "Rewards this close count as equal (type variance).", low=0.0)
+
+
+@dataclass
+class AlgorithmConfig:
+    preset: str = key(
+        "",
+        "A consistent bundle of settings by name; keys that are given override it.",
+        registry="skyasync.algorithms.presets:PRESETS",
+    )
+    # The objective
+    policy_loss_type: str = key("ppo", "The policy objective.", registry=_REGISTRIES + "POLICY_LOSSES")
+    loss_reduction: str = key(
+        "token_mean", "How token losses become one number.", registry=_REGISTRIES + "LOSS_REDUCTIONS"
+    )
+    max_seq_len: int = key(
+        0, "The constant that seq_mean_token_sum_norm divides by; 0 is the batch's longest sequence.", low=0
+    )
+    ratio_anchor: str = key(
+        "proximal",
+        "The policy in the ratio's denominator; with behaviour no proximal log-probabilities are needed.",
+        choices=("proximal", "behaviour"),
+    )
+    eps_clip_low: float = key(0.2, "Clip ratios below 1 - this.", low=0.0)
+    eps_clip_high: float = key(0.2, "Clip ratios above 1 + this.", low=0.0)
+    clip_ratio_c: float = key(3.0, "dual_clip's bound on the ratio where the advantage is negative.", above=1.0)
+    behave_imp_weight_cap: float = key(
+        5.0, "decoupled_ppo drops tokens whose proximal / behaviour is above this; 0 is no cap.", low=0.0
+    )
+    tis_low: float = key(0.0, "The loss tis clamps its ratio from below to this.", low=0.0)
+    tis_high: float = key(1.0, "The loss tis clamps its ratio from above to this.", low=0.0)
+    kimi15_tau: float = key(0.1, "Strength of kimi15's quadratic leash to the anchor.", low=0.0)
+    m2po_threshold: float = key(
+        0.04, "m2po drops tokens until the mean squared log-ratio to the behaviour policy is below this.", above=0.0
+    )
+    sapo: SapoConfig = field(default_factory=SapoConfig)
+    cispo: CispoConfig = field(default_factory=CispoConfig)
+    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
+    dppo: DppoConfig = field(default_factory=DppoConfig)
+    topr: ToprConfig = field(default_factory=ToprConfig)
+    use_entropy_loss: bool = key(False, "Reward the policy's entropy in the loss.")
+    entropy_loss_coef: float = key(0.01, "Weight of the entropy term.", low=0.0)
+    # Corrections for stale or mismatched samples
+    off_policy_correction: str = key(
+        "auto",
+        "Weight for samples of an older policy; auto is token_tis, or none for a loss that corrects by itself.",
+        registry=_REGISTRIES + "CORRECTIONS",
+    )
+    off_policy_masks: list[str] = key(
+        [], "Further corrections multiplied onto it, usually masks.", registry=_REGISTRIES + "CORRECTIONS"
+    )
+    token_tis_ratio_clip_low: float = key(0.0, "token_tis clamps its weight from below to this.", low=0.0)
+    token_tis_ratio_clip_high: float = key(2.0, "token_tis clamps its weight from above to this.", above=0.0)
+    sequence_tis_ratio_clip_high: float = key(5.0, "sequence_tis clamps its weight from above to this.", above=0.0)
+    geometric_tis_ratio_clip_high: float = key(
+        2.0, "geometric_tis and segment_tis clamp their weight from above to this.", above=0.0
+    )
+    icepop_low: float = key(0.5, "icepop drops tokens with a weight below this.", low=0.0)
+    icepop_high: float = key(5.0, "icepop drops tokens with a weight above this.", above=0.0)
+    token_mask_is_threshold_low: float = key(0.5, "token_mask drops tokens with a weight below this.", low=0.0)
+    token_mask_is_threshold_high: float = key(2.0, "token_mask drops tokens with a weight above this.", above=0.0)
+    product_mask_low: float = key(
+        0.5, "sequence_mask and sequence_icepop drop sequences with a weight below this.", low=0.0
+    )
+    product_mask_high: float = key(
+        2.0, "sequence_mask and sequence_icepop drop sequences with a weight above this.", above=0.0
+    )
+    geo_mask_low: float = key(
+        0.99, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight below this.", low=0.0
+    )
+    geo_mask_high: float = key(
+        1.01, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight above this.", above=0.0
+    )
+    outlier_token_is_threshold_low: float = key(
+        1e-4, "outlier_mask drops sequences with any token weight below this.", low=0.0
+    )
+    outlier_token_is_threshold_high: float = key(
+        100.0, "outlier_mask drops sequences with any token weight above this.", above=0.0
+    )
+    kl_mask_high: float = key(
+        0.1, "kl_mask drops sequences whose estimated KL from behaviour to proximal is above this."
+    )
+    negative_mask_threshold: float = key(
+        0.1, "negative_mask drops bad sequences that the policy has left behind by more than this per token."
+    )
+    # Advantages
+    advantage_estimator: str = key(
+        "grpo", "How rewards become advantages.", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS"
+    )
+    grpo_norm_by_std: bool = key(True, "grpo divides by the group's standard deviation.")
+    reward_norm_mean: str = key(
+        "group", "What the estimator normalized subtracts the mean of.", choices=("group", "batch", "none")
+    )
+    reward_norm_std: str = key(
+        "group",
+        "What the estimator normalized divides by the standard deviation of.",
+        choices=("group", "batch", "none"),
+    )
+    gamma: float = key(1.0, "Discount per token (reinforce++, gae).", low=0.0, high=1.0)
+    lambd: float = key(1.0, "GAE's decay: 1 is the return, 0 the one-step error.", low=0.0, high=1.0)
+    advantage_batch_normalize: bool = key(False, "Whiten advantages over the tokens of the batch.")
+    advantage_clip: float = key(0.0, "Clamp advantages to plus or minus this; 0 is off.", low=0.0)
+    # KL to the reference model
+    use_kl_loss: bool = key(False, "Add a KL term to a frozen reference model to the loss.")
+    use_kl_in_reward: bool = key(False, "Subtract a KL penalty to the reference from the rewards.")
+    kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0)
+    kl_estimator_type: str = key("k3", "How the KL divergence is estimated.", registry=_REGISTRIES + "KL_ESTIMATORS")
+    kl_clamp: float = key(0.0, "Clamp the estimate per token to plus or minus this; 0 is off.", low=0.0)
+    kl_importance_weighted: bool = key(
+        False, "Weigh the KL loss by the ratio of current to anchor policy: unbiased off policy."
+    )
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    # Rewards and groups
+    reward_bias: float = key(0.0, "Added to each trajectory's reward.")
+    reward_scale: float = key(1.0, "Each trajectory's reward, bias added, is multiplied by this.")
+    reward_clip: float = key(0.0, "Clamp each trajectory's scaled reward to plus or minus this; 0 is off.", low=0.0)
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    extra: dict[str, Any] = key(
+        {}, "Rarer parameters of the chosen functions, or those of your own, by parameter name."
+    )

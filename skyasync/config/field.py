@@ -1,0 +1,42 @@
+"""A field of the schema together with its documentation and its limits.
+
+Invariant: what is allowed stands beside the field, in its metadata, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+    registry: str = "",
+    open_ended: bool = False,
+) -> Any:
+    """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones.
+
+    Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
+    where the allowed names are registered; with ``open_ended`` a ``module:attribute`` reference (or, for paths,
+    any string) is accepted as well.
+    """
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "low": low,
+        "above": above,
+        "high": high,
+        "below": below,
+        "registry": registry,
+        "open_ended": open_ended,
+    }
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
