@@ -1,0 +1,87 @@
+"""No process of an engine outlives the process that started it, however that one ended.
+
+Invariant: when the guard's standard input closes (its parent closed it, exited, or was killed with SIGKILL),
+every process that was started while the guard's mark stood in the environment is killed. vLLM starts its
+engine core as a child, and that one its workers; none of them notices the death of the first.
+
+This file is also the guard's program: it runs by itself and imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+VARIABLE = "SKYASYNC_GUARDED_BY"
+SWEEPS, PAUSE_S = 20, 0.1  # a process being started shows its environment only after its exec
+
+
+class ProcessGuard:
+    """A small process that waits for this one's end.
+
+    >>> guard = ProcessGuard()
+    >>> with guard.marking():
+    ...     process = subprocess.Popen(["sleep", "100"])
+    >>> guard.close()  # or the end of this process
+    >>> process.wait()
+    -9
+    """
+
+    def __init__(self) -> None:
+        self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        command = [sys.executable, "-I", "-S", __file__, self.mark]
+        # A session of its own: Ctrl-C in the terminal must not reach the guard before the guarded.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    @contextlib.contextmanager
+    def marking(self) -> Iterator[None]:
+        """Processes started inside, and their descendants, are guarded."""
+        os.environ[VARIABLE] = self.mark
+        try:
+            yield
+        finally:
+            del os.environ[VARIABLE]
+
+    def close(self) -> None:
+        """Kill what is left of the guarded processes and end the guard. Blocks; safe to call twice."""
+        if self._process.stdin and not self._process.stdin.closed:
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def guarded(mark: str) -> list[int]:
+    """Ids of the living processes that carry this mark."""
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _carries(folder, mark)]
+
+
+def _carries(folder: Path, mark: str) -> bool:
+    try:
+        environment = (folder / "environ").read_bytes().split(b"\0")
+        command = (folder / "cmdline").read_bytes()
+    except OSError:  # gone, or somebody else's
+        return False
+    # Python's resource tracker ends by itself, after it has removed the others' shared memory.
+    return f"{VARIABLE}={mark}".encode() in environment and b"resource_tracker" not in command
+
+
+def _kill_all(mark: str) -> None:
+    for _ in range(SWEEPS):
+        ids = guarded(mark)
+        if not ids:
+            return
+        for process_id in ids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    _kill_all(sys.argv[1])

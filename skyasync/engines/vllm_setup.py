@@ -1,0 +1,107 @@
+"""How vLLM is started: environment, engine arguments, sampling parameters.
+
+Invariant: nothing is fetched from a network that the model's path does not name, no code of a model's
+repository is run, and importing this module does not import vLLM (its environment must be set before).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from skyasync.engines.protocol import EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    import vllm
+
+WORKER_EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
+MIN_BATCHED_TOKENS = 8192  # per step, prompts included; enough for a group's prompts at once
+
+
+def prepare_environment(config: EngineConfig) -> None:
+    """Set what vLLM reads from the environment. For the process as a whole: one engine per process.
+
+    On a CPU ``config.extra["cpu_bind"]`` pins the engine's threads to cores ("0", "0-3"; vLLM's syntax).
+    Without it they are not pinned: vLLM's own choice would put every engine of a machine on the same core.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy this process's threads' locks
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.extra.get("cpu_bind", "nobind")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GB only, and stronger than the engine's argument
+    if config.threads:
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+
+
+def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``AsyncEngineArgs``."""
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "seed": config.seed,
+        "trust_remote_code": False,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": config.weight_sync_backend},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
+    }
+    return arguments | (_cpu_arguments(config) if cpu else {})
+
+
+def _cpu_arguments(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "dtype": "float32" if config.dtype == "auto" else config.dtype,
+        "enforce_eager": True,
+        "enable_sleep_mode": False,
+        "kv_cache_memory_bytes": int(config.kv_cache_gb * 1024**3),
+        # A request with a seed whose prompt is computed in chunks ends vLLM's CPU engine (its random
+        # generators cannot be set back): prompts are computed whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, MIN_BATCHED_TOKENS),
+    }
+
+
+def sampling_parameters(sampling: SamplingParams, *, streaming: bool) -> vllm.SamplingParams:
+    """vLLM's form of ours, with the log-probability of each sampled token and as little text as possible."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMSamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_parameters() -> vllm.SamplingParams:
+    """For the log-probabilities of a prompt; vLLM then computes it anew, without the prefix cache."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMSamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,92 @@
+"""vLLM's side of the shared-memory weight sync: a transfer engine that loads one safetensors file.
+
+Invariant: after an update every layer computes with the file's weights, in the layout that its kernels
+want (vLLM packs weights after loading them on a CPU), and tied embeddings are still tied.
+
+vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its
+``worker_extension_cls``; the import registers the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from skyasync.weight_sync.shared_memory import read_weights
+
+BACKEND = "shared_memory"
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """Nothing: a file needs no rendezvous."""
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    """``path`` of a complete safetensors file with full (unsharded) tensors under Hugging Face names."""
+
+    path: str
+
+
+class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """Loads a file whole, in ``receive_weights``: the file is read before the first layer is touched."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._tied = tied_heads(model)
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        weights = read_weights(update_info.path)
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(weights.items())
+        finalize_layerwise_reload(self.model, self.model_config)
+        for head, embedding in self._tied:
+            retie(head, embedding)
+
+    def finish_weight_update(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def tied_heads(model: torch.nn.Module) -> list[tuple[ParallelLMHead, VocabParallelEmbedding]]:
+    """Output layers whose weight is the very parameter of an input embedding."""
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+    embeddings = [layer for layer in layers if not isinstance(layer, ParallelLMHead)]
+    return [(head, embedding) for head in heads for embedding in embeddings if head.weight is embedding.weight]
+
+
+def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
+    """Give the output layer the reloaded embedding.
+
+    A checkpoint of a tied model has no tensor for the output layer, so vLLM's reload passes it by, and the
+    copy that a CPU kernel had packed from the former weights would go on being used.
+    """
+    head.weight = embedding.weight
+    head.quant_method.process_weights_after_loading(head)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; exists so that workers import this module."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransferEngine)

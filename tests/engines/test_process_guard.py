@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from skyasync.engines.process_guard import VARIABLE, ProcessGuard, guarded
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "600"])
+
+
+def test_closing_kills_what_was_started_under_the_mark_and_nothing_else() -> None:
+    guard = ProcessGuard()
+    before = sleeper()
+    with guard.marking():
+        inside = sleeper()
+    after = sleeper()
+    assert VARIABLE not in os.environ
+    guard.close()
+    guard.close()  # safe to call twice
+    assert inside.wait(timeout=10) == -signal.SIGKILL
+    assert before.poll() is after.poll() is None
+    for process in (before, after):
+        process.kill()
+        process.wait()
+
+
+def test_grandchildren_of_a_killed_parent_die_with_it() -> None:
+    program = (
+        "import subprocess, time\n"
+        "from skyasync.engines.process_guard import ProcessGuard\n"
+        "guard = ProcessGuard()\n"
+        "with guard.marking():\n"
+        "    subprocess.Popen(['sh', '-c', 'sleep 600 & wait'])\n"
+        "print(guard.mark, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    mark = parent.stdout.readline().decode().strip()
+    children = guarded(mark)
+    assert children
+    parent.kill()
+    # Its end of the pipe is inherited by nobody, so that this read ends when the last of them is gone.
+    assert parent.stdout.read() == b""
+    parent.wait()
+    assert guarded(mark) == []
+
+
+def test_two_guards_do_not_touch_each_others_processes() -> None:
+    first, second = ProcessGuard(), ProcessGuard()
+    with first.marking():
+        of_first = sleeper()
+    with second.marking():
+        of_second = sleeper()
+    first.close()
+    assert of_first.wait(timeout=10) == -signal.SIGKILL
+    assert of_second.poll() is None
+    second.close()
+    assert of_second.wait(timeout=10) == -signal.SIGKILL
