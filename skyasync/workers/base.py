@@ -1,0 +1,204 @@
+"""One rank that holds a model: process group, sharding, log-probabilities.
+
+Invariant: all ranks run the same collectives in the same order. Whatever depends on a rank's own rows (how
+many micro-batches it has) is agreed on first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from skyasync.config.schema import Config, ModelConfig
+from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
+from skyasync.workers.packing import MicroBatch, micro_batches
+
+LOOPBACK = "127.0.0.1"
+
+
+class ModelWorker:
+    """Holds one rank of a model. Plain Python: the dispatch makes it an actor, a test may call it directly.
+
+    Use: construct on every rank, ``open_rendezvous`` on rank 0, ``setup`` on all ranks at once.
+
+    Args:
+        device: "cpu" or "cuda".
+        threads: CPU threads of this rank; 0 leaves the library's default.
+    """
+
+    def __init__(self, cfg: Config, rank: int = 0, world_size: int = 1, device: str = "cpu", threads: int = 0) -> None:
+        self.cfg = cfg
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self._store: Any = None
+        if threads:
+            torch.set_num_threads(threads)
+
+    def model_config(self) -> ModelConfig:
+        """Which model this worker holds."""
+        raise NotImplementedError
+
+    def host(self) -> str:
+        """Address of this rank's machine, as its Ray node gave it."""
+        return ray.util.get_node_ip_address()
+
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0 listens on a free port, which is returned; bound here, so nobody else can take it."""
+        self._store = dist.TCPStore(host, 0, self.world_size, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
+        """Join the other ranks, if there are any, then load and shard the model."""
+        if self.world_size > 1:
+            self._join(host, port)
+        torch.manual_seed(self.cfg.trainer.seed)
+        disable_progress_bar()
+        self.path = self.model_config().path
+        self.dtype = _dtype(self.model_config().dtype, self.device)
+        self.model = self.build(load_causal_lm(self.path, self.master_dtype()))
+
+    def master_dtype(self) -> torch.dtype:
+        """Dtype in which the weights are kept; computation is in ``self.dtype``."""
+        return self.dtype
+
+    def build(self, model: PreTrainedModel) -> TokenLogprobs:
+        """Wrap, place and shard."""
+        wrapper = TokenLogprobs(model, self.cfg.generator.sampling_params.temperature).eval()
+        return self._shard(wrapper) if self._sharded() else wrapper.to(self.device)
+
+    def _join(self, host: str, port: int) -> None:
+        if host == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        store = self._store or dist.TCPStore(host, port, self.world_size, is_master=False)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.cfg.trainer.step_timeout_s),
+        )
+
+    def _sharded(self) -> bool:
+        """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
+        return self.world_size > 1 or self.dtype != self.master_dtype()
+
+    def _shard(self, wrapper: TokenLogprobs) -> TokenLogprobs:
+        """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            )
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if self.dtype == self.master_dtype() else self.dtype, reduce_dtype=self.master_dtype()
+        )
+        layers = set(wrapper.model._no_split_modules or ())
+        for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(wrapper, mesh=mesh, mp_policy=precision)
+        for module in wrapper.modules():
+            if isinstance(module, FSDPModule):
+                # The loss weights hold the whole batch's denominators: gradients of ranks are summed, not averaged.
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        return wrapper.to(self.device)
+
+    def logprobs(self, batch: TrainingBatch, temperature: float | None = None) -> Tensor:
+        """Log-probability of each loss token, ``[batch, length]`` on the CPU, zero elsewhere; no gradient."""
+        result = torch.zeros(batch.tokens.shape, dtype=torch.float32)
+        with torch.no_grad():
+            for micro in self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu):
+                scores = self.model(micro.layout.to(self.device), temperature=temperature).logprobs.cpu()
+                result[micro.rows, : scores.shape[1]] = scores.float()
+        return result
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token after the first of each sequence, at temperature 1."""
+        batch = sequences_as_batch(sequences)
+        values = self.logprobs(batch, temperature=1.0).tolist()
+        return [row[1 : len(sequence)] for row, sequence in zip(values, sequences, strict=True)]
+
+    def ready(self) -> int:
+        """Answers (with the process id) once the calls before it are done."""
+        return os.getpid()
+
+    def _micro_batches(self, batch: TrainingBatch, max_rows: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
+        pieces = list(
+            micro_batches(
+                batch,
+                max_tokens=self.cfg.trainer.micro_batch_tokens,
+                max_rows=max_rows,
+                share_prefixes=can_share_prefixes(self.model.model.config),
+                hidden_size=self.model.model.config.hidden_size,
+            )
+        )
+        yield from pieces
+        for _ in range(self.agree_on_most(len(pieces)) - len(pieces)):
+            yield empty_micro_batch(batch)
+
+    def agree_on_most(self, count: int) -> int:
+        """The largest ``count`` of all ranks."""
+        if self.world_size == 1:
+            return count
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Elementwise sum, on every rank."""
+        if self.world_size > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values)
+        return values.cpu()
+
+
+def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TrainingBatch:
+    """Every token but the first of each sequence is a loss token; no groups."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    mask = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
+    tokens = torch.zeros(mask.shape, dtype=torch.int64)
+    tokens[mask] = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
+    loss_mask = mask.clone()
+    loss_mask[:, :1] = False
+    return TrainingBatch(tokens, mask, loss_mask, group_ids=torch.arange(len(sequences)))
+
+
+def empty_micro_batch(like: TrainingBatch) -> MicroBatch:
+    """One row without a loss token: it takes part in every collective and adds nothing."""
+
+    def blank(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return torch.zeros((1, 2) if tensor.dim() == 2 else (1,), dtype=tensor.dtype)
+
+    row = replace(like, **{name: blank(value) for name, value in vars(like).items()})
+    row.attention_mask[:] = True
+    piece = next(micro_batches(row, max_tokens=2, share_prefixes=False, hidden_size=1))
+    return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, name)
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo" if "lo" in names else "lo0"

@@ -1,0 +1,241 @@
+"""The policy's and the reference's ranks as Ray actors, behind one object.
+
+Invariant: the event loop never waits for Ray, and a rank that fails ends the call with that rank's own
+traceback: the others, which may be stuck in a collective with it, are killed first.
+
+    trainer ──▶ dispatch ──▶ one shard of the batch per rank (object store, once) ──▶ actors
+                   ▲                                                                    │
+                   └───────────── results in the batch's order ◀────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from skyasync.config.schema import Config
+from skyasync.weight_sync.update import WeightUpdate
+from skyasync.workers.base import ModelWorker
+from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.reference import ReferenceWorker
+
+
+@dataclass(frozen=True)
+class WorkerPlacement:
+    """Where the ranks of one model run: ``ranks`` bundles of a placement group, from ``first_bundle`` on.
+
+    Args:
+        num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share one.
+        threads: CPU threads per rank; 0 takes ``num_cpus``, at least one.
+    """
+
+    group: PlacementGroup
+    ranks: int = 1
+    first_bundle: int = 0
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    threads: int = 0
+
+
+class RayWorkerDispatch:
+    """Implements :class:`skyasync.workers.protocol.WorkerDispatch`; make it with :meth:`create`."""
+
+    def __init__(self, policy: RankGroup, reference: RankGroup | None) -> None:
+        self._policy = policy
+        self._reference = reference
+
+    @classmethod
+    async def create(
+        cls, cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None, *, total_steps: int = 0
+    ) -> RayWorkerDispatch:
+        """Start all ranks and load the models. ``cfg.trainer.policy.model.path`` is a folder or hub name.
+
+        Args:
+            reference: None if nothing asks for the reference model.
+            total_steps: optimizer steps of the run, for learning rates that decay.
+        """
+        groups = [RankGroup(PolicyWorker, cfg, policy, total_steps=total_steps)]
+        if reference is not None:
+            groups.append(RankGroup(ReferenceWorker, cfg, reference))
+        try:
+            await asyncio.gather(*(group.start() for group in groups))
+        except BaseException:
+            for group in groups:
+                group.kill()
+            raise
+        return cls(groups[0], groups[1] if reference is not None else None)
+
+    async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
+        return await self._policy.logprobs(batch)
+
+    async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
+        if self._reference is None:
+            raise RuntimeError("no reference model was started: nothing in the configuration asked for one")
+        return await self._reference.logprobs(batch)
+
+    async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
+        shards = split_for_ranks(batch, self._policy.ranks)
+        return (await self._policy.call_each("update_policy", [batch.select(rows).trim() for rows in shards]))[0]
+
+    async def publish_weights(self, version: int) -> WeightUpdate:
+        path = (await self._policy.call("publish"))[0]
+        return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
+
+    async def release_weights(self, update: WeightUpdate) -> None:
+        await self._policy.call_first("release", update.info["path"])
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return (await self._policy.call("score", sequences))[0]
+
+    async def save(self, folder: Path) -> None:
+        await self._policy.call("save", str(folder))
+
+    async def load(self, folder: Path) -> None:
+        await self._policy.call("load", str(folder))
+
+    async def export(self, folder: Path) -> None:
+        await self._policy.call("export", str(folder))
+
+    async def stats(self) -> dict[str, Any]:
+        return {"busy_s": self._policy.busy_s, "reference_busy_s": self._reference.busy_s if self._reference else 0.0}
+
+    async def shutdown(self) -> None:
+        """Kill the actors; safe to call twice."""
+        self._policy.kill()
+        if self._reference is not None:
+            self._reference.kill()
+
+
+class RankGroup:
+    """The actors of one model. Every call goes to all ranks in the same order, so that collectives line up.
+
+    ``busy_s`` is the wall time with at least one call under way.
+    """
+
+    def __init__(self, worker: type[ModelWorker], cfg: Config, placement: WorkerPlacement, **options: Any) -> None:
+        self.ranks = placement.ranks
+        self._placement = placement
+        self._finished_s = 0.0
+        self._running = 0
+        self._since = 0.0
+        self._failure: BaseException | None = None
+        actor_class = ray.remote(max_restarts=0)(worker)
+        device = "cuda" if placement.num_gpus else "cpu"
+        threads = placement.threads or max(1, int(placement.num_cpus))
+        self._actors = [
+            actor_class.options(
+                num_cpus=placement.num_cpus,
+                num_gpus=placement.num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=placement.group, placement_group_bundle_index=placement.first_bundle + rank
+                ),
+            ).remote(cfg, rank, placement.ranks, device, threads, **options)
+            for rank in range(placement.ranks)
+        ]
+
+    async def start(self) -> None:
+        """Let the ranks find each other and load the model."""
+        if self.ranks == 1:
+            await self.call("setup")
+            return
+        host = await self.call_first("host")
+        port = await self.call_first("open_rendezvous", host)
+        await self.call("setup", host, port)
+
+    @property
+    def busy_s(self) -> float:
+        return self._finished_s + (time.monotonic() - self._since if self._running else 0.0)
+
+    async def logprobs(self, batch: TrainingBatch) -> Tensor:
+        shards = split_for_ranks(batch, self.ranks)
+        asked = replace(batch, **{name: None for name in _NOT_FOR_LOGPROBS})
+        pieces = await self.call_each("logprobs", [asked.select(rows).trim() for rows in shards])
+        result = torch.zeros(batch.tokens.shape)
+        for rows, piece in zip(shards, pieces, strict=True):
+            result[rows, : piece.shape[1]] = piece
+        return result
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """The same call on every rank; results by rank."""
+        return await self._gather([getattr(actor, method).remote(*args) for actor in self._alive()])
+
+    async def call_each(self, method: str, shards: Sequence[TrainingBatch]) -> list[Any]:
+        """One shard per rank; results by rank."""
+        actors = self._alive()
+        puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in shards])
+        return await self._gather([getattr(a, method).remote(p) for a, p in zip(actors, puts, strict=True)])
+
+    async def call_first(self, method: str, *args: Any) -> Any:
+        """A call that needs no other rank."""
+        return (await self._gather([getattr(self._alive()[0], method).remote(*args)]))[0]
+
+    def kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _alive(self) -> list[Any]:
+        if not self._actors:
+            raise RuntimeError("the workers have been stopped") from self._failure
+        return self._actors
+
+    async def _gather(self, references: list[Any]) -> list[Any]:
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            return await self._first_failure_or_all(references)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._finished_s += time.monotonic() - self._since
+
+    async def _first_failure_or_all(self, references: list[Any]) -> list[Any]:
+        tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            # Cancelled: the calls go on in the actors, whose results nobody will ask for.
+            unfinished = [task for task in tasks if not task.done()]
+            for task in unfinished:
+                task.cancel()
+        failures = [task.exception() for task in tasks if task.done() and not task.cancelled() and task.exception()]
+        if failures:
+            self._failure = failures[0]
+            self.kill()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+            raise failures[0]
+        return [task.result() for task in tasks]
+
+
+_NOT_FOR_LOGPROBS = (
+    "behaviour_logprobs", "versions", "rewards", "proximal_logprobs", "reference_logprobs", "advantages",
+    "loss_weights",
+)  # fmt: skip
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def split_for_ranks(batch: TrainingBatch, ranks: int) -> list[Tensor]:
+    """Rows (int64) for each rank: about equally many tokens, samples of a prompt together where possible.
+
+    A rank may get no rows if there are fewer rows than ranks.
+    """
+    order = torch.argsort(batch.group_ids, stable=True)
+    lengths = batch.attention_mask.sum(1)[order]
+    middle = lengths.cumsum(0).double() - lengths / 2
+    rank = (middle * ranks / max(1, int(lengths.sum()))).long().clamp(max=ranks - 1)
+    return [order[rank == r] for r in range(ranks)]

@@ -1,0 +1,115 @@
+"""A causal language model that answers one question: the log-probability of each loss token.
+
+Invariant: the vocabulary is only ever spanned at positions that predict a loss token, and the softmax is
+computed in float32 at least, whatever the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from skyasync.errors import UserError
+from skyasync.workers.packing import Layout
+
+MAX_LOGITS = 1 << 27
+"""Most logits held at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in pieces."""
+
+SCALED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Configuration fields of models that change the logits after the head, which this module does not do."""
+
+
+class TokenScores(NamedTuple):
+    """``[rows, length]`` each, aligned with the tokens, zero where there is no loss token."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a folder or hub name; safetensors only, no code from the folder, no dropout.
+
+    Raises:
+        UserError: if the model's head does more than a linear map.
+    """
+    config = AutoConfig.from_pretrained(path)
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+        if name in SCALED_HEADS and value not in (None, 1.0):
+            raise UserError(f"{path}: models with {name} (here {value}) are not supported for training")
+    return AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+    )
+
+
+def can_share_prefixes(config: PreTrainedConfig) -> bool:
+    """Whether every layer attends to all tokens before, so that a mask can keep packed responses apart."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return all(kind == "full_attention" for kind in layer_types)
+    return getattr(config, "sliding_window", None) is None
+
+
+class TokenLogprobs(nn.Module):
+    """The wrapped model as a function from a :class:`Layout` to per-token log-probabilities.
+
+    Args:
+        model: any causal model of transformers with a linear head.
+        temperature: the distribution is ``softmax(logits / temperature)``, that of the sampling; 0, greedy
+            sampling, is treated as 1.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature or 1.0
+
+    def forward(self, layout: Layout, with_entropy: bool = False, temperature: float | None = None) -> TokenScores:
+        """Entry t of a row is log p(token t | tokens < t).
+
+        Args:
+            with_entropy: also the entropy of the distribution that each loss token was drawn from.
+            temperature: in place of the module's own.
+        """
+        hidden = self.model.base_model(
+            input_ids=layout.tokens,
+            attention_mask=layout.attention,
+            position_ids=layout.positions,
+            use_cache=False,
+        ).last_hidden_state
+        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
+        logprobs, entropy = self._score(hidden, layout.targets, temperature or self.temperature, with_entropy)
+        return TokenScores(layout.to_rows(logprobs), None if entropy is None else layout.to_rows(entropy))
+
+    def _score(self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        head = self.model.get_output_embeddings()
+        piece = max(1, MAX_LOGITS // self.model.config.vocab_size)
+        if len(hidden) <= piece:
+            return _head_scores(head, hidden, targets, temperature, entropy)
+        pieces = [
+            checkpoint(_head_scores, head, h, t, temperature, entropy, use_reentrant=False)
+            for h, t in zip(hidden.split(piece), targets.split(piece), strict=True)
+        ]
+        logprobs = torch.cat([p[0] for p in pieces])
+        return logprobs, torch.cat([p[1] for p in pieces]) if entropy else None
+
+
+def _head_scores(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability and entropy, ``[n]`` each, from hidden states ``[n, hidden]``."""
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    if not with_entropy:
+        return -F.cross_entropy(logits, targets, reduction="none"), None
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1), entropy

@@ -1,0 +1,245 @@
+"""Rows of a batch laid out for one forward pass: micro-batches, and prompts computed once for all their samples.
+
+Invariant: packing changes only how much is computed, never what. A token attends to exactly the tokens
+before it in its own sequence and has its own position; every loss token of the batch is in exactly one
+micro-batch.
+
+    four samples of one prompt as rows      the same, packed into one row
+    p p p a a                               p p p a a b b b c d d . .
+    p p p b b b                             each response attends to the prompt and to itself
+    p p p c
+    p p p d d
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyasync.workers.batch import TrainingBatch
+
+MIN_SAVED_TOKENS = 0.2
+"""Share of all tokens that sharing prompts must save; a dense attention mask is slower than a causal one."""
+
+
+@dataclass
+class Layout:
+    """What the model computes and where the results belong.
+
+    ``tokens``, ``positions`` are int64 ``[packed rows, width]``; ``attention`` is bool
+    ``[packed rows, 1, width, width]``. Both of the latter are None where every packed row is one sequence,
+    right-padded: then the causal mask alone is exact, since padding comes last.
+
+    The n loss tokens: ``predictors`` (flat indices into ``tokens`` of the token before each), ``targets``
+    (token ids), ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of the result).
+    """
+
+    tokens: Tensor
+    positions: Tensor | None
+    attention: Tensor | None
+    predictors: Tensor
+    targets: Tensor
+    cells: Tensor
+    shape: tuple[int, int]
+
+    def to(self, device: torch.device) -> Layout:
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Layout(**{**vars(self), **moved})
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """One value per loss token ``[n]`` as ``[rows, length]``, zero elsewhere; differentiable."""
+        rows, length = self.shape
+        where = (self.cells // max(1, length), self.cells % max(1, length))
+        return values.new_zeros(rows, length).index_put(where, values)
+
+
+@dataclass
+class MicroBatch:
+    """``rows`` (int64, into the batch that was packed), the batch of these rows, and its layout."""
+
+    rows: Tensor
+    batch: TrainingBatch
+    layout: Layout
+
+
+@dataclass
+class _Bundles:
+    """Which rows are computed together: per row its bundle and the length of the prefix it shares there."""
+
+    bundle: Tensor
+    prefix: Tensor
+    widths: Tensor  # per bundle, in tokens
+    counts: Tensor  # per bundle, in rows
+
+
+def micro_batches(
+    batch: TrainingBatch, *, max_tokens: int, max_rows: int = 0, share_prefixes: bool, hidden_size: int
+) -> Iterator[MicroBatch]:
+    """Cut a batch into micro-batches of similar widths.
+
+    Args:
+        max_tokens: most tokens per micro-batch, padding included; a wider single row still gets through.
+        max_rows: most sequences per micro-batch, in place of ``max_tokens``; 0 is off.
+        share_prefixes: compute the common prefix of a group's rows once, where that pays.
+        hidden_size: of the model; with it goes the price of attention against that of the linear layers.
+    """
+    if not len(batch):
+        return
+    lengths = batch.attention_mask.sum(1)
+    bundles = _one_row_each(lengths)
+    if share_prefixes:
+        shared = _by_group(batch, lengths, hidden_size, max_tokens, max_rows)
+        if shared.widths.sum() <= (1 - MIN_SAVED_TOKENS) * lengths.sum():
+            bundles = shared
+    order = torch.argsort(bundles.widths, descending=True, stable=True)
+    by_bundle = torch.argsort(bundles.bundle, stable=True)
+    starts = bundles.counts.cumsum(0) - bundles.counts
+    for start, end in _cuts(bundles.widths[order].tolist(), bundles.counts[order].tolist(), max_tokens, max_rows):
+        chosen = order[start:end]
+        rows = by_bundle[_ranges(starts[chosen], bundles.counts[chosen])]
+        piece = batch.select(rows).trim()
+        local = torch.repeat_interleave(torch.arange(end - start), bundles.counts[chosen])
+        yield MicroBatch(rows, piece, _layout(piece, local, bundles.prefix[rows]))
+
+
+def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Layout:
+    """One sequence per row, as it is: ``[rows, length]`` each."""
+    rows, length = tokens.shape
+    loss_mask = loss_mask.bool() & attention_mask.bool()
+    loss_mask[:, :1] = False
+    cells = loss_mask.flatten().nonzero().squeeze(1)
+    return Layout(tokens, None, None, cells - 1, tokens.flatten()[cells], cells, (rows, length))
+
+
+def _one_row_each(lengths: Tensor) -> _Bundles:
+    rows = torch.arange(len(lengths))
+    return _Bundles(rows, torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
+
+
+def _by_group(batch: TrainingBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:
+    """Rows of a group together, as many as is cheapest."""
+    group, group_sizes = torch.unique(batch.group_ids, return_inverse=True, return_counts=True)[1:]
+    order = torch.argsort(group, stable=True)
+    first_of_group = order[group_sizes.cumsum(0) - group_sizes]
+    prefix = _common_prefix(batch, lengths, group, first_of_group)
+    own = lengths - prefix
+
+    # Position of a row within its group, in tokens and in rows.
+    own_sorted, group_sorted = own[order], group[order]
+    tokens_before = own_sorted.cumsum(0) - own_sorted
+    group_start = (group_sizes.cumsum(0) - group_sizes)[group_sorted]
+    tokens_before = tokens_before - tokens_before[group_start]
+    rows_before = torch.arange(len(group)) - group_start
+
+    limit = _cheapest_width(prefix[order], hidden_size)
+    limit = torch.minimum(limit, (max_tokens - prefix[order]).clamp(min=1)) if not max_rows else limit
+    piece = torch.div(tokens_before, limit, rounding_mode="floor")
+    count = torch.div(rows_before, max_rows, rounding_mode="floor") if max_rows else torch.zeros_like(piece)
+    keys = torch.stack([group_sorted, piece, count], 1)
+    bundle_sorted, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)[1:]
+    bundle = torch.empty_like(bundle_sorted)
+    bundle[order] = bundle_sorted
+    widths = torch.zeros_like(counts).index_add_(0, bundle, own)
+    widths[bundle] += prefix
+    return _Bundles(bundle, prefix, widths, counts)
+
+
+def _common_prefix(batch: TrainingBatch, lengths: Tensor, group: Tensor, first_of_group: Tensor) -> Tensor:
+    """Tokens that all rows of a group share from the start, per row; loss tokens are never shared."""
+    columns = torch.arange(batch.tokens.shape[1])
+    same = batch.tokens == batch.tokens[first_of_group[group]]
+    same &= (columns < lengths[:, None]) & ~batch.loss_mask.bool()
+    per_row = same.int().cumprod(1).sum(1)
+    per_group = torch.full_like(first_of_group, batch.tokens.shape[1]).scatter_reduce(0, group, per_row, "amin")
+    return per_group[group]
+
+
+def _cheapest_width(prefix: Tensor, hidden_size: int) -> Tensor:
+    """Response tokens to put into one row with a prefix of P tokens: sqrt(P² + 6 h P).
+
+    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair, so a row with c
+    responses of R tokens costs, per response, (P + cR) / c * 24 h² + (P + cR)² / c * 4 h; this is least at that cR.
+    """
+    p = prefix.double()
+    return (p * p + 6 * hidden_size * p).sqrt().long().clamp(min=1)
+
+
+def _cuts(widths: list[int], counts: list[int], max_tokens: int, max_rows: int) -> Iterator[tuple[int, int]]:
+    """Consecutive pieces of bundles that come widest first."""
+    start = 0
+    while start < len(widths):
+        end = start + 1
+        if max_rows:
+            rows = counts[start]
+            while end < len(widths) and rows + counts[end] <= max_rows:
+                rows += counts[end]
+                end += 1
+        else:
+            end = min(len(widths), start + max(1, max_tokens // max(1, widths[start])))
+        yield start, end
+        start = end
+
+
+def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
+    """All integers of [start, start + count), one range after the other."""
+    before = counts.cumsum(0) - counts
+    return torch.arange(int(counts.sum())) + torch.repeat_interleave(starts - before, counts)
+
+
+def _layout(batch: TrainingBatch, bundle: Tensor, prefix: Tensor) -> Layout:
+    """Rows that come bundle by bundle, ``bundle`` counting from 0; ``prefix`` is shared within a bundle."""
+    lengths = batch.attention_mask.sum(1)
+    counts = torch.bincount(bundle)
+    if int(counts.max()) == 1:
+        return plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+
+    rows, length = batch.tokens.shape
+    columns = torch.arange(length)
+    first = (counts.cumsum(0) - counts)[bundle]
+    own = lengths - prefix
+    own_before = own.cumsum(0) - own
+    own_start = prefix + own_before - own_before[first]
+    is_own = columns >= prefix[:, None]
+    place = torch.where(is_own, columns + (own_start - prefix)[:, None], columns)
+
+    width = int((own_start + own).max())
+    place = place + (bundle * width)[:, None]
+    valid = columns < lengths[:, None]
+    where = place[valid]
+    packed_size = len(counts) * width
+    tokens = batch.tokens.new_zeros(packed_size)
+    tokens[where] = batch.tokens[valid]
+    positions = torch.zeros(packed_size, dtype=torch.int64)
+    positions[where] = columns.expand(rows, length)[valid]
+    owner = torch.full((packed_size,), -1)
+    owner[where] = torch.where(is_own, torch.arange(1, rows + 1)[:, None], 0)[valid]
+
+    plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+    shape = (len(counts), width)
+    return Layout(
+        tokens=tokens.view(shape),
+        positions=positions.view(shape),
+        attention=_attention(owner.view(shape)),
+        predictors=place.flatten()[plain.cells - 1],
+        targets=plain.targets,
+        cells=plain.cells,
+        shape=plain.shape,
+    )
+
+
+def _attention(owner: Tensor) -> Tensor:
+    """``owner`` ``[packed rows, width]``: 0 for the shared prefix, else the row; -1 (padding) sees padding only."""
+    width = owner.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    allowed = (owner[:, :, None] == owner[:, None, :]) | (owner == 0)[:, None, :]
+    return (allowed & causal)[:, None]
+
+
+def attention_pairs(layout: Layout) -> int:
+    """Query-key pairs that the attention computes; for measurements."""
+    rows, width = layout.tokens.shape
+    return rows * width * width if layout.attention is not None else rows * math.ceil(width * width / 2)

@@ -1,0 +1,195 @@
+"""One rank of the policy: the optimizer step, and the ways its weights leave it.
+
+Invariant: the gradient of a batch does not depend on how it is cut. Loss weights hold the denominators of the
+whole batch, so gradients are summed over micro-batches and over ranks and never divided again.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from skyasync.algorithms.objective import Objective
+from skyasync.config.schema import Config, ModelConfig
+from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.workers import checkpoint
+from skyasync.workers.base import ModelWorker
+from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.model import TokenLogprobs, TokenScores
+from skyasync.workers.packing import MicroBatch
+from skyasync.workers.schedule import learning_rate
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; the weights have not been changed by it."""
+
+
+class PolicyWorker(ModelWorker):
+    """Args as :class:`ModelWorker`; ``total_steps``: optimizer steps of the run, for decaying learning rates."""
+
+    def __init__(self, cfg: Config, *args: Any, total_steps: int = 0, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        self.total_steps = total_steps
+        self.step = 0
+        self.objective = Objective(cfg.trainer.algorithm)
+
+    def model_config(self) -> ModelConfig:
+        return self.cfg.trainer.policy.model
+
+    def master_dtype(self) -> torch.dtype:
+        """Small learning rates vanish in bfloat16, so the optimizer always sees float32 weights."""
+        return torch.float32
+
+    def build(self, model: PreTrainedModel) -> TokenLogprobs:
+        if self.cfg.trainer.policy.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        wrapper = super().build(model)
+        # There is no dropout, so training mode only switches gradient checkpointing on.
+        wrapper.train(self.cfg.trainer.policy.gradient_checkpointing)
+        self.optimizer = self._make_optimizer(wrapper)
+        return wrapper
+
+    def _make_optimizer(self, wrapper: TokenLogprobs) -> torch.optim.AdamW:
+        settings = self.cfg.trainer.policy.optimizer_config
+        matrices = [p for p in wrapper.parameters() if p.dim() > 1]
+        vectors = [p for p in wrapper.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        first, second = settings.adam_betas
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), fused=True)
+
+    def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
+        """One optimizer step on this rank's rows of a batch.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the objective's metrics, averaged
+            over the loss tokens of all ranks.
+
+        Raises:
+            NonFiniteError: on every rank alike, before any weight changes.
+        """
+        if batch.loss_weights is None or batch.advantages is None:
+            raise ValueError("a training batch needs loss_weights and advantages")
+        self.optimizer.zero_grad()
+        totals = _Totals()
+        for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
+            self._backward(micro, totals)
+        metrics = totals.reduce(self.sum_over_ranks)
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
+        metrics["grad_norm"] = self._clip()
+        metrics["lr"] = self._step()
+        return metrics
+
+    def _backward(self, micro: MicroBatch, totals: _Totals) -> None:
+        batch = micro.batch
+        scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy=self.objective.needs_entropy)
+        current = scores.logprobs
+        proximal = current.detach() if batch.proximal_logprobs is None else self._here(batch.proximal_logprobs)
+        mask = self._here(batch.loss_mask)
+        token_loss, maps = self.objective.token_loss(
+            current=current,
+            proximal=proximal,
+            behaviour=self._here(batch.behaviour_logprobs),
+            reference=self._here(batch.reference_logprobs),
+            advantages=self._here(batch.advantages),
+            mask=mask,
+            entropy=scores.entropy,
+        )
+        # Where there is no loss token the loss has no meaning, and may be anything.
+        loss = (self._here(batch.loss_weights) * token_loss.where(mask, 0.0)).sum()
+        loss.backward()
+        totals.add(loss, mask, maps)
+
+    def _here(self, tensor: Tensor | None) -> Tensor:
+        return None if tensor is None else tensor.to(self.device)  # type: ignore[return-value]
+
+    def _clip(self) -> float:
+        """Clip the gradient to the configured norm; returns the true global norm over all ranks' shards."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=self.device.type == "cuda" or None)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        value = float(norm)
+        if not math.isfinite(value):
+            raise NonFiniteError(f"the gradient of optimizer step {self.step} is not finite in: {self._culprits()}")
+        limit = self.cfg.trainer.policy.optimizer_config.max_grad_norm
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return value
+
+    def _culprits(self) -> str:
+        """Parameters whose gradient is not finite (of this rank's shard), a few of them by name."""
+        bad = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and not _local(p.grad).isfinite().all()
+        ]
+        return ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+
+    def _step(self) -> float:
+        rate = learning_rate(self.step, self.cfg.trainer.policy.optimizer_config, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.step += 1
+        return rate
+
+    def publish(self) -> str | None:
+        """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it."""
+        weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
+        return write_weights(weights) if self.rank == 0 else None
+
+    def release(self, path: str) -> None:
+        """Remove what ``publish`` wrote."""
+        remove_weights(path)
+
+    def save(self, folder: str) -> None:
+        """Model, optimizer, step and random state, sharded; all ranks call it with the same empty folder."""
+        checkpoint.save(self._state(), Path(folder))
+
+    def load(self, folder: str) -> None:
+        """What ``save`` wrote, by any number of ranks."""
+        state = self._state()
+        checkpoint.load(state, Path(folder))
+        self.step = int(state[checkpoint.STEP])
+        for values in self.optimizer.state.values():
+            values["step"].fill_(self.step)
+        torch.set_rng_state(state[checkpoint.RANDOM])
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""
+        weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
+        if self.rank == 0:
+            checkpoint.export(self.model.model, weights, self.path, Path(folder))
+
+    def _state(self) -> dict[str, Tensor]:
+        return checkpoint.training_state(self.model.model, self.optimizer, self.step)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Totals:
+    """Sums over micro-batches, in float64, of what becomes a metric."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, loss: Tensor, mask: Tensor, maps: dict[str, Tensor]) -> None:
+        values = {"loss": loss, "tokens": mask.sum()}
+        values.update({name: per_token.where(mask, 0.0).sum(dtype=torch.float64) for name, per_token in maps.items()})
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+
+    def reduce(self, sum_over_ranks: Any) -> dict[str, float]:
+        """Global loss and token count; the rest as global means over tokens."""
+        names = list(self.sums)
+        totals = dict(zip(names, sum_over_ranks(torch.stack([self.sums[n] for n in names])).tolist(), strict=True))
+        tokens = max(1.0, totals["tokens"])
+        return {name: value if name in ("loss", "tokens") else value / tokens for name, value in totals.items()}

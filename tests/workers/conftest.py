@@ -1,0 +1,101 @@
+"""A tiny random Llama, batches of grouped samples, and one Ray for all tests of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from skyasync.config.schema import Config
+from skyasync.workers.batch import TrainingBatch
+
+VOCABULARY = 96
+
+
+def make_model(folder: Path, *, tied: bool) -> str:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(params=["tied", "untied"])
+def model_path(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue(f"{request.param}_model")
+
+
+@pytest.fixture
+def cfg(model_path: str) -> Config:
+    return config_for(model_path)
+
+
+def config_for(path: str) -> Config:
+    cfg = Config()
+    cfg.trainer.policy.model.path = path
+    cfg.trainer.policy.optimizer_config.lr = 1e-2
+    cfg.trainer.micro_batch_tokens = 64
+    return cfg
+
+
+def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_response: int = 9) -> TrainingBatch:
+    """Grouped samples with a shared prompt per group; some have two actions with an observation between."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, size: tuple[int, ...] = ()) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=generator)
+
+    rows, masks = [], []
+    for _ in range(groups):
+        prompt = integers(1, VOCABULARY, (int(integers(4, 12)),))
+        for _ in range(samples):
+            response = integers(1, VOCABULARY, (int(integers(1, longest_response)),))
+            mask = torch.ones(len(response), dtype=torch.bool)
+            if len(response) > 4:
+                mask[2:4] = False
+            rows.append(torch.cat([prompt, response]))
+            masks.append(torch.cat([torch.zeros(len(prompt), dtype=torch.bool), mask]))
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(r) for r in rows])
+    loss_mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+    return TrainingBatch(
+        tokens=tokens,
+        attention_mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+        loss_mask=loss_mask,
+        group_ids=torch.arange(groups).repeat_interleave(samples),
+        behaviour_logprobs=torch.where(loss_mask, -2.0, 0.0),
+        advantages=torch.randn(len(rows), 1, generator=generator) * loss_mask,
+        loss_weights=loss_mask.float() / loss_mask.sum(),
+    )
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def bundles(ray_session: None) -> Iterator[object]:
+    group = placement_group([{"CPU": 1}, {"CPU": 1}])
+    ray.get(group.ready(), timeout=60)
+    yield group
+    remove_placement_group(group)

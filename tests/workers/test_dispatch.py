@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+
+from skyasync.config.schema import Config
+from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.dispatch import RayWorkerDispatch, WorkerPlacement, split_for_ranks
+from skyasync.workers.policy import NonFiniteError, PolicyWorker
+from tests.workers.conftest import config_for, make_batch
+
+
+def in_process(cfg: Config) -> PolicyWorker:
+    worker = PolicyWorker(cfg, threads=1)
+    worker.setup()
+    return worker
+
+
+def split(batch: TrainingBatch, ranks: int) -> list[list[int]]:
+    return [rows.tolist() for rows in split_for_ranks(batch, ranks)]
+
+
+async def published(dispatch: RayWorkerDispatch) -> dict[str, torch.Tensor]:
+    update = await dispatch.publish_weights(version=3)
+    assert update.version == 3
+    weights = {name: tensor.clone() for name, tensor in read_weights(update.info["path"]).items()}
+    await dispatch.release_weights(update)
+    assert not Path(update.info["path"]).exists()
+    return weights
+
+
+def test_ranks_get_all_rows_once_with_groups_together_and_tokens_balanced() -> None:
+    batch = make_batch(groups=8, samples=4)
+    parts = split(batch, 2)
+    assert sorted(parts[0] + parts[1]) == list(range(len(batch)))
+    tokens = [int(batch.attention_mask[rows].sum()) for rows in parts]
+    assert abs(tokens[0] - tokens[1]) <= 2 * batch.tokens.shape[1]
+    assert len({int(g) for g in batch.group_ids[parts[0]]} & {int(g) for g in batch.group_ids[parts[1]]}) <= 1
+
+
+def test_a_rank_may_get_no_rows() -> None:
+    assert sorted(map(len, split(make_batch(groups=1, samples=1), 2))) == [0, 1]
+
+
+async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
+    untied_model: str, bundles: PlacementGroup
+) -> None:
+    cfg, batch = config_for(untied_model), make_batch()
+    expected = in_process(cfg)
+    dispatch = await RayWorkerDispatch.create(
+        cfg,
+        WorkerPlacement(bundles, num_cpus=0.5),
+        reference=WorkerPlacement(bundles, num_cpus=0.5),
+    )
+    try:
+        start = expected.logprobs(batch)
+        torch.testing.assert_close(await dispatch.policy_logprobs(batch), start, atol=1e-6, rtol=0)
+        assert await dispatch.update_policy(batch) == pytest.approx(expected.update_policy(batch), rel=1e-5, abs=1e-7)
+        torch.testing.assert_close(await dispatch.policy_logprobs(batch), expected.logprobs(batch), atol=1e-5, rtol=0)
+        torch.testing.assert_close(await dispatch.reference_logprobs(batch), start, atol=1e-6, rtol=0)
+        assert (await dispatch.score([[1, 2, 3]]))[0] == pytest.approx(expected.score([[1, 2, 3]])[0], abs=1e-5)
+        weights = await published(dispatch)
+        for name, parameter in expected.model.model.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-6, rtol=1e-5)
+        assert (await dispatch.stats())["busy_s"] > 0
+    finally:
+        await dispatch.shutdown()
+    await dispatch.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [5, 1])
+async def test_two_ranks_train_like_one_and_exchange_checkpoints(
+    model_path: str, bundles: PlacementGroup, tmp_path: Path, groups: int
+) -> None:
+    """The same gradient norm, metrics and weights; a checkpoint of either is continued by the other."""
+    cfg = config_for(model_path)
+    single = in_process(cfg)
+    single.update_policy(make_batch(seed=7))
+    single.save(str(tmp_path / "one"))
+    dispatch = await RayWorkerDispatch.create(cfg, WorkerPlacement(bundles, ranks=2))
+    try:
+        await dispatch.load(tmp_path / "one")
+        for seed, samples in ((0, 4), (1, 1)):  # with one group of one sample a rank has no rows at all
+            batch = make_batch(groups=groups, samples=samples, seed=seed)
+            torch.testing.assert_close(
+                await dispatch.policy_logprobs(batch), single.logprobs(batch), atol=1e-4, rtol=0
+            )
+            metrics = await dispatch.update_policy(batch)
+            assert metrics == pytest.approx(single.update_policy(batch), rel=1e-4, abs=1e-6)
+        trained = await published(dispatch)
+        expected = {name: p.detach() for name, p in single.model.model.named_parameters()}
+        assert set(trained) == set(expected)
+        for name, tensor in trained.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-4)
+
+        await dispatch.save(tmp_path / "two")
+        await dispatch.export(tmp_path / "export")
+        further = await dispatch.update_policy(make_batch(seed=2))
+    finally:
+        await dispatch.shutdown()
+
+    resumed = in_process(cfg)
+    resumed.load(str(tmp_path / "two"))
+    for name, parameter in resumed.model.model.named_parameters():
+        assert torch.equal(parameter, trained[name])
+    assert resumed.update_policy(make_batch(seed=2)) == pytest.approx(further, rel=1e-4, abs=1e-6)
+    cfg.trainer.policy.model.path = str(tmp_path / "export")
+    for name, parameter in in_process(cfg).model.model.named_parameters():
+        assert torch.equal(parameter, trained[name])
+
+
+@pytest.mark.slow
+async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
+    untied_model: str, bundles: PlacementGroup
+) -> None:
+    """Rank 1 refuses its shard before its first collective; rank 0 already waits in one."""
+    cfg, batch = config_for(untied_model), make_batch(groups=4)
+    dispatch = await RayWorkerDispatch.create(cfg, WorkerPlacement(bundles, ranks=2))
+    try:
+        rows = split_for_ranks(batch, 2)
+        shards = [batch.select(rows[0]), batch.select(rows[1])]
+        shards[1].loss_weights = None
+        began = time.monotonic()
+        with pytest.raises(ValueError, match="needs loss_weights") as failure:
+            await dispatch._policy.call_each("update_policy", shards)
+        assert time.monotonic() - began < 20
+        assert "in update_policy" in str(failure.value), "the rank's own traceback"
+        with pytest.raises(RuntimeError, match="stopped") as later:
+            await dispatch.policy_logprobs(batch)
+        assert later.value.__cause__ is failure.value
+    finally:
+        await dispatch.shutdown()
+
+
+@pytest.mark.slow
+async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles: PlacementGroup) -> None:
+    batch = make_batch(groups=4)
+    batch.advantages[-1] = float("nan")
+    dispatch = await RayWorkerDispatch.create(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
+    try:
+        with pytest.raises(NonFiniteError, match="loss of optimizer step 0"):
+            await dispatch.update_policy(batch)
+    finally:
+        await dispatch.shutdown()
+
+
+async def test_a_model_that_cannot_be_loaded_ends_the_start(bundles: PlacementGroup, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=str(tmp_path)):
+        await RayWorkerDispatch.create(config_for(str(tmp_path)), WorkerPlacement(bundles))
+    await _until_free(bundles)
+
+
+async def test_the_event_loop_runs_on_while_a_model_loads(untied_model: str, bundles: PlacementGroup) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    began = time.monotonic()
+    dispatch = await RayWorkerDispatch.create(config_for(untied_model), WorkerPlacement(bundles))
+    seconds = time.monotonic() - began
+    ticking.cancel()
+    await dispatch.shutdown()
+    assert ticks > 20 * seconds, "one tick is 0.01 s; two cores are shared with the actor"
+
+
+async def _until_free(group: PlacementGroup) -> None:
+    """Killed actors give their bundles back: another one starts in the same place."""
+
+    @ray.remote(num_cpus=1)
+    def probe() -> bool:
+        return True
+
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    assert await asyncio.wait_for(probe.options(scheduling_strategy=strategy).remote(), 30)

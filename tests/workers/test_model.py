@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from skyasync.errors import UserError
+from skyasync.workers import model as model_module
+from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
+from skyasync.workers.packing import plain_layout
+from tests.workers.conftest import make_batch
+
+
+def plain_forward(path: str, batch, temperature: float = 1.0, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies by the model's own forward with its padding mask, row by row."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    logits = model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1] / temperature
+    distribution = torch.distributions.Categorical(logits=logits)
+    chosen, entropy = distribution.log_prob(batch.tokens[:, 1:]), distribution.entropy()
+    first = torch.zeros(len(batch), 1, dtype=dtype)
+    return torch.cat([first, chosen], 1) * batch.loss_mask, torch.cat([first, entropy], 1) * batch.loss_mask
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_entropy_equal_those_of_a_plain_forward(model_path: str, temperature: float) -> None:
+    batch = make_batch()
+    model = TokenLogprobs(load_causal_lm(model_path, torch.float64), temperature)
+    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), with_entropy=True)
+    logprobs, entropy = plain_forward(model_path, batch, temperature)
+    torch.testing.assert_close(scores.logprobs, logprobs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores.entropy, entropy, atol=1e-6, rtol=0)
+
+
+def test_float32_logprobs_are_close_to_float64(model_path: str) -> None:
+    batch = make_batch()
+    model = TokenLogprobs(load_causal_lm(model_path, torch.float32))
+    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))
+    torch.testing.assert_close(scores.logprobs.double(), plain_forward(model_path, batch)[0], atol=2e-5, rtol=0)
+
+
+def test_temperature_zero_is_treated_as_one(model_path: str) -> None:
+    batch = make_batch()
+    layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+    model = load_causal_lm(model_path, torch.float32)
+    assert torch.equal(TokenLogprobs(model, 0.0)(layout).logprobs, TokenLogprobs(model, 1.0)(layout).logprobs)
+
+
+def test_bfloat16_weights_still_give_a_float32_softmax(model_path: str) -> None:
+    batch = make_batch()
+    model = TokenLogprobs(load_causal_lm(model_path, torch.bfloat16))
+    assert model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)).logprobs.dtype == torch.float32
+
+
+def test_recomputing_logits_in_pieces_changes_neither_values_nor_gradients(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch()
+    layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+    results = []
+    for limit in (1 << 27, 96 * 5):
+        monkeypatch.setattr(model_module, "MAX_LOGITS", limit)
+        model = TokenLogprobs(load_causal_lm(model_path, torch.float64))
+        scores = model(layout, with_entropy=True)
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+        results.append((scores.logprobs.detach(), [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(results[0], results[1], atol=1e-12, rtol=1e-12)
+
+
+def test_sliding_windows_do_not_share_prefixes() -> None:
+    assert can_share_prefixes(LlamaConfig())
+    windowed = LlamaConfig()
+    windowed.sliding_window = 128
+    assert not can_share_prefixes(windowed)
+    windowed.layer_types = ["full_attention", "sliding_attention"]
+    assert not can_share_prefixes(windowed)
+
+
+def test_dropout_is_switched_off(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config.attention_dropout = 0.5
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert load_causal_lm(str(tmp_path), torch.float32).config.attention_dropout == 0.0
+
+
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config.final_logit_softcapping = 30.0
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="final_logit_softcapping"):
+        load_causal_lm(str(tmp_path), torch.float32)
