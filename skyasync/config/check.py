@@ -7,18 +7,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from operator import attrgetter
 
+from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.schema import Config
 
 #: Built-in plans that train on samples of an older policy.
 ASYNCHRONOUS_PLANS = frozenset({"one_step_off", "fully_async"})
 
-#: Built-in policy losses that use the behaviour log-probabilities themselves and so need no further correction.
-#: Importing them would import torch; a test holds this table and their signatures equal.
+# Importing the losses would import torch, so what their signatures say stands here as well; a test holds both equal.
+#: Built-in policy losses that weigh by the behaviour policy whatever ``ratio_anchor`` is.
 BEHAVIOUR_LOSSES = frozenset({"decoupled_ppo", "dppo", "rollout_is"})
+#: Built-in policy losses that leave out tokens by it.
+BEHAVIOUR_SELECTING_LOSSES = frozenset({"m2po"})
+#: Built-in policy losses without an anchor: ``ratio_anchor`` says nothing about them.
+ANCHORLESS_LOSSES = BEHAVIOUR_LOSSES | BEHAVIOUR_SELECTING_LOSSES | {"vanilla"}
 
 #: Advantage estimators whose baseline is the rest of the group: a group of one has advantage zero.
 GROUP_ESTIMATORS = frozenset({"dr_grpo", "grpo", "grpo_passk", "maxrl", "opo", "reinforce++_baseline", "rloo"})
+
+
+#: Pairs of keys under ``trainer.algorithm`` that bound an interval (clip ranges are distances from 1, no such pair).
+INTERVALS = (
+    ("tis_low", "tis_high"),
+    ("token_tis_ratio_clip_low", "token_tis_ratio_clip_high"),
+    ("icepop_low", "icepop_high"),
+    ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
+    ("product_mask_low", "product_mask_high"),
+    ("geo_mask_low", "geo_mask_high"),
+    ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
+    ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
+    ("dynamic_sampling.low", "dynamic_sampling.high"),
+)
 
 
 def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
@@ -32,6 +52,7 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
         *_check_batches(cfg),
         *_check_lengths(cfg),
         *_check_algorithm(cfg),
+        *_check_intervals(cfg.trainer.algorithm),
         *_check_lists(cfg),
     ]
 
@@ -47,24 +68,30 @@ def _check_plan(cfg: Config, plan: str, *, fixed: bool) -> Iterator[str]:
             f"same time: set trainer.placement.colocate_all=false{way_back}"
         )
     algorithm = cfg.trainer.algorithm
-    if algorithm.off_policy_correction == "none" and not cfg.trainer.allow_uncorrected:
-        loss = algorithm.policy_loss_type
-        if not _uses_behaviour(loss):
-            yield (
-                f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, "
-                f"since {which} is asynchronous and trainer.algorithm.policy_loss_type={loss} does not use the "
-                f"behaviour log-probabilities: choose a correction (token_tis), a loss that uses them "
-                f"({', '.join(sorted(BEHAVIOUR_LOSSES))}), or trainer.allow_uncorrected=true"
-            )
+    corrected = algorithm.off_policy_correction != "none" or set(algorithm.off_policy_masks) - {"none"}
+    if not corrected and not cfg.trainer.allow_uncorrected and not _uses_behaviour(algorithm):
+        yield (
+            f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "
+            f"{which} is asynchronous and trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not use "
+            f"the behaviour log-probabilities: choose a correction (auto, token_tis), a loss that uses them "
+            f"({', '.join(sorted(BEHAVIOUR_LOSSES))}), or trainer.allow_uncorrected=true"
+        )
 
 
-def _uses_behaviour(loss: str) -> bool:
+def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.policy_loss_type in BEHAVIOUR_SELECTING_LOSSES or _weighs_by_behaviour(algorithm)
+
+
+def _weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss itself has the behaviour policy in its ratio."""
     from skyasync.algorithms import POLICY_LOSSES
 
+    loss, anchored = algorithm.policy_loss_type, algorithm.ratio_anchor == "behaviour"
     registered = POLICY_LOSSES.get(loss)  # a user's loss is registered by now; a built-in one perhaps not
     if registered is None:
-        return loss in BEHAVIOUR_LOSSES
-    return any("behaviour" in name for name in inspect.signature(registered).parameters)
+        return loss in BEHAVIOUR_LOSSES or (anchored and loss not in ANCHORLESS_LOSSES)
+    parameters = inspect.signature(registered).parameters
+    return "behaviour" in parameters or (anchored and "anchor" in parameters)
 
 
 def _check_batches(cfg: Config) -> Iterator[str]:
@@ -114,6 +141,23 @@ def _check_algorithm(cfg: Config) -> Iterator[str]:
             "trainer.algorithm.use_kl_loss and trainer.algorithm.use_kl_in_reward are both true, which counts the "
             "KL divergence twice: set one of them to false"
         )
+    correction = algorithm.off_policy_correction
+    if correction not in ("auto", "none") and not correction.endswith("_mask") and _weighs_by_behaviour(algorithm):
+        yield (
+            f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} (with trainer.algorithm.ratio_anchor="
+            f"{algorithm.ratio_anchor}) weighs samples by the behaviour policy itself; trainer.algorithm."
+            f"off_policy_correction={correction} would weigh them twice: choose auto, none or a mask"
+        )
+
+
+def _check_intervals(algorithm: AlgorithmConfig) -> Iterator[str]:
+    for low, high in INTERVALS:
+        least, most = attrgetter(low)(algorithm), attrgetter(high)(algorithm)
+        if least > most:
+            yield (
+                f"trainer.algorithm.{low}={least} is above trainer.algorithm.{high}={most}, which leaves nothing "
+                f"between them: lower the one or raise the other"
+            )
 
 
 def _check_lists(cfg: Config) -> Iterator[str]:

@@ -14,6 +14,7 @@ import yaml
 from skyasync.config.keys import Keys
 from skyasync.config.suggest import unknown_key
 from skyasync.config.values import parse
+from skyasync.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ def _is_value(arguments: list[str]) -> bool:
 
 
 def _unknown_option(option: str, keys: Keys) -> str:
+    close = nearest(option, ("--config", "--help"), count=1)
+    if close:
+        return f"unknown option {option}: did you mean {close[0]}?"
     path = option.lstrip("-")
     way_out = f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys)
     return f"unknown option {option}: settings are key=value without dashes; {way_out}"
@@ -98,7 +102,7 @@ def _override(argument: str, keys: Keys, given: dict[str, str], assignments: lis
 def read_file(path: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
     """A YAML file's leaves as assignments; groups may be nested or written as dotted keys."""
     try:
-        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
         return []

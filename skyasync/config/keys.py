@@ -117,13 +117,6 @@ class Keys:
         return [key for key in self if not group or key.path.startswith(f"{group}.")]
 
 
-def read(config: Any, path: str) -> Any:
-    """The value at a dotted path of a configuration object."""
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
-
-
 def _walk(group: type, instance: Any, prefix: str, groups: dict[str, type]) -> Iterator[Key]:
     hints = _hints(group)
     for item in dataclasses.fields(group):

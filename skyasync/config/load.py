@@ -97,15 +97,20 @@ def load_config(
     return result
 
 
-def parse_or_exit(argv: Sequence[str] | None = None, **options: Any) -> Any:
+def parse_or_exit(
+    argv: Sequence[str] | None = None,
+    *,
+    schema: type[C] = Config,  # type: ignore[assignment]
+    default_config: Path | None = None,
+    plan: str | None = None,
+) -> C:
     """``load_config`` for a program's first line: problems are printed to stderr and end it with status 2.
 
-    Args:
-        argv: the arguments; by default those of the process.
-        options: as for ``load_config``.
+    ``argv`` are by default the arguments of the process; the others are as for ``load_config``.
     """
     try:
-        return load_config(sys.argv[1:] if argv is None else argv, **options)
+        arguments = sys.argv[1:] if argv is None else argv
+        return load_config(arguments, schema=schema, default_config=default_config, plan=plan)
     except UserError as error:
         exit_with(error)
 
@@ -127,7 +132,9 @@ def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems
     default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
 
     def typed(assignments: Sequence[Assignment]) -> list[Setting]:
-        return [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
+        settings = [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
+        # A free mapping as a whole comes before its entries, whatever their order.
+        return sorted(settings, key=lambda setting: setting.path not in keys)
 
     default = [setting for file in default_file for setting in typed(read_file(file, keys, problems))]
     explicit = [setting for file in line.files for setting in typed(read_file(file, keys, problems))]
@@ -167,7 +174,8 @@ def _typed(assignment: Assignment, keys: Keys, problems: list[str]) -> list[Sett
             # An entry of a free mapping may be anything.
             return [Setting(path, convert(assignment.node, key.type if path == key.path else Any), where)]
         except WrongTypeError as error:
-            problems.append(f"{where}{path}: {error}")
+            allowed = f" (allowed: {', '.join(map(written, key.choices))})" if key.choices else ""
+            problems.append(f"{where}{path}: {error}{allowed}")
     return []
 
 
@@ -183,7 +191,7 @@ def _merge(schema: type, settings: Sequence[Setting], keys: Keys, problems: list
 
 
 def _check_values(config: DictConfig, settings: Sequence[Setting], keys: Keys) -> list[str]:
-    """Bounds, choices and names of everything that was set; defaults are the schema's own business."""
+    """Bounds, choices and names of everything that was set; a default is always right."""
     where = {setting.path: setting.where for setting in settings if setting.path in keys}
     problems = []
     for path, source in where.items():
@@ -192,6 +200,8 @@ def _check_values(config: DictConfig, settings: Sequence[Setting], keys: Keys) -
             value = OmegaConf.select(config, path, throw_on_resolution_failure=True)
         except OmegaConfBaseException as error:
             problems.append(f"{source}{path}: {_broken_reference(error)}")
+            continue
+        if value == keys[path].default:
             continue
         elements = value if OmegaConf.is_list(value) else [value]
         problems += [f"{source}{path}={written(element)}: {p}" for element in elements if (p := _problem(key, element))]

@@ -28,7 +28,6 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PEERS: tuple[Peer, ...] = (
     # SkyRL, where it differs from us
     Peer("fully_async.max_staleness_steps", "SkyRL", "trainer.async_queue_size", "batches ahead"),
-    Peer("fully_async.enabled", "SkyRL", "trainer.plan", "the plan's name"),
     Peer("trainer.algorithm.use_tis", "SkyRL", "trainer.algorithm.off_policy_correction", "token_tis or none"),
     Peer("trainer.hf_save_interval", "SkyRL", "trainer.export_path", "the final policy only"),
     Peer("trainer.max_ckpts_to_keep", "SkyRL", "trainer.ckpt_keep"),
@@ -38,7 +37,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("inference_engine.max_num_seqs", "SkyRL", "generator.max_num_seqs"),
     Peer("inference_engine.weight_sync_backend", "SkyRL", "generator.weight_sync_backend"),
     Peer("inference_engine.backend", "SkyRL", "generator.backend"),
-    Peer("generator.max_input_length", "SkyRL", "trainer.max_prompt_length"),
+    Peer("generator.max_input_length", "SkyRL", "generator.max_model_len", "prompt plus response"),
     # OpenRLHF
     Peer("async_queue_size", "OpenRLHF", "trainer.async_queue_size"),
     Peer("async_train", "OpenRLHF", "trainer.plan", "one_step_off"),
@@ -68,6 +67,15 @@ PEERS: tuple[Peer, ...] = (
     Peer("actor_num_gpus_per_node", "OpenRLHF", "trainer.placement.policy_num_gpus_per_node"),
     Peer("ref_num_gpus_per_node", "OpenRLHF", "trainer.placement.ref_num_gpus_per_node"),
     Peer("prompt_data", "OpenRLHF", "data.train_data"),
+    Peer("data.prompt_dataset", "OpenRLHF", "data.train_data"),
+    Peer("train.async_enable", "OpenRLHF", "trainer.plan", "one_step_off"),
+    Peer("train.colocate_all", "OpenRLHF", "trainer.placement.colocate_all"),
+    Peer("train.micro_batch_size", "OpenRLHF", "trainer.micro_train_batch_size_per_gpu"),
+    Peer("rollout.micro_batch_size", "OpenRLHF", "trainer.micro_forward_batch_size_per_gpu"),
+    Peer("rollout.batch_size", "OpenRLHF", "trainer.train_batch_size", _PROMPTS),
+    Peer("rollout.max_new_tokens", "OpenRLHF", f"{_SAMPLING}.max_generate_length"),
+    Peer("is_correction_enable", "OpenRLHF", "trainer.algorithm.off_policy_correction", "token_tis or none"),
+    Peer("max_ckpt_num", "OpenRLHF", "trainer.ckpt_keep"),
     Peer("eval_dataset", "OpenRLHF", "data.val_data"),
     # ROLL
     Peer("async_generation_ratio", "ROLL", "trainer.async_queue_size", "batches ahead, with trainer.plan=one_step_off"),

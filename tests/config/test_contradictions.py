@@ -5,8 +5,14 @@ import inspect
 import pytest
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyasync.algorithms.presets import PRESETS
 from skyasync.config import ConfigError, load_config
-from skyasync.config.check import BEHAVIOUR_LOSSES, GROUP_ESTIMATORS
+from skyasync.config.check import (
+    ANCHORLESS_LOSSES,
+    BEHAVIOUR_LOSSES,
+    BEHAVIOUR_SELECTING_LOSSES,
+    GROUP_ESTIMATORS,
+)
 
 UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correction=none"]
 
@@ -30,6 +36,10 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["generator.sampling_params.min_tokens=300", "generator.sampling_params.max_generate_length=256"]),
         (["trainer.algorithm.use_kl_loss=true", "trainer.algorithm.use_kl_in_reward=true"],
          ["trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_in_reward", "set one of them to false"]),
+        (["trainer.algorithm.policy_loss_type=rollout_is", "trainer.algorithm.off_policy_correction=token_tis"],
+         ["policy_loss_type=rollout_is", "off_policy_correction=token_tis", "choose auto, none or a mask"]),
+        (["trainer.algorithm.icepop_low=6"],
+         ["trainer.algorithm.icepop_low=6.0", "trainer.algorithm.icepop_high=5.0", "raise the other"]),
         (["trainer.logger=[jsonl,console,jsonl]"], ["trainer.logger names jsonl twice"]),
         (["trainer.policy.optimizer_config.adam_betas=[0.9]"], ["adam_betas has 1 entries", "[0.9,0.999]"]),
     ],
@@ -47,6 +57,9 @@ def test_a_contradiction_names_both_keys_and_the_way_out(overrides: list[str], n
         "trainer.allow_uncorrected=true",
         "trainer.algorithm.policy_loss_type=rollout_is",
         "trainer.algorithm.policy_loss_type=decoupled_ppo",
+        "trainer.algorithm.policy_loss_type=m2po",
+        "trainer.algorithm.ratio_anchor=behaviour",
+        "trainer.algorithm.off_policy_masks=[token_mask]",
     ],
 )
 def test_an_uncorrected_asynchronous_run_has_ways_out(way_out: str) -> None:
@@ -65,24 +78,35 @@ def test_a_plan_fixed_by_the_experiment_counts_instead_of_the_key() -> None:
 
 
 def test_a_user_s_registered_loss_is_judged_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_behaviour(current_logprobs, behaviour_logprobs, advantages): ...
-    def without(current_logprobs, proximal_logprobs, advantages): ...
+    def with_behaviour(current, behaviour, advantages): ...
+    def with_anchor(current, anchor, advantages): ...
 
     monkeypatch.setitem(POLICY_LOSSES, "mine", with_behaviour)
-    monkeypatch.setitem(POLICY_LOSSES, "blind", without)
+    monkeypatch.setitem(POLICY_LOSSES, "anchored", with_anchor)
     load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=mine"])
-    with pytest.raises(ConfigError, match="policy_loss_type=blind does not use the behaviour log-probabilities"):
-        load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=blind"])
+    load_config(
+        [*UNCORRECTED, "trainer.algorithm.policy_loss_type=anchored", "trainer.algorithm.ratio_anchor=behaviour"]
+    )
+    with pytest.raises(ConfigError, match="policy_loss_type=anchored does not use the behaviour log-probabilities"):
+        load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=anchored"])
 
 
-def test_the_table_of_losses_that_use_behaviour_logprobs_is_what_their_signatures_say() -> None:
-    using = {
+def test_what_the_tables_say_about_losses_is_what_their_signatures_say() -> None:
+    inputs = {name: set(inspect.signature(POLICY_LOSSES[name]).parameters) for name in POLICY_LOSSES.names()}
+    selecting = {
         name
         for name in POLICY_LOSSES.names()
-        if any("behaviour" in parameter for parameter in inspect.signature(POLICY_LOSSES[name]).parameters)
+        if "behaviour" in inspect.signature(getattr(POLICY_LOSSES[name], "select", lambda: 0)).parameters
     }
-    assert using == BEHAVIOUR_LOSSES
+    assert {name for name, taken in inputs.items() if "behaviour" in taken} == BEHAVIOUR_LOSSES
+    assert selecting == BEHAVIOUR_SELECTING_LOSSES
+    assert {name for name, taken in inputs.items() if "anchor" not in taken} == ANCHORLESS_LOSSES
 
 
 def test_every_group_estimator_exists() -> None:
     assert set(ADVANTAGE_ESTIMATORS.names()) >= GROUP_ESTIMATORS
+
+
+@pytest.mark.parametrize("preset", PRESETS.names())
+def test_every_preset_is_free_of_contradictions(preset: str) -> None:
+    assert load_config([f"trainer.algorithm.preset={preset}"]).trainer.algorithm.preset == preset

@@ -1,7 +1,10 @@
 """What right arguments mean: types, layers, users' own keys."""
 
 import enum
+import sys
+import types
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +12,8 @@ import pytest
 from omegaconf import MISSING
 
 from skyasync.config import Config, ConfigError, check_config, key, load_config, parse_or_exit
-from skyasync.config.schema import TrainerConfig
+from skyasync.config.schema import AlgorithmConfig, TrainerConfig
+from skyasync.errors import UserError
 
 
 class Mode(enum.Enum):
@@ -77,23 +81,15 @@ def test_without_arguments_the_schema_s_defaults_stand() -> None:
         ("data.train_data=[a.parquet,package.module:make]", ["a.parquet", "package.module:make"]),
         ("data.train_data=['a b','c']", ["a b", "c"]),
         ("data.train_data=[]", []),
-        ("generator.sampling_params.stop=[on,1,null]", ["on", "1"]),
+        ("generator.sampling_params.stop=[on,1,'null']", ["on", "1", "null"]),
         ("trainer.policy.optimizer_config.adam_betas=[0,0.95]", [0.0, 0.95]),
         ("environment.env_config={size: 4, name: x, deep: {a: [1, 2.5, null]}}",
          {"size": 4, "name": "x", "deep": {"a": [1, 2.5, None]}}),
-        ("environment.env_config.size=4", {"size": 4}),
         ("trainer.plan=my.module:MyPlan", "my.module:MyPlan"),
     ],
 )  # fmt: skip
 def test_a_value_is_read_as_its_key_s_type(override: str, value: Any) -> None:
-    path = override.partition("=")[0]
-    if "null]" in override and "stop" in override:
-        with pytest.raises(ConfigError, match="expected str, found null"):
-            load_config([override])
-        return
-    loaded: Any = load_config([override])
-    for name in path.split(".")[: 2 if path.startswith("environment") else None]:
-        loaded = getattr(loaded, name)
+    loaded = attrgetter(override.partition("=")[0])(load_config([override]))
     assert loaded == value
     assert type(loaded) is type(value)
 
@@ -134,6 +130,19 @@ def test_a_key_without_default_must_be_given() -> None:
     with pytest.raises(ConfigError, match=r"^token has no value and no default: write token=VALUE$"):
         load_config([], schema=Required)
     assert load_config(["token=x"], schema=Required).token == "x"
+
+
+def test_entries_of_a_free_mapping_are_set_one_by_one_in_any_order() -> None:
+    arguments = ["environment.env_config.deep.b=2", "environment.env_config={a: 1}", "environment.env_config.c=x"]
+    for order in (arguments, arguments[::-1]):
+        assert load_config(order).environment.env_config == {"a": 1, "deep": {"b": 2}, "c": "x"}
+
+
+def test_a_group_defined_inside_a_function_is_refused_with_the_way_out() -> None:
+    namespace: dict[str, Any] = {"dataclass": dataclass, "Config": Config, "__name__": __name__}
+    exec("@dataclass\nclass Hidden(Config):\n    value: 'NotThere' = None\n", namespace)
+    with pytest.raises(UserError, match=r"NotThere.*define it at the top of a module"):
+        load_config([], schema=namespace["Hidden"])
 
 
 def test_a_free_mapping_is_replaced_as_a_whole_by_a_later_layer(tmp_path: Path) -> None:
@@ -181,6 +190,59 @@ def test_the_default_file_serves_until_a_file_or_a_model_is_named(tmp_path: Path
     assert load_config(["trainer.epochs=2"], default_config=default).trainer.seed == 5
     assert load_config(["--config", other], default_config=default).trainer.seed == 42
     assert load_config(["trainer.policy.model.path=big"], default_config=default).trainer.seed == 42
+
+
+@dataclass
+class PresetAlgorithm(AlgorithmConfig):
+    preset: str = ""
+
+
+@dataclass
+class PresetTrainer(TrainerConfig):
+    algorithm: PresetAlgorithm = field(default_factory=PresetAlgorithm)
+
+
+@dataclass
+class PresetConfig(Config):
+    trainer: PresetTrainer = field(default_factory=PresetTrainer)
+
+
+@pytest.fixture
+def presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of presets in place of the library's: one right, one that names a key which does not exist."""
+    tables = {
+        "wide": {"trainer.algorithm.eps_clip_low": 0.3, "trainer.algorithm.eps_clip_high": 1e-6, "trainer.seed": 1},
+        "broken": {"trainer.sed": 1},
+    }
+
+    def apply_preset(name: str) -> dict[str, Any]:
+        if name not in tables:
+            raise UserError(f"unknown preset {name!r}")
+        return tables[name]
+
+    module = types.ModuleType("skyasync.algorithms.presets")
+    module.apply_preset = apply_preset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("presets")
+def test_a_preset_lies_above_the_default_file_and_below_files_and_overrides(tmp_path: Path) -> None:
+    default = Path(write(tmp_path, "trainer: {seed: 5, epochs: 2, algorithm: {eps_clip_low: 0.1}}"))
+    preset = "trainer.algorithm.preset=wide"
+    cfg = load_config([preset, "trainer.algorithm.eps_clip_high=0.4"], schema=PresetConfig, default_config=default)
+    assert (cfg.trainer.algorithm.eps_clip_low, cfg.trainer.algorithm.eps_clip_high) == (0.3, 0.4)
+    assert (cfg.trainer.seed, cfg.trainer.epochs) == (1, 2)
+    file = write(tmp_path, "trainer: {seed: 9, algorithm: {preset: wide}}", "file.yaml")
+    cfg = load_config(["--config", file], schema=PresetConfig)
+    assert (cfg.trainer.seed, cfg.trainer.algorithm.eps_clip_high) == (9, 1e-6)
+
+
+@pytest.mark.usefixtures("presets")
+def test_an_unknown_preset_and_a_preset_with_a_wrong_key_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"preset=wid: unknown preset 'wid'"):
+        load_config(["trainer.algorithm.preset=wid"], schema=PresetConfig)
+    with pytest.raises(ConfigError, match=r"preset broken: unknown key 'trainer\.sed': did you mean trainer\.seed"):
+        load_config(["trainer.algorithm.preset=broken"], schema=PresetConfig)
 
 
 def test_parse_or_exit_prints_one_line_per_problem_and_leaves_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:

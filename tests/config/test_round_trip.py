@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyasync.config import Config, dump_config, load_config
+from skyasync.config.check import INTERVALS
 from skyasync.config.keys import Key, Keys
 
 KEYS = Keys.of(Config)
@@ -61,6 +63,12 @@ def configs(draw: st.DrawFn) -> Config:
 def consistent(config: Config) -> Config:
     """The same configuration with the keys that contradict others put back."""
     trainer, generator, plain = config.trainer, config.generator, Config()
+    for pair in INTERVALS:
+        for path in pair:
+            *groups, name = path.split(".")
+            group = attrgetter(".".join(["trainer.algorithm", *groups]))
+            setattr(group(config), name, getattr(group(plain), name))
+    trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
     trainer.allow_uncorrected = True
