@@ -1,8 +1,7 @@
 """A chat model of 0.45 million parameters, made on this machine in about a minute: nothing is downloaded.
 
-Invariant: the cache never holds a half-made model. It is made in a temporary folder beside its final place and
-renamed when complete, so of several processes making it at once the first to finish wins and the others use its
-result. The final folder's name holds a hash of the recipe and of the sources that carry it out.
+Invariant: the same recipe gives the same model. A model's folder in the cache is named after a hash of the recipe
+and of the sources that carry it out, so a changed recipe never meets an older model.
 
     python -m examples.tiny.model --out DIR --steps 300     # a model in a folder of your own
 
@@ -15,13 +14,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from examples.cache import cache_folder, made_once
 from examples.tiny.tasks import Question, questions
 
 CHATML = (
@@ -47,12 +44,14 @@ class Recipe:
 
     steps: int = 300  # of the supervised warm start
     batch_size: int = 128
+    tasks: tuple[str, ...] = ("sort",) * 2 + ("add",) * 3 + ("maximum",) * 3 + ("backwards",) * 3  # drawn evenly
     lr: float = 2e-3
     warmup_steps: int = 20
     seed: int = 0
     tied: bool = True  # the output layer shares the embedding's weights
-    vocab_size: int = 400
-    corpus_size: int = 4096
+    vocab_size: int = 400  # at most; the rarest merge ends it earlier
+    rarest_merge: int = 200  # in the corpus: the instructions' words become tokens, made-up words stay letters
+    corpus_size: int = 4096  # conversations the tokenizer learns from
     layers: int = 2
     hidden: int = 128
     head_dim: int = 64
@@ -66,13 +65,6 @@ class Recipe:
         return f"tiny-{digest.hexdigest()[:12]}"
 
 
-def cache_folder() -> Path:
-    """``$SKYASYNC_CACHE``, else ``$XDG_CACHE_HOME/skyasync``, else ``~/.cache/skyasync``."""
-    if explicit := os.environ.get("SKYASYNC_CACHE"):
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyasync"
-
-
 def build(*, out: str | Path | None = None, progress: bool = True, **options: Any) -> str:
     """The folder of the model (weights, configuration, tokenizer), made if it is not there yet.
 
@@ -83,25 +75,7 @@ def build(*, out: str | Path | None = None, progress: bool = True, **options: An
     """
     recipe = Recipe(**options)
     folder = Path(out) if out else cache_folder() / recipe.folder_name()
-    if folder.is_dir():
-        return str(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        make(recipe, temporary, progress=progress)
-        _move_into_place(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return str(folder)
-
-
-def _move_into_place(temporary: Path, folder: Path) -> None:
-    temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can enter
-    try:
-        temporary.rename(folder)
-    except OSError:  # a folder with files in it is never replaced: another process was faster
-        if not folder.is_dir():
-            raise
+    return str(made_once(folder, lambda temporary: make(recipe, temporary, progress=progress)))
 
 
 def make(recipe: Recipe, folder: Path, *, progress: bool = True) -> None:
@@ -124,6 +98,7 @@ def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=recipe.vocab_size,
+        min_frequency=recipe.rarest_merge,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -164,7 +139,7 @@ def warm_start(
     """Supervised steps on fresh training questions of all tasks; the loss sees the answers only."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
-    stream = questions("train", recipe.seed)
+    stream = questions("train", recipe.seed, recipe.tasks)
     model.train()
     with _progress_bar(recipe.steps, shown=progress) as bar:
         for _ in range(recipe.steps):
@@ -178,23 +153,28 @@ def warm_start(
 
 
 def supervised_batch(batch: list[Question], tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """``input_ids``, ``attention_mask`` and ``labels``, each ``[batch, length]``, padded on the right.
+    """``input_ids``, ``attention_mask`` and ``labels``, each int64 ``[batch, length]``, padded on the right.
 
     Labels are the answer's tokens and the end of the message, ``IGNORED`` elsewhere.
     """
-    rows = []
-    for question in batch:
-        messages = question.row()["prompt"]
-        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        answered = [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
-        rows.append((asked + answered, [IGNORED] * len(asked) + answered))
-    length = max(len(tokens) for tokens, _ in rows)
-    pad = tokenizer.pad_token_id
-    return {
-        "input_ids": torch.tensor([tokens + [pad] * (length - len(tokens)) for tokens, _ in rows]),
-        "attention_mask": torch.tensor([[1] * len(t) + [0] * (length - len(t)) for t, _ in rows]),
-        "labels": torch.tensor([labels + [IGNORED] * (length - len(labels)) for _, labels in rows]),
-    }
+    rows = [_asked_and_answered(question, tokenizer) for question in batch]
+    length = max(len(asked) + len(answered) for asked, answered in rows)
+    tokens = torch.full((len(rows), length), cast(int, tokenizer.pad_token_id))
+    labels = torch.full_like(tokens, IGNORED)
+    mask = torch.zeros_like(tokens)
+    for row, (asked, answered) in enumerate(rows):
+        start, end = len(asked), len(asked) + len(answered)
+        tokens[row, :end] = torch.tensor(asked + answered)
+        labels[row, start:end] = tokens[row, start:end]
+        mask[row, :end] = 1
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def _asked_and_answered(question: Question, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    prompt = tokenizer.apply_chat_template(question.row()["prompt"], add_generation_prompt=True, tokenize=False)
+    answer = f"{question.answer}{tokenizer.eos_token}"
+    asked, answered = tokenizer([cast(str, prompt), answer], add_special_tokens=False)["input_ids"]
+    return asked, answered
 
 
 def _progress_bar(steps: int, *, shown: bool) -> Progress:

@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct: the same loop on a real pretrained model."""
