@@ -41,8 +41,10 @@ class Controller:
     def __init__(self, experiment: Any) -> None:
         self._experiment = experiment
         self._trainer: Any = None
-        self._recorder: ProgressRecorder | None = None
+        self._recorder = ProgressRecorder()
+        self._recorder.phase("starting")
         self._task: asyncio.Task[None] | None = None
+        self._loaded = False
 
     async def run(self) -> dict[str, float] | None:
         """Train to the end; returns the last metrics, or None if stopped."""
@@ -56,19 +58,20 @@ class Controller:
     async def _train(self) -> None:
         try:
             self._trainer = await asyncio.to_thread(self._experiment.build)
-            self._recorder = ProgressRecorder(self._trainer.total_steps)
+            self._recorder.total = self._trainer.total_steps
             self._trainer.callbacks.append(_Recording(self._recorder))
+            self._recorder.phase("loading models")
             await self._experiment.start(self._trainer)
+            self._loaded = True
             await self._trainer.train()
         finally:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S):
                     await self._experiment.close()
 
-    async def report(self, seen: int) -> ProgressReport | None:
-        if self._recorder is None:
-            return None
-        self._recorder.phase(self._trainer.phase_name)
+    async def report(self, seen: int) -> ProgressReport:
+        if self._loaded:
+            self._recorder.phase(self._trainer.phase_name)
         return self._recorder.report(seen)
 
     async def stop(self) -> None:
@@ -113,6 +116,5 @@ def _watch(ray: Any, controller: Any, running: Any, view: ProgressView) -> None:
         ended = bool(ray.wait([running], timeout=POLL_S)[0])
         with contextlib.suppress(ray.exceptions.RayError):
             report = ray.get(controller.report.remote(seen), timeout=10)
-            if report is not None:
-                view.update(report)
-                seen = max([seen, *(step for step, _ in report.rows)])
+            view.update(report)
+            seen = max([seen, *(step for step, _ in report.rows)])

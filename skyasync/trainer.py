@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
 from skyasync.observe.timeline import Timeline
+from skyasync.observe.usage import UsageMeter
 from skyasync.rollout.convert import groups_from_output
 from skyasync.rollout.metrics import rollout_metrics, sample_records, staleness_metrics
 from skyasync.rollout.prompts import PromptBatch, PromptStream
@@ -104,7 +105,7 @@ class RayPPOTrainer:
         self.phase_name = "starting"
         self.last_metrics: Metrics = {}
         self._metrics: Metrics = {}
-        self._usage: Metrics = {}
+        self._trained_samples = 0
         self.attach(None, None)
 
     @classmethod
@@ -186,6 +187,7 @@ class RayPPOTrainer:
                     await self._update(batch)
         self.global_step += 1
         self.position = rollout.position
+        self._trained_samples = sum(len(group.trajectories) for group in rollout.groups)
         self._save_samples(rollout.groups)
         return self._metrics
 
@@ -207,7 +209,7 @@ class RayPPOTrainer:
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, save, log, call back: the same in every plan."""
         is_last = self.global_step >= self.total_steps
-        status |= await self._usage_since_last_step(status)
+        status |= await self._usage.lap(self._now() - self._step_started, self._trained_samples)
         if self._due(self.cfg.trainer.eval_interval) or is_last:
             status |= await self.evaluate()
         self._tell("on_step_end", status)
@@ -312,7 +314,8 @@ class RayPPOTrainer:
             first = await self.evaluate()
             self.tracker.log(first, step=0)
             self.last_metrics |= first
-        self._usage = await self._read_usage()
+        self._usage = UsageMeter(self.inference_engine_client, self.dispatch)
+        await self._usage.start()
         self._metrics, self.phase_name, self._step_started = {}, "training", self._now()
 
     async def _resume(self) -> bool:
@@ -359,30 +362,6 @@ class RayPPOTrainer:
                     for name, value in (await self.dispatch.update_policy(part)).items():
                         seen.setdefault(name, []).append(value)
         self._metrics |= {f"policy/{name}": sum(values) / len(values) for name, values in seen.items()}
-
-    async def _usage_since_last_step(self, status: Metrics) -> Metrics:
-        wall = max(self._now() - self._step_started, 1e-9)
-        before, self._usage = self._usage, await self._read_usage()
-        engines = max(self._usage["engines"], 1.0)
-        tokens = self._usage["tokens"] - before["tokens"]
-        return {
-            "time/step_s": wall,
-            "idle/engines": 1.0 - min((self._usage["engines_busy"] - before["engines_busy"]) / engines / wall, 1.0),
-            "idle/trainer": 1.0 - min((self._usage["trainer_busy"] - before["trainer_busy"]) / wall, 1.0),
-            "throughput/tokens_per_s": tokens / wall,
-            "throughput/samples_per_s": self.cfg.trainer.train_batch_size
-            * self.cfg.generator.n_samples_per_prompt
-            / wall,
-        }
-
-    async def _read_usage(self) -> Metrics:
-        engines, trainer = await asyncio.gather(self.inference_engine_client.stats(), self.dispatch.stats())
-        return {
-            "engines": float(len(engines)),
-            "engines_busy": sum(e.busy_s for e in engines),
-            "tokens": float(sum(e.generated_tokens for e in engines)),
-            "trainer_busy": float(trainer["busy_s"]),
-        }
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.global_step % interval == 0

@@ -56,12 +56,12 @@ class ProgressRecorder:
     """The controller's side: a tracker that remembers what a view needs.
 
     Args:
-        total: steps of the whole run.
+        total: steps of the whole run; may be set when it is known.
         start: steps finished before this process (a resumed run).
     """
 
-    def __init__(self, total: int, *, start: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._step, self._clock = total, start, clock
+    def __init__(self, total: int = 0, *, start: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self._step, self._clock = total, start, clock
         self._begun = clock()
         self._phase = ""
         self._newest: dict[str, float | None] = {}
@@ -88,13 +88,13 @@ class ProgressRecorder:
         self._rows = {step: row for step, row in self._rows.items() if step > seen}
         rows = [(step, dict(self._rows[step])) for step in sorted(self._rows)]
         elapsed = self._clock() - self._begun
-        return ProgressReport(self._step, self._total, self._phase, dict(self._newest), rows, elapsed, self._eta())
+        return ProgressReport(self._step, self.total, self._phase, dict(self._newest), rows, elapsed, self._eta())
 
     def _eta(self) -> float | None:
         if len(self._ends) < 2:
             return None
         (first, begun), (last, ended) = self._ends[0], self._ends[-1]
-        left = (self._total - last) * (ended - begun) / (last - first)
+        left = (self.total - last) * (ended - begun) / (last - first)
         return max(0.0, left - (self._clock() - ended))
 
 

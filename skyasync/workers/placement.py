@@ -112,9 +112,7 @@ def reserve(slots: Slots, timeout_s: float) -> Placement:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group([dict(b) for b in slots.bundles], strategy="PACK")
-    try:
-        ray.get(group.ready(), timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError:
+    if not group.wait(timeout_s):
         remove_placement_group(group)
         asked = {name: sum(b.get(name, 0.0) for b in slots.bundles) for name in ("CPU", "GPU")}
         there = {name: ray.cluster_resources().get(name, 0.0) for name in ("CPU", "GPU")}
@@ -122,7 +120,7 @@ def reserve(slots: Slots, timeout_s: float) -> Placement:
             f"the cluster did not grant {asked} within {timeout_s:g} s (trainer.placement.timeout_s); it has {there} "
             f"in all: use fewer ranks (trainer.placement.policy_num_gpus_per_node) or engines "
             f"(generator.num_inference_engines)"
-        ) from None
+        )
     return Placement(slots, group)
 
 

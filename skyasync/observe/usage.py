@@ -1,0 +1,60 @@
+"""How busy the engines and the trainer were, by their own clocks.
+
+Invariant: the shares are measured where the work is done (wall time with work in hand), not inferred from
+who waited; overlapping phases are therefore not counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Usage:
+    """Counters since start: seconds of work (summed over engines), tokens generated, samples trained."""
+
+    engines: int
+    engines_busy_s: float
+    trainer_busy_s: float
+    tokens: int
+
+
+class UsageMeter:
+    """Differences between readings, as metrics.
+
+    Args:
+        client: its ``stats()`` gives one ``EngineStats`` per engine.
+        dispatch: its ``stats()`` gives ``busy_s``.
+    """
+
+    def __init__(self, client: Any, dispatch: Any) -> None:
+        self._client, self._dispatch = client, dispatch
+        self._last: Usage | None = None
+
+    async def read(self) -> Usage:
+        engines, trainer = await asyncio.gather(self._client.stats(), self._dispatch.stats())
+        return Usage(
+            engines=len(engines),
+            engines_busy_s=sum(e.busy_s for e in engines),
+            trainer_busy_s=float(trainer["busy_s"]),
+            tokens=sum(e.generated_tokens for e in engines),
+        )
+
+    async def start(self) -> None:
+        self._last = await self.read()
+
+    async def lap(self, wall_s: float, samples: int) -> dict[str, float]:
+        """Metrics of the ``wall_s`` seconds since the last call, in which ``samples`` were trained."""
+        before, now = self._last, await self.read()
+        assert before is not None, "start() comes first"
+        self._last, wall_s = now, max(wall_s, 1e-9)
+        engines_s = (now.engines_busy_s - before.engines_busy_s) / max(now.engines, 1)
+        return {
+            "time/step_s": wall_s,
+            "idle/engines": 1.0 - min(engines_s / wall_s, 1.0),
+            "idle/trainer": 1.0 - min((now.trainer_busy_s - before.trainer_busy_s) / wall_s, 1.0),
+            "throughput/tokens_per_s": (now.tokens - before.tokens) / wall_s,
+            "throughput/samples_per_s": samples / wall_s,
+        }
