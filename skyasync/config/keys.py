@@ -106,6 +106,8 @@ class Keys:
         if path in self.by_path:
             return self.by_path[path]
         parts = path.split(".")
+        if not all(parts) or "[" in path:
+            return None
         for length in range(len(parts) - 1, 0, -1):
             key = self.by_path.get(".".join(parts[:length]))
             if key is not None:

@@ -49,7 +49,8 @@ def _similarity(path: str, candidate: str) -> float:
         return 1.0 + whole
     if set(last.split("_")) < set(candidate_last.split("_")):
         return 0.7 + 0.2 * whole
-    return max(whole, 0.9 * _ratio(last, candidate_last) + 0.1 * whole)
+    # Mostly the last part: long common groups would make strangers look alike.
+    return 0.75 * _ratio(last, candidate_last) + 0.25 * whole
 
 
 def _ratio(left: str, right: str) -> float:

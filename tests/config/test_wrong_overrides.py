@@ -21,6 +21,10 @@ WRONG = [
     ("generator.temperature=0.7", "did you mean generator.sampling_params.temperature?"),
     ("data.traindata=a.parquet", "did you mean data.train_data?"),
     ("quux.zorp=1", "unknown key 'quux.zorp': see --help for all keys"),
+    ("trainer.flash_attn=true", "unknown key 'trainer.flash_attn': see --help trainer"),
+    ("trainer.policy.fsdp_config.cpu_offload=true", ": see --help trainer.policy"),
+    ("environment.env_config.=3", "environment.env_config is a value, not a group; write environment.env_config=VALUE"),
+    ("environment.env_config.a[0]=3", "environment.env_config is a value, not a group"),
     ("trainer.seed.value=1", "trainer.seed is a value, not a group; write trainer.seed=VALUE"),
     # other libraries' spellings
     ("rollout.max_head_offpolicyness=4", "AReaL spells it; here it is trainer.async_queue_size"),
