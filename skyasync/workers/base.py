@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -53,9 +52,9 @@ class ModelWorker:
         """Which model this worker holds."""
         raise NotImplementedError
 
-    def host(self) -> str:
-        """Address of this rank's machine, as its Ray node gave it."""
-        return ray.util.get_node_ip_address()
+    def node(self) -> tuple[str, str]:
+        """Identity and address of this rank's Ray node."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def open_rendezvous(self, host: str) -> int:
         """Rank 0 listens on a free port, which is returned; bound here, so nobody else can take it."""
@@ -124,6 +123,7 @@ class ModelWorker:
         with torch.no_grad():
             for micro in self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu):
                 scores = self.model(micro.layout.to(self.device), temperature=temperature).logprobs.cpu()
+                scores = scores[: len(micro.rows), : result.shape[1]]
                 result[micro.rows, : scores.shape[1]] = scores.float()
         return result
 
@@ -148,8 +148,9 @@ class ModelWorker:
                 hidden_size=self.model.model.config.hidden_size,
             )
         )
+        missing = self.agree_on_most(len(pieces)) - len(pieces)
         yield from pieces
-        for _ in range(self.agree_on_most(len(pieces)) - len(pieces)):
+        for _ in range(missing):
             yield empty_micro_batch(batch)
 
     def agree_on_most(self, count: int) -> int:
@@ -187,7 +188,7 @@ def empty_micro_batch(like: TrainingBatch) -> MicroBatch:
             return None
         return torch.zeros((1, 2) if tensor.dim() == 2 else (1,), dtype=tensor.dtype)
 
-    row = replace(like, **{name: blank(value) for name, value in vars(like).items()})
+    row = TrainingBatch(**{name: blank(value) for name, value in vars(like).items()})  # type: ignore[arg-type]
     row.attention_mask[:] = True
     piece = next(micro_batches(row, max_tokens=2, share_prefixes=False, hidden_size=1))
     return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)

@@ -6,6 +6,7 @@ stored by parameter name and shard offset: any number of ranks reads what any ot
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def save(state: dict[str, Tensor], folder: Path) -> None:
     """Every rank writes its shards into ``folder``, which must not hold another checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _one_rank_is_fine():
+    with _quietly():
         dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
@@ -84,12 +85,14 @@ def load(state: dict[str, Tensor], folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"no policy checkpoint in {folder}")
     reader = HuggingFaceStorageReader(str(folder))
-    with _one_rank_is_fine():
+    with _quietly():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 @contextmanager
-def _one_rank_is_fine() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
+    """Without the warning that one rank needs no process group, and a debug line per tensor (on Ray's stderr)."""
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

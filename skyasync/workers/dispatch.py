@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.base import ModelWorker
+from skyasync.workers.base import LOOPBACK, ModelWorker
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
@@ -133,7 +133,7 @@ class RankGroup:
         actor_class = ray.remote(max_restarts=0)(worker)
         device = "cuda" if placement.num_gpus else "cpu"
         threads = placement.threads or max(1, int(placement.num_cpus))
-        self._actors = [
+        self._actors: list[Any] = [
             actor_class.options(
                 num_cpus=placement.num_cpus,
                 num_gpus=placement.num_gpus,
@@ -149,7 +149,8 @@ class RankGroup:
         if self.ranks == 1:
             await self.call("setup")
             return
-        host = await self.call_first("host")
+        nodes = await self.call("node")
+        host = nodes[0][1] if len({node for node, _ in nodes}) > 1 else LOOPBACK
         port = await self.call_first("open_rendezvous", host)
         await self.call("setup", host, port)
 
@@ -159,7 +160,7 @@ class RankGroup:
 
     async def logprobs(self, batch: TrainingBatch) -> Tensor:
         shards = split_for_ranks(batch, self.ranks)
-        asked = replace(batch, **{name: None for name in _NOT_FOR_LOGPROBS})
+        asked = TrainingBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
         pieces = await self.call_each("logprobs", [asked.select(rows).trim() for rows in shards])
         result = torch.zeros(batch.tokens.shape)
         for rows, piece in zip(shards, pieces, strict=True):
@@ -210,19 +211,12 @@ class RankGroup:
             unfinished = [task for task in tasks if not task.done()]
             for task in unfinished:
                 task.cancel()
-        failures = [task.exception() for task in tasks if task.done() and not task.cancelled() and task.exception()]
-        if failures:
-            self._failure = failures[0]
-            self.kill()
-            await asyncio.gather(*unfinished, return_exceptions=True)
-            raise failures[0]
+        for failure in (task.exception() for task in tasks if task not in unfinished):
+            if failure is not None:
+                self._failure = failure
+                self.kill()
+                raise failure
         return [task.result() for task in tasks]
-
-
-_NOT_FOR_LOGPROBS = (
-    "behaviour_logprobs", "versions", "rewards", "proximal_logprobs", "reference_logprobs", "advantages",
-    "loss_weights",
-)  # fmt: skip
 
 
 async def _result(reference: Any) -> Any:

@@ -87,7 +87,9 @@ class TokenLogprobs(nn.Module):
         logprobs, entropy = self._score(hidden, layout.targets, temperature or self.temperature, with_entropy)
         return TokenScores(layout.to_rows(logprobs), None if entropy is None else layout.to_rows(entropy))
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _score(
+        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         head = self.model.get_output_embeddings()
         piece = max(1, MAX_LOGITS // self.model.config.vocab_size)
         if len(hidden) <= piece:

@@ -88,7 +88,7 @@ class PolicyWorker(ModelWorker):
 
     def _backward(self, micro: MicroBatch, totals: _Totals) -> None:
         batch = micro.batch
-        scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy=self.objective.needs_entropy)
+        scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy="entropy" in self.objective.needs)
         current = scores.logprobs
         proximal = current.detach() if batch.proximal_logprobs is None else self._here(batch.proximal_logprobs)
         mask = self._here(batch.loss_mask)
@@ -100,6 +100,7 @@ class PolicyWorker(ModelWorker):
             advantages=self._here(batch.advantages),
             mask=mask,
             entropy=scores.entropy,
+            selection=self._here(batch.selection),
         )
         # Where there is no loss token the loss has no meaning, and may be anything.
         loss = (self._here(batch.loss_weights) * token_loss.where(mask, 0.0)).sum()
@@ -112,7 +113,7 @@ class PolicyWorker(ModelWorker):
     def _clip(self) -> float:
         """Clip the gradient to the configured norm; returns the true global norm over all ranks' shards."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=self.device.type == "cuda" or None)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         value = float(norm)
         if not math.isfinite(value):

@@ -76,7 +76,7 @@ def test_gradient_checkpointing_changes_no_gradient(cfg: Config) -> None:
 
 
 def test_a_policy_gradient_step_equals_one_written_by_hand(cfg: Config) -> None:
-    """With proximal = current the loss is -advantage and its gradient -advantage * grad log p, whatever the clipping."""
+    """With proximal = current the gradient of the loss is -advantage * grad log p, whatever the clipping."""
     cfg.trainer.algorithm.off_policy_correction = "none"
     cfg.trainer.policy.optimizer_config.max_grad_norm = 0.0
     batch = make_batch()
