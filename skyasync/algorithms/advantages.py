@@ -144,12 +144,14 @@ def generalized(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float =
 
 
 @ADVANTAGE_ESTIMATORS.register("opo")
-def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Estimate:
+def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
     """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al. 2025 (OPO)."""
     total, lengths = scores(rewards), mask.sum(1).double()
     pool = _Pools(group_ids, ~total.isnan())
     baseline = pool.sum(lengths * total.double()) / pool.sum(lengths).clamp(min=1)
     baseline = torch.where(pool.constant(total.double()), total.double(), baseline)
+    if singleton_raw:
+        baseline = torch.where(pool.sizes == 1, 0, baseline)
     return broadcast(total - baseline.to(total.dtype), mask)
 
 

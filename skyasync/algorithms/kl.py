@@ -1,7 +1,8 @@
 """KL divergence to a reference policy, estimated from the sampled tokens; in the loss or in the reward.
 
 Invariant: ``[batch, length]`` in, ``[batch, length]`` out, token by token. p is the policy that sampled (with
-gradient in a loss), q the other one. k1 is unbiased with a high variance, k3 unbiased and never negative, k2 and abs are biased.
+gradient in a loss), q the other one. k1 is unbiased with a high variance, k3 unbiased and never negative; k2 and abs
+are biased.
 
 As a *loss* the gradient is what counts, and there k1's has mean 0 while k2's is that of the KL divergence:
 ``k1_straight_through`` and ``k3_straight_through`` have the value of k1 and k3 and the gradient of k2 (verl ``k1+``,

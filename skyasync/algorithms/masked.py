@@ -38,6 +38,11 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return (numerator - denominator).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
 
 
+def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    """``positive`` where the condition holds, else ``negative``, in the dtype of ``like`` (``where`` gives float32)."""
+    return torch.where(condition, like.new_tensor(positive), like.new_tensor(negative))
+
+
 def segment_ids(mask: Tensor) -> Tensor:
     """``[batch, length]``: number of the contiguous run of mask tokens (within its row) that a token lies in."""
     starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]

@@ -59,7 +59,7 @@ def overlong_penalty(
 
     Source: Yu et al. 2025 (DAPO), soft overlong punishment.
     """
-    excess = (lengths - (max_length - buffer)).clamp(min=0).to(torch.get_default_dtype())
+    excess = (lengths - (max_length - buffer)).clamp(min=0).double()
     return -(excess.clamp(max=buffer) if capped else excess) / buffer * factor
 
 

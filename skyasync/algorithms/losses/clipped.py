@@ -12,7 +12,7 @@ from torch import Tensor
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.corrections import truncate, zero_outside
 from skyasync.algorithms.kl import bernoulli_kl
-from skyasync.algorithms.masked import log_ratio, row_mean
+from skyasync.algorithms.masked import by_sign, log_ratio, row_mean
 from skyasync.algorithms.registries import POLICY_LOSSES
 
 Statistics = dict[str, Tensor]
@@ -96,7 +96,7 @@ def sapo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, t
     if sequence_level:
         log_r = row_mean(log_r, mask).expand_as(log_r)
         advantages = row_mean(advantages, mask).expand_as(advantages)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    tau = by_sign(advantages > 0, tau_pos, tau_neg, like=current)
     return -torch.sigmoid(tau * (log_r.exp() - 1)) * (4 / tau) * advantages
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.losses.clipped import Statistics, clipped_surrogate
-from skyasync.algorithms.masked import EXPONENT_BOUND, log_ratio, row_mean, row_sum
+from skyasync.algorithms.masked import EXPONENT_BOUND, by_sign, log_ratio, row_mean, row_sum
 from skyasync.algorithms.registries import POLICY_LOSSES
 
 
@@ -69,5 +69,5 @@ def vespo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, 
     """
     log_w = row_sum(log_ratio(current.detach(), anchor), mask).clamp(math.log(1e-8), EXPONENT_BOUND)
     positive = advantages >= 0
-    k, lam = torch.where(positive, k_pos, k_neg), torch.where(positive, lambda_pos, lambda_neg)
+    k, lam = by_sign(positive, k_pos, k_neg, current), by_sign(positive, lambda_pos, lambda_neg, current)
     return -(lam + k * log_w - lam * log_w.exp()).exp() * advantages * current
