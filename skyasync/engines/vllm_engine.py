@@ -8,21 +8,19 @@ tokens read keys and values of the former weights; that is what "keep" means). N
 that has no token yet is started over, and the prefix cache is salted with the version, so that no prompt
 finds the blocks of an older one.
 
-| who waits                | for what                      | woken by                                          |
-|--------------------------|-------------------------------|---------------------------------------------------|
-| ``generate``, ``stream`` | outputs of the core           | the core; its death (vLLM's monitor raises)       |
-| control calls            | the core's answer             | the core; its death (looked for every ``POLL_S``) |
-| ``score``                | as ``generate``; ``resume``   | as ``generate``                                   |
+| who waits                | for what                      | woken by                                        |
+|--------------------------|-------------------------------|-------------------------------------------------|
+| ``generate``, ``stream`` | outputs of the core           | the core; its death (vLLM's monitor raises)     |
+| ``score``                | the same, and for ``resume``  | the same                                        |
+| control calls            | the core's answer, each other | the core; its death (looked for every half second) |
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from skyasync.engines.process_guard import ProcessGuard
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
@@ -32,31 +30,18 @@ from skyasync.engines.protocol import (
     PauseMode,
 )
 from skyasync.engines.stopwatch import Stopwatch
-from skyasync.engines.vllm_setup import (
-    engine_arguments,
-    prepare_environment,
-    sampling_parameters,
-    scoring_parameters,
-)
-from skyasync.errors import MissingExtraError, UserError
+from skyasync.engines.vllm_core import VLLMCore
+from skyasync.engines.vllm_setup import sampling_parameters, scoring_parameters
+from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-T = TypeVar("T")
-POLL_S = 0.5  # how often a control call looks whether the core still lives
-_starting = threading.Lock()  # the environment belongs to the process: one engine starts at a time
-
-
-class EngineDiedError(RuntimeError):
-    """The engine's process has ended; whatever it was computing is lost."""
 
 
 @ENGINES.register("vllm")
 class VLLMEngine:
-    """See ``InferenceEngine`` for the methods.
+    """See ``InferenceEngine`` for the methods. After its death they raise ``vllm_core.EngineDiedError``.
 
     ``config.extra``: ``cpu_bind`` (cores for the threads, CPU), ``sleep_mode`` (allow ``sleep``, GPU),
     ``engine_index`` (place among the engines; needed by the nccl weight sync with several).
@@ -64,53 +49,25 @@ class VLLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._version = config.version
-        self._engine: AsyncLLM | None = None
-        self._guard: ProcessGuard | None = None
-        self._cpu = True
+        self._core = VLLMCore(config)
         self._in_flight: set[str] = set()
         self._restarting: set[str] = set()
-        self._scored = 0
+        self._scores = 0
         self._finished_tokens = 0
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
-        self._joined_transfer = False
-
-    # -- life ---------------------------------------------------------------------------------------------
+        self._joined_group = False
 
     async def start(self) -> None:
-        await asyncio.to_thread(self._load)
-        await self._call(self._llm.get_supported_tasks())  # vLLM remembers them; see _prompt
-        await self._call(self._llm.update_weight_version(str(self._version)))
-
-    def _load(self) -> None:
-        with _starting:
-            prepare_environment(self.config)
-            try:
-                from vllm.engine.arg_utils import AsyncEngineArgs
-                from vllm.platforms import current_platform
-                from vllm.v1.engine.async_llm import AsyncLLM
-            except ModuleNotFoundError as error:
-                raise MissingExtraError("vLLM", "vllm (with a GPU) or --extra cpu (without)") from error
-            self._cpu = current_platform.is_cpu()
-            arguments = AsyncEngineArgs(**engine_arguments(self.config, cpu=self._cpu))
-            self._guard = ProcessGuard()
-            with self._guard.marking():
-                self._engine = AsyncLLM.from_engine_args(arguments)
+        await self._core.start()
 
     async def shutdown(self) -> None:
-        engine, self._engine = self._engine, None
-        guard, self._guard = self._guard, None
-        if engine is not None:
-            engine.output_processor.propagate_error(EngineDiedError("the engine was shut down"))
-            await asyncio.to_thread(engine.shutdown)
-        if guard is not None:
-            await asyncio.to_thread(guard.close)
+        await self._core.shutdown()
 
     # -- requests -----------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        finished: list[GenerationOutput | BaseException] = []
+        finished: list[GenerationOutput | Exception] = []
         arrived = asyncio.Event()
 
         async def answer(request: GenerationRequest) -> None:
@@ -133,20 +90,16 @@ class VLLMEngine:
             for task in tasks:
                 task.cancel()
 
+    async def _answer(self, request: GenerationRequest) -> GenerationOutput:
+        outputs = [output async for output in self._outputs(request, streaming=False)]
+        return _answered(request, outputs[-1], self._core.versions(request.request_id, outputs[-1]))
+
     async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         sent = 0
         async for output in self._outputs(request, streaming=True):
-            delta = _answered(request, output, self._spans(request.request_id, output))
-            delta.versions = delta.versions[sent:]
-            sent += len(delta.token_ids)
-            yield delta
-
-    async def _answer(self, request: GenerationRequest) -> GenerationOutput:
-        answers = [
-            _answered(request, output, output.outputs[0].weight_versions)
-            async for output in self._outputs(request, streaming=False)
-        ]
-        return answers[-1]
+            versions = self._core.versions(request.request_id, output)
+            yield _answered(request, output, versions[sent:])
+            sent = len(versions)
 
     async def _outputs(self, request: GenerationRequest, *, streaming: bool) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs; a request that a weight update found without a token is started over."""
@@ -155,52 +108,39 @@ class VLLMEngine:
         self._in_flight.add(name)
         self._watch()
         try:
-            while True:
-                async for output in self._vllm_outputs(name, request.prompt_token_ids, parameters):
-                    if output.finished and name in self._restarting:
-                        continue
-                    if output.finished:
-                        self._finished_tokens += _length(output)
-                    yield output
-                if name not in self._restarting:
-                    return
+            finished = False
+            while not finished:
+                async for output in self._core.outputs(name, request.prompt_token_ids, parameters):
+                    finished = output.finished and name not in self._restarting
+                    if finished:
+                        self._finished_tokens += len(self._core.versions(name, output))
+                    if finished or not output.finished:
+                        yield output
                 self._restarting.discard(name)
         finally:
             self._in_flight.discard(name)
             self._restarting.discard(name)
             self._watch()
 
-    async def _vllm_outputs(self, name: str, tokens: Sequence[int], parameters: Any) -> AsyncIterator[RequestOutput]:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            # vLLM registers the request before its first suspension, so no weight update can come between
-            # the salt and the list of requests that have no token yet.
-            prompt = {"type": "token", "prompt_token_ids": list(tokens), "cache_salt": f"version {self._version}"}
-            async for output in self._llm.generate(prompt, parameters, name):
-                yield output
-        except EngineDeadError as error:
-            raise self._died() from error
-
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """As the protocol says. Waits for ``resume`` while paused; sequences shorter than ``max_model_len``."""
+        """As the protocol says; waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
         return await asyncio.gather(*(self._score(sequence) for sequence in sequences))
 
     async def _score(self, sequence: Sequence[int]) -> list[float]:
         if len(sequence) < 2:
             return []
         while True:  # until neither a weight update nor pause("abort") has cut it
-            self._scored += 1
-            name, scores = f"score-{id(self)}-{self._scored}", None
-            async for output in self._vllm_outputs(name, sequence, scoring_parameters()):
+            self._scores += 1
+            scores: Any = None
+            async for output in self._core.outputs(f"score-{self._scores}", sequence, scoring_parameters()):
                 scores = output.prompt_logprobs
-            if scores and len(scores) == len(sequence):  # the first token's entry is empty
+            if scores and len(scores) == len(sequence):  # the entry of the first token is empty
                 return list(scores.logprobs)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        names = self._in_flight if request_ids is None else self._in_flight & set(request_ids)
+        names = self._in_flight if request_ids is None else self._in_flight.intersection(request_ids)
         self._restarting -= names
-        await self._call(self._llm.abort(list(names)))
+        await self._core.call(self._core.llm.abort(list(names)))
 
     # -- control ------------------------------------------------------------------------------------------
 
@@ -215,17 +155,19 @@ class VLLMEngine:
     async def _pause(self, mode: PauseMode) -> None:
         # Not clear_cache, which would throw away the kept requests' cache and compute it anew. And not
         # AsyncLLM.pause_generation, which sleeps for 20 ms more: the stamps do not need it.
-        await self._call(self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        await self._core.call(self._core.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
         self._paused.switch(True)
         self._watch()
 
     async def _resume(self) -> None:
-        await self._call(self._llm.resume_generation())
+        await self._core.call(self._core.llm.resume_generation())
         self._paused.switch(False)
         self._watch()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """As the protocol says; an engine that is not paused is paused ("keep") for the update.
+
+        An update that fails may leave layers without weights: the engine gives up, and every call raises.
 
         Raises:
             ValueError: for a backend other than the one the engine was started with.
@@ -239,56 +181,67 @@ class VLLMEngine:
             was_paused = self._paused.on
             if not was_paused:
                 await self._pause("keep")
-            await self._transfer(update)
-            self._version = update.version
+            try:
+                await self._transfer(update)
+            except Exception as error:
+                self._core.give_up(f"the update to version {update.version} failed: {error}")
+                raise
+            self._core.version = update.version
             await self._restart_unbegun()
             if not was_paused:
                 await self._resume()
 
     async def _transfer(self, update: WeightUpdate) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        info = update.info
+        core, info = self._core, update.info
         if update.backend == "nccl":
-            from skyasync.weight_sync.nccl import join_info
-
-            if not self._joined_transfer:
-                join = join_info(info, self.config.extra.get("engine_index", 0), self.config.tensor_parallel_size)
-                await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(join)))
-                self._joined_transfer = True
+            await self._join_group(info)
             info = info["parameters"]
-        await self._call(self._llm.start_weight_update())
-        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(info)))
-        await self._call(self._llm.finish_weight_update(weight_version=str(update.version)))
+        await core.call(core.llm.start_weight_update())
+        await core.call(core.llm.update_weights(WeightTransferUpdateRequest(info)))
+        await core.call(core.llm.finish_weight_update(weight_version=str(update.version)))
+
+    async def _join_group(self, info: dict[str, Any]) -> None:
+        """Meet the trainer in its NCCL group, before the first update."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        from skyasync.weight_sync.nccl import worker_info
+
+        if not self._joined_group:
+            index = self.config.extra.get("engine_index", 0)
+            request = WeightTransferInitRequest(worker_info(info, index, self.config.tensor_parallel_size))
+            await self._core.call(self._core.llm.init_weight_transfer_engine(request))
+            self._joined_group = True
 
     async def _restart_unbegun(self) -> None:
         """Have the requests that vLLM holds without a token computed from the start, by the new weights."""
-        states = self._llm.output_processor.request_states.values()
-        names = [state.external_req_id for state in states if not state.weight_version_starts]
+        names = self._core.unbegun()
         self._restarting.update(self._in_flight.intersection(names))
-        await self._call(self._llm.abort(names))
+        await self._core.call(self._core.llm.abort(names))
 
     async def sleep(self) -> None:
-        """Free weights and cache (vLLM's level 2). GPU only, with ``config.extra["sleep_mode"]``."""
-        if self._cpu:
-            raise UserError("vLLM has no sleep mode on a CPU: use generator.backend=transformers there")
-        await self._call(self._llm.sleep(level=2, mode="wait"))
+        """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
+        self._refuse_on_cpu()
+        await self._core.call(self._core.llm.sleep(level=2, mode="wait"))
 
     async def wake(self) -> None:
-        if self._cpu:
+        self._refuse_on_cpu()
+        await self._core.call(self._core.llm.wake_up())
+
+    def _refuse_on_cpu(self) -> None:
+        if self._core.cpu:
             raise UserError("vLLM has no sleep mode on a CPU: use generator.backend=transformers there")
-        await self._call(self._llm.wake_up())
 
     # -- watching -----------------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
         """``running`` requests have a token; those that wait for their first one are ``waiting``."""
-        states = self._engine.output_processor.request_states.values() if self._engine else ()
-        begun = [state for state in states if state.weight_version_starts]
+        begun = self._core.begun_tokens()
         return EngineStats(
             running=len(begun),
-            waiting=len(self._in_flight) - len(begun),
-            generated_tokens=self._finished_tokens + sum(state.detokenizer.num_output_tokens() for state in begun),
+            waiting=max(len(self._in_flight) - len(begun), 0),
+            generated_tokens=self._finished_tokens + sum(begun),
             busy_s=self._busy.seconds,
             paused_s=self._paused.seconds,
         )
@@ -296,62 +249,21 @@ class VLLMEngine:
     def _watch(self) -> None:
         self._busy.switch(bool(self._in_flight) and not self._paused.on)
 
-    def _spans(self, name: str, output: RequestOutput) -> Any:
-        """Which tokens of the response so far carry which version: vLLM reports it with the last output only."""
-        from vllm.outputs import WeightVersionSpan
 
-        if output.finished:
-            return output.outputs[0].weight_versions
-        processor = self._llm.output_processor
-        state = processor.request_states[processor.external_req_ids[name][0]]
-        starts = state.weight_version_starts
-        ends = [start for _, start in starts[1:]] + [state.detokenizer.num_output_tokens()]
-        return [WeightVersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
-
-    @property
-    def _llm(self) -> AsyncLLM:
-        if self._engine is None:
-            raise EngineDiedError("the vLLM engine is not running: it was not started, or was shut down")
-        return self._engine
-
-    def _died(self) -> EngineDiedError:
-        return EngineDiedError(f"the vLLM engine of {self.config.model_path} died; its own log says why")
-
-    async def _call(self, answer: Awaitable[T]) -> T:
-        """Await an answer of the core. vLLM itself would wait for a dead one for ever."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        task = asyncio.ensure_future(answer)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=POLL_S)
-                if not task.done() and self._llm.errored:
-                    raise self._died()
-            return task.result()
-        except EngineDeadError as error:
-            raise self._died() from error
-        finally:
-            task.cancel()
-
-
-def _or_raise(output: GenerationOutput | BaseException) -> GenerationOutput:
-    if isinstance(output, BaseException):
+def _or_raise(output: GenerationOutput | Exception) -> GenerationOutput:
+    if isinstance(output, Exception):
         raise output
     return output
 
 
-def _length(output: RequestOutput) -> int:
-    """Tokens of a finished response, those already streamed included."""
-    return max((span.end for span in output.outputs[0].weight_versions or ()), default=0)
-
-
-def _answered(request: GenerationRequest, output: RequestOutput, spans: Any) -> GenerationOutput:
-    completion = output.outputs[0]
-    reason: Any = completion.finish_reason
+def _answered(request: GenerationRequest, output: RequestOutput, versions: list[int]) -> GenerationOutput:
+    completion: Any = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length", "abort", None):
+        raise RuntimeError(f"vLLM failed on request {request.request_id}: {completion.finish_reason}")
     return GenerationOutput(
         request_id=request.request_id,
         token_ids=list(completion.token_ids),
-        logprobs=list(completion.logprobs.logprobs) if completion.logprobs else [],
-        versions=[int(span.version) for span in spans or () for _ in range(span.start, span.end)],
-        finish_reason=reason if reason in ("stop", "length", "abort", None) else "abort",
+        logprobs=list(completion.logprobs.logprobs),
+        versions=versions,
+        finish_reason=completion.finish_reason,
     )

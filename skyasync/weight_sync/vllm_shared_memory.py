@@ -56,7 +56,8 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         weights = read_weights(update_info.path)
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(weights.items())
+        model: Any = self.model
+        model.load_weights(weights.items())
         finalize_layerwise_reload(self.model, self.model_config)
         for head, embedding in self._tied:
             retie(head, embedding)
@@ -81,7 +82,8 @@ def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
     copy that a CPU kernel had packed from the former weights would go on being used.
     """
     head.weight = embedding.weight
-    head.quant_method.process_weights_after_loading(head)
+    method: Any = head.quant_method
+    method.process_weights_after_loading(head)
 
 
 class WorkerExtension:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -22,7 +21,8 @@ from vllm.exceptions import VLLMValidationError
 
 from skyasync.engines.process_guard import guarded
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.vllm_engine import EngineDiedError, VLLMEngine
+from skyasync.engines.vllm_core import EngineDiedError
+from skyasync.engines.vllm_engine import VLLMEngine
 from skyasync.errors import UserError
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
@@ -51,7 +51,7 @@ class Engine(VLLMEngine):
         return [answers[request.request_id] for request in requests]
 
     async def sync(self, *, change: bool = True) -> int:
-        version = self._version + 1
+        version = self._core.version + 1
         if change:
             perturb(self.model, seed=version)
         update = publish(self.model, version)
@@ -60,10 +60,7 @@ class Engine(VLLMEngine):
         return version
 
     async def until_running(self, count: int) -> None:
-        await until(lambda: sum(bool(s.weight_version_starts) for s in self._states()) >= count)
-
-    def _states(self) -> list[Any]:
-        return list(self._llm.output_processor.request_states.values())
+        await until(lambda: len(self._core.begun_tokens()) >= count)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -186,7 +183,7 @@ async def test_streamed_parts_add_up_to_the_answer(engine: Engine) -> None:
 
 
 async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token_exactly(engine: Engine) -> None:
-    old_version, old_model = engine._version, _copy(engine.model)
+    old_version, old_model = engine._core.version, _copy(engine.model)
     requests = [GenerationRequest(f"swap-{i}", [2 + i, 5, 6], LONG) for i in range(64)]
     answers = asyncio.create_task(engine.answer(*requests))
     await engine.until_running(MAX_RUNNING)
@@ -230,11 +227,11 @@ def _copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 async def test_streamed_tokens_carry_the_version_of_their_own_time(engine: Engine) -> None:
-    old = engine._version
+    old = engine._core.version
     parts = []
     async for part in engine.stream(GenerationRequest("stream-swap", [3, 4], LONG)):
         parts.append(part)
-        if sum(len(p.token_ids) for p in parts) >= 20 and engine._version == old:
+        if sum(len(p.token_ids) for p in parts) >= 20 and engine._core.version == old:
             await engine.sync()
     versions = [version for part in parts for version in part.versions]
     assert len(versions) == 300 and versions == sorted(versions) and set(versions) == {old, old + 1}
@@ -246,7 +243,7 @@ async def test_no_prompt_finds_the_cache_of_older_weights(engine: Engine) -> Non
     await engine.answer(request("fills", prompt, max_tokens=4, ignore_eos=True))
     await engine.pause()
     waiting = asyncio.create_task(engine.answer(request("waits", prompt, max_tokens=4, ignore_eos=True)))
-    await until(lambda: bool(engine._states()))
+    await until(lambda: bool(engine._core.states()))
     version = await engine.sync()
     await engine.resume()
     (fresh,) = await engine.answer(request("fresh", prompt, max_tokens=4, ignore_eos=True))
@@ -261,7 +258,7 @@ async def test_paused_means_that_no_token_is_computed_and_new_requests_wait(engi
     await engine.pause("keep")
     paused = await engine.stats()
     late = asyncio.create_task(engine.answer(request("late", max_tokens=3, ignore_eos=True)))
-    await engine._llm.get_weight_version()  # a round trip through the core
+    await engine._core.llm.get_weight_version()  # a round trip through the core
     still = await engine.stats()
     assert still.generated_tokens == paused.generated_tokens
     assert still.busy_s == paused.busy_s and still.paused_s > paused.paused_s
@@ -303,7 +300,7 @@ async def test_leaving_generate_early_frees_the_engine(engine: Engine) -> None:
     answers.cancel()
     with pytest.raises(asyncio.CancelledError):
         await answers
-    await until(lambda: not engine._states())
+    await until(lambda: not engine._core.states())
     stats = await engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
 
@@ -319,12 +316,11 @@ async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
 
 async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     """The last test of the file: it kills the engine."""
-    assert engine._guard is not None
     answers = asyncio.create_task(engine.answer(GenerationRequest("doomed", [2, 3], LONG)))
     await engine.until_running(1)
     await engine.pause("keep")
     draining = asyncio.create_task(engine.score([[2, 3, 4]]))
-    for process in guarded(engine._guard.mark):
+    for process in guarded(engine._core.process_mark):
         os.kill(process, signal.SIGKILL)
     for waiting in (answers, draining, engine.resume(), engine.answer(request("next")), engine.score([[2, 3]])):
         with pytest.raises(EngineDiedError):
@@ -340,7 +336,7 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
         "async def main():\n"
         f"    engine = VLLMEngine(EngineConfig({str(tmp_path)!r}, max_model_len=64, threads=1, kv_cache_gb=0.1))\n"
         "    await engine.start()\n"
-        "    print('mark', engine._guard.mark, flush=True)\n"
+        "    print('mark', engine._core.process_mark, flush=True)\n"
         "    await asyncio.sleep(1000)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"

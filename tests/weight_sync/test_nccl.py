@@ -1,0 +1,90 @@
+"""What can be known of the NCCL sync without a GPU: both ends are told the same, and vLLM would accept it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
+
+RENDEZVOUS = Rendezvous("127.0.0.1", 29500, engine_workers=6)
+
+
+def model() -> nn.Module:
+    layers = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 3), nn.Linear(4, 11, bias=False))
+    layers[2].weight = layers[0].weight  # tied
+    layers[1].bias.data = layers[1].bias.data.double()
+    return layers
+
+
+def test_message_and_iteration_enumerate_the_same_parameters() -> None:
+    for dtype in (None, torch.bfloat16):
+        sender = NCCLSender(model(), RENDEZVOUS, rank=0, dtype=dtype)
+        parameters = sender.update(7).info["parameters"]
+        sent = list(sender)
+        assert parameters["names"] == [name for name, _ in sent] == ["0.weight", "1.weight", "1.bias"]
+        assert parameters["shapes"] == [list(tensor.shape) for _, tensor in sent]
+        assert [getattr(torch, name) for name in parameters["dtype_names"]] == [tensor.dtype for _, tensor in sent]
+
+
+def test_every_worker_of_every_engine_has_a_rank_of_its_own() -> None:
+    info = NCCLSender(model(), RENDEZVOUS, rank=0).update(1).info
+    offsets = [worker_info(info, engine, workers_per_engine=2)["rank_offset"] for engine in range(3)]
+    ranks = {offset + worker for offset in offsets for worker in range(2)}
+    assert ranks | {0} == set(range(info["rendezvous"]["world_size"]))
+
+
+@pytest.mark.vllm
+def test_both_ends_get_what_vllms_own_sender_would_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer import nccl_engine
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    told: dict[str, Any] = {}
+
+    class Recorder:
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            told["init"] = init_info
+
+        def start_weight_update(self) -> None: ...
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            told["update"] = update_info
+
+        def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: None)
+    monkeypatch.setattr(nccl_engine.NCCLTrainerWeightTransferEngine, "_broadcast", lambda *_: None)
+    group = nccl_engine.NCCLTrainerInitInfo("127.0.0.1", 29500, 7, rank=0)
+    theirs = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
+        group, client=Recorder(), source=ModuleSource(model())
+    )
+    theirs.send_weights()
+
+    info = NCCLSender(model(), RENDEZVOUS, rank=0).update(1).info
+    assert info["parameters"] == told["update"]
+    nccl_engine.NCCLWeightTransferUpdateInfo(**info["parameters"])
+    ours = nccl_engine.NCCLWeightTransferInitInfo(**worker_info(info, 0, 1))
+    assert ours == nccl_engine.NCCLWeightTransferInitInfo(**told["init"])
+
+
+@pytest.mark.vllm
+def test_other_trainer_ranks_gather_without_joining_the_group() -> None:
+    pytest.importorskip("vllm")
+    gathered: list[str] = []
+
+    class Counting(NCCLSender):
+        def __iter__(self) -> Any:
+            for name, tensor in super().__iter__():
+                gathered.append(name)
+                yield name, tensor
+
+    sender = Counting(model(), RENDEZVOUS, rank=1)
+    sender.send()
+    sender.send()
+    assert gathered == ["0.weight", "1.weight", "1.bias"] * 2
+    sender.close()
+    sender.close()
