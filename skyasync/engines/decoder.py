@@ -118,6 +118,7 @@ class Decoder:
     def submit(self, rows: Iterable[Row]) -> None:
         self._waiting.extend(rows)
 
+    @torch.inference_mode()
     def abort(self, ids: Collection[str] | None) -> list[Row]:
         """Take out the requests with these ids (None: all) and return them, their outputs marked as aborted."""
         everywhere = [*self._running, *self._admitted, *self._waiting]
@@ -132,6 +133,7 @@ class Decoder:
     def free_cache(self) -> None:
         self._cache = None
 
+    @torch.inference_mode()
     def step(self) -> list[Row]:
         """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token."""
         if not self._admitted:

@@ -27,12 +27,12 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
-    WeightUpdate,
 )
 from skyasync.engines.sampling import stream_key
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
 from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.weight_sync.update import WeightUpdate
 
 
 class Reply:
@@ -69,15 +69,14 @@ class EmbeddedCore:
         self._paused_s = 0.0
         self._paused_since: float | None = None
 
-    @torch.inference_mode()
     def work(self) -> bool:
         """Compute one token for every running request; false when there is nothing to do."""
         if self._state == "paused" or not self._decoder.busy:
             return False
         started = time.perf_counter()
         rows = self._decoder.step()
+        self._busy_s += time.perf_counter() - started  # counted before anyone can know of the tokens
         self._report(row for row in rows if row.streamed or row.output.finish_reason)
-        self._busy_s += time.perf_counter() - started
         if self._state == "draining" and not self._decoder.busy:
             self._enter("paused")
         return True
@@ -125,7 +124,6 @@ class EmbeddedCore:
         self._held = [row for row in self._held if row.output.finish_reason is None]
         self._report(cut)
 
-    @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> None:
         if update.backend != "shared_memory":
             raise UserError(
@@ -134,7 +132,6 @@ class EmbeddedCore:
         self._model.load_weights(read_weights(update.info["path"]))
         self._decoder.version = update.version
 
-    @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._model.score(sequences)
 

@@ -95,6 +95,7 @@ class EmbeddedModel:
             use_cache=True,
         ).logits[:, -1]
 
+    @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first, temperature 1, in float32; one list per sequence."""
         scores: list[list[float]] = [[] for _ in sequences]
@@ -106,6 +107,7 @@ class EmbeddedModel:
                 scores[i] = row[: len(sequences[i]) - 1].tolist()
         return scores
 
+    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Copy ``weights`` into the model. Of tied names any one suffices.
 
@@ -127,9 +129,8 @@ class EmbeddedModel:
         ]
         if shapes:
             raise UserError(f"weight update refused: {'; '.join(shapes)}")
-        with torch.no_grad():
-            for names in aliases.values():
-                state[names[0]].copy_(next(weights[name] for name in names if name in weights))
+        for names in aliases.values():
+            state[names[0]].copy_(next(weights[name] for name in names if name in weights))
 
     def _score(self, sequences: list[Sequence[int]]) -> Tensor:
         tokens = self._right_padded(sequences)

@@ -86,7 +86,8 @@ class SlotCache(Cache):
         """Copy the first ``width`` columns of slots ``sources`` to slots ``targets`` (disjoint)."""
         for layer in self.layers:
             for tensor in (layer.keys, layer.values):
-                tensor[list(targets), :, :width] = tensor[list(sources), :, :width]
+                for source, target in zip(sources, targets, strict=True):
+                    tensor[target, :, :width] = tensor[source, :, :width]
 
     def at(self, columns: Tensor, width: int) -> SlotCache:
         """Set where the next token of each running slot goes, and how many columns attention reads."""

@@ -11,7 +11,8 @@ Its loop is compared with the library's own cores by ``benchmarks/embedded_engin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from skyasync.engines.embedded_core import EmbeddedCore, Reply
@@ -22,10 +23,10 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
-    WeightUpdate,
 )
 from skyasync.engines.worker_thread import WorkerThread
 from skyasync.errors import UserError
+from skyasync.weight_sync.update import WeightUpdate
 
 T = TypeVar("T")
 
@@ -54,13 +55,15 @@ class TransformersEngine:
         Raises:
             UserError: for a request that can never be answered; none of ``requests`` is started then.
         """
-        async for outputs in self._outputs(requests, streamed=False):
-            yield outputs
+        async with aclosing(self._outputs(requests, streamed=False)) as news:
+            async for outputs in news:
+                yield outputs
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        async for outputs in self._outputs([request], streamed=True):
-            for output in outputs:
-                yield output
+        async with aclosing(self._outputs([request], streamed=True)) as news:
+            async for outputs in news:
+                for output in outputs:
+                    yield output
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         for sequence in sequences:
@@ -128,7 +131,7 @@ class TransformersEngine:
 
     async def _outputs(
         self, requests: Sequence[GenerationRequest], streamed: bool
-    ) -> AsyncIterator[list[GenerationOutput]]:
+    ) -> AsyncGenerator[list[GenerationOutput], None]:
         for request in requests:
             check_request(request, self._config.max_model_len)
         reply = Reply()
