@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyasync.algorithms.binding import bind, configured, setting
 from skyasync.algorithms.masked import whiten
-from skyasync.algorithms.normalization import _Pools, normalize
+from skyasync.algorithms.normalization import Pools, normalize
 from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.returns import discounted_returns, gae
 from skyasync.algorithms.shaping import shape_rewards
@@ -90,7 +90,7 @@ def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6
     Source: Tajwar et al. 2026 (maximum-likelihood RL).
     """
     total = scores(rewards)
-    pool = _Pools(group_ids, ~total.isnan())
+    pool = Pools(group_ids, ~total.isnan())
     centred = normalize(total, group_ids, std="none")
     advantages = centred / (pool.mean(total.double()) + eps).to(total.dtype)
     alone = total if singleton_raw else torch.zeros_like(total)
@@ -147,7 +147,7 @@ def generalized(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float =
 def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
     """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al. 2025 (OPO)."""
     total, lengths = scores(rewards), mask.sum(1).double()
-    pool = _Pools(group_ids, ~total.isnan())
+    pool = Pools(group_ids, ~total.isnan())
     baseline = pool.sum(lengths * total.double()) / pool.sum(lengths).clamp(min=1)
     baseline = torch.where(pool.constant(total.double()), total.double(), baseline)
     if singleton_raw:
@@ -171,10 +171,10 @@ def grpo_passk(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float =
     Source: verl ``grpo_passk``. A group whose best is shared gets 0.
     """
     total = scores(rewards).double()
-    pool = _Pools(group_ids, ~total.isnan())
+    pool = Pools(group_ids, ~total.isnan())
     best = pool.extreme(total, "amax")
     is_best = total == best
-    second = _Pools(group_ids, ~is_best).extreme(total, "amax")
+    second = Pools(group_ids, ~is_best).extreme(total, "amax")
     shared = pool.sum(is_best.double()) > 1
     gap = torch.where(is_best & ~shared & second.isfinite(), best - second, 0)
     if norm_by_std:

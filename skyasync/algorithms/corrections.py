@@ -1,6 +1,7 @@
 """Weights for samples of an older, or numerically slightly different, policy.
 
-Invariant: a correction is a detached factor per token, ``[batch, length]``, made of proximal and behaviour
+Invariant: a correction is a detached factor of each token's loss, ``[batch, length]`` or, for one number per
+sequence, ``[batch, 1]``, made of proximal and behaviour
 log-probabilities only (``negative_mask``: and of advantages); it multiplies the policy loss and leaves the loss
 weights alone, so a dropped token still counts in the denominator (OpenRLHF, SkyRL, TRL, AReaL; verl's rejection
 shrinks it). Where behaviour and proximal policy are equal, every correction is 1. A sequence-level one depends on
@@ -38,7 +39,7 @@ def inside(weights: Tensor, low: float, high: float) -> Tensor:
 
 
 def summarize(values: Tensor, mask: Tensor, level: str) -> Tensor:
-    """``[batch, length]``: each token's value, or its row's sum, mean, maximum or minimum, or its segment's mean.
+    """Each token's value or its segment's mean, ``[batch, length]``; its row's sum, mean or extreme, ``[batch, 1]``.
 
     Raises:
         UserError: for an unknown level.
@@ -53,13 +54,20 @@ def summarize(values: Tensor, mask: Tensor, level: str) -> Tensor:
     }
     if level not in summaries:
         raise UserError(unknown("level", level, summaries))
-    return summaries[level]().expand_as(values)
+    return summaries[level]()
 
 
 def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """``w`` at the given level, detached, ``[batch, length]``; whatever stands outside the mask is not to be used."""
-    log_w = summarize(torch.where(mask, proximal - behaviour, 0).detach(), mask, level)
-    return log_w.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+    """``w`` at the given level, detached; 1 outside the mask. Shapes as of ``summarize``."""
+    return _exp(summarize(_log_weights(proximal, behaviour, mask), mask, level))
+
+
+def _log_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, proximal.detach() - behaviour.detach(), 0)
+
+
+def _exp(log_weights: Tensor) -> Tensor:
+    return log_weights.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
 def normalize_weights(weights: Tensor, mask: Tensor, *, per_sequence: bool = False) -> Tensor:
@@ -138,8 +146,8 @@ def sequence_mask_tis(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low:
 
     Source: OpenRLHF ``seq-mask-tis``, which documents the truncated weight but multiplies the raw one.
     """
-    keep = geometric_mask(proximal, behaviour, mask, low=low, high=high)
-    return keep * token_tis(proximal, behaviour, mask, low=0.0, high=cap)
+    log_w = _log_weights(proximal, behaviour, mask)
+    return inside(_exp(row_mean(log_w, mask)), low, high) * truncate(_exp(log_w), 0.0, cap)
 
 
 @CORRECTIONS.register("token_mask")
@@ -194,8 +202,7 @@ def kl_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, estimator: str
     Source: verl ``rollout_rs`` (whose k1 bounds are logarithms of bounds on behaviour / proximal), AReaL
     ``RejectionSamplingConfig``.
     """
-    first, second = torch.where(mask, behaviour, 0).detach(), torch.where(mask, proximal, 0).detach()
-    return inside(summarize(kl_estimate(first, second, estimator), mask, level), low, high)
+    return inside(summarize(kl_estimate(behaviour.detach(), proximal.detach(), estimator), mask, level), low, high)
 
 
 @CORRECTIONS.register("negative_mask")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.binding import setting
-from skyasync.algorithms.masked import EXPONENT_BOUND, masked_mean
+from skyasync.algorithms.masked import log_ratio, masked_mean
 from skyasync.algorithms.registries import KL_ESTIMATORS
 
 
@@ -44,7 +44,7 @@ def k2(current: Tensor, reference: Tensor) -> Tensor:
 @KL_ESTIMATORS.register("k3")
 def k3(current: Tensor, reference: Tensor) -> Tensor:
     """``q / p - 1 - log(q / p)``, the log-ratio bounded to ±20."""
-    x = (reference - current).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    x = log_ratio(reference, current)
     return x.exp() - 1 - x
 
 

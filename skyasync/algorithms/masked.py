@@ -35,7 +35,8 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """``log(p / q)`` per token, bounded to ±20 so that its exponential stays finite (gradient 0 beyond)."""
-    return (numerator - denominator).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    # Not clamp(): hardtanh is the same, with one kernel in the backward pass in place of four.
+    return torch.nn.functional.hardtanh(numerator - denominator, -EXPONENT_BOUND, EXPONENT_BOUND)
 
 
 def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
@@ -43,19 +44,23 @@ def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -
     return torch.where(condition, like.new_tensor(positive), like.new_tensor(negative))
 
 
-def segment_ids(mask: Tensor) -> Tensor:
-    """``[batch, length]``: number of the contiguous run of mask tokens (within its row) that a token lies in."""
-    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-    return torch.where(mask, starts.cumsum(1), 0)
-
-
 def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each contiguous run of mask tokens, given to each of its tokens; 0 outside the mask."""
-    ids = segment_ids(mask)
-    width = int(ids.max()) + 1 if ids.numel() else 1
-    totals = values.new_zeros(len(values), width).scatter_add(1, ids, torch.where(mask, values, 0))
-    counts = values.new_zeros(len(values), width).scatter_add(1, ids, mask.to(values.dtype))
-    return torch.where(mask, (totals / counts.clamp(min=1)).gather(1, ids), 0)
+    """Mean over each contiguous run of mask tokens, given to each of its tokens; 0 outside the mask. No gradient.
+
+    Found by the places where the mask changes, of which there are few, so that a scatter over all tokens is spared.
+    """
+    rows, length = mask.shape
+    width = length + 1  # a column of padding keeps the runs of neighbouring rows apart
+    bounded = torch.nn.functional.pad(mask, (1, 1))
+    start, end = (bounded[:, 1:] != bounded[:, :-1]).flatten().nonzero().view(-1, 2).unbind(1)
+    padded = torch.nn.functional.pad(torch.where(mask, values.detach(), 0), (0, 1)).flatten()
+    running = torch.nn.functional.pad(padded.double().cumsum(0), (1, 0))
+    means = (running[end] - running[start]) / (end - start)
+    edges = torch.stack([start, end], 1).flatten()  # the flat batch is gap, run, gap, run, ..., gap
+    repeats = torch.diff(edges, prepend=edges.new_zeros(1), append=edges.new_tensor([rows * width]))
+    pieces = torch.nn.functional.pad(torch.stack([torch.zeros_like(means), means], 1).flatten(), (0, 1))
+    spread = pieces.to(values.dtype).repeat_interleave(repeats, output_size=rows * width)
+    return spread.view(rows, width)[:, :length]
 
 
 def whiten(values: Tensor, mask: Tensor, *, scale: bool = True, unbiased: bool = True, eps: float = 1e-8,

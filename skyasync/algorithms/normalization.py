@@ -30,8 +30,8 @@ def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: st
     values = scores.double()
     known = ~values.isnan()
     values = torch.where(known, values, 0)
-    groups = _Pools(group_ids, known)
-    pools = {"group": groups, "batch": _Pools(torch.zeros_like(group_ids), known)}
+    groups = Pools(group_ids, known)
+    pools = {"group": groups, "batch": Pools(torch.zeros_like(group_ids), known)}
     centred = values if mean == "none" else _centre(values, pools[mean], leave_one_out)
     result = centred
     if std != "none":
@@ -49,17 +49,17 @@ def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: st
 def group_mean(scores: Tensor, group_ids: Tensor) -> Tensor:
     """``[batch]``: the mean score of each sample's group."""
     values = scores.double()
-    return _Pools(group_ids, ~values.isnan()).mean(values).to(scores.dtype)
+    return Pools(group_ids, ~values.isnan()).mean(values).to(scores.dtype)
 
 
-def _centre(values: Tensor, pool: _Pools, leave_one_out: bool) -> Tensor:
+def _centre(values: Tensor, pool: Pools, leave_one_out: bool) -> Tensor:
     centred = values - pool.mean(values)
     if leave_one_out:
         centred = centred * pool.sizes / (pool.sizes - 1).clamp(min=1)
     return torch.where(pool.constant(values), 0, centred)
 
 
-class _Pools:
+class Pools:
     """Sums over the known members of each pool, handed back to every sample (``[batch]``)."""
 
     def __init__(self, ids: Tensor, known: Tensor) -> None:

@@ -28,6 +28,7 @@ from skyasync.errors import UserError
 __all__ = ["Objective", "loss_weights"]
 
 POLICIES = frozenset({"proximal", "behaviour", "reference"})
+_PER_TOKEN = frozenset({"proximal", "behaviour", "advantages"})
 
 
 class Objective:
@@ -87,7 +88,7 @@ class Objective:
         entropy: Tensor | None = None,
         selection: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token, 0 outside the mask, and statistics of each token; all ``[batch, length]``.
+        """Loss of each token, 0 outside the mask, and its statistics (float or bool); all ``[batch, length]``.
 
         A missing ``proximal`` is ``current.detach()``. What stands outside the mask has no influence.
 
@@ -99,21 +100,24 @@ class Objective:
             ValueError: if a tensor that the objective needs is missing.
         """
         given = {
-            "current": current, "proximal": current.detach() if proximal is None else proximal, "behaviour": behaviour,
-            "reference": reference, "advantages": advantages, "entropy": entropy,
+            "current": torch.where(mask, current, 0), "proximal": current.detach() if proximal is None else proximal,
+            "behaviour": behaviour, "reference": reference, "advantages": advantages, "entropy": entropy, "mask": mask,
+            "selection": selection,
         }  # fmt: skip
-        tensors = {name: torch.where(mask, t, 0) for name, t in given.items() if t is not None}
-        tensors |= {"mask": mask} | ({} if selection is None else {"selection": selection})
+        tensors = {name: t for name, t in given.items() if t is not None}
         self._check(tensors)
+        if "mask" in self._loss.inputs:  # tokens of a row meet each other: those outside the mask must be harmless
+            tensors |= {name: torch.where(mask, t, 0) for name, t in tensors.items() if name in _PER_TOKEN}
         tensors["anchor"] = tensors.get(self.anchor, tensors["proximal"])
         outcome = self._loss(tensors)
         loss, statistics = outcome if isinstance(outcome, tuple) else (outcome, {})
         loss, statistics = self._correct(loss, statistics, tensors)
         loss = self._regularize(loss, statistics, tensors)
         with torch.no_grad():
-            drift = tensors["current"] - tensors["anchor"]
-            statistics |= {"ratio": drift.exp(), "approx_kl": -drift}
-        return torch.where(mask, loss, 0), {name: s.detach().to(loss.dtype) for name, s in statistics.items()}
+            statistics["approx_kl"] = tensors["anchor"] - tensors["current"]
+            if "ratio" not in statistics:
+                statistics["ratio"] = log_ratio(tensors["current"], tensors["anchor"]).exp()
+        return torch.where(mask, loss, 0), {name: value.detach() for name, value in statistics.items()}
 
     def prepare(self, batch: Any) -> dict[str, Tensor]:
         """What ``token_loss`` must be given besides, made on a whole mini-batch; empty for most objectives.
@@ -160,7 +164,7 @@ class Objective:
         weight = self._corrections[0](tensors)
         for correction in self._corrections[1:]:
             weight = weight * correction(tensors)
-        return loss * weight, {**statistics, "correction_weight": weight}
+        return loss * weight, {**statistics, "correction_weight": weight.expand_as(loss)}
 
     def _regularize(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> Tensor:
         if self._kl_coef:

@@ -27,7 +27,7 @@ class Case:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw, self.id, self.name, self.peer = raw, raw["id"], raw["name"], raw["peer"]
         self.params, self.inputs, self.expected = raw["params"], raw["inputs"], raw["expected"]
-        self.metrics, self.grad, self.bug = raw.get("metrics") or {}, raw.get("grad"), raw["peer_bug"]
+        self.metrics, self.grad, self.bug = raw.get("metrics") or {}, raw.get("grad"), raw.get("peer_bug", False)
         self.leaf = ("values" if raw["kind"] == "value_loss" else "log_probs") if self.grad is not None else ""
         self._tensors: dict[str, Tensor] = {}
 
@@ -97,10 +97,8 @@ def assert_close(case: Case, what: str, got: Any, expected: Any, rtol: float = 0
     wanted = tensor(expected)
     got = got.double() if isinstance(got, Tensor) else tensor(got)
     mask = case.mask
-    if mask is not None and got.shape == mask.shape:
-        wanted = wanted.expand_as(got)
-        if what != "grad":
-            got, wanted = got[mask], wanted[mask]
+    if mask is not None and mask.shape in (got.shape, wanted.shape) and what != "grad":
+        got, wanted = got.expand_as(mask)[mask], wanted.expand_as(mask)[mask]
     tolerance = case.raw["tolerance"]
     bounds = {"rtol": max(tolerance["rtol"], rtol), "atol": max(tolerance["atol"], rtol)}
     torch.testing.assert_close(got.detach(), wanted, msg=lambda m: f"{case.id}: {what}: {m}", **bounds)

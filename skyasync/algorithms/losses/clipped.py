@@ -22,14 +22,21 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_hig
                       dual_clip: float = 0.0) -> tuple[Tensor, Statistics]:  # fmt: skip
     """``-min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)``; for A < 0 at most ``-dual_clip A`` where that is set.
 
-    ``clip_fraction`` marks the tokens on which the clipped term is strictly the smaller one, before any dual clip.
+    Statistics: ``ratio``, and ``clip_fraction``: the tokens on which the clipped term is strictly the smaller one,
+    before any dual clip. The terms that bound are constants where they win, so they are made without a graph: that is
+    half of the backward pass.
     """
     unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
-    surrogate = torch.minimum(unclipped, clipped)
+    with torch.no_grad():
+        clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+        frozen = clipped < unclipped
+    surrogate = torch.where(frozen, clipped, unclipped)
     if dual_clip:
-        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
-    return -surrogate, {"clip_fraction": clipped.detach() < unclipped.detach()}
+        with torch.no_grad():
+            floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+            below = surrogate < floor
+        surrogate = torch.where(below, floor, surrogate)
+    return -surrogate, {"clip_fraction": frozen, "ratio": ratio.detach()}
 
 
 @POLICY_LOSSES.register("ppo")

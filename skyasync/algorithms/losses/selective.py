@@ -83,9 +83,9 @@ def clip_cov(current: Tensor, anchor: Tensor, advantages: Tensor, selection: Ten
 
     Source: Cui et al. 2025 (the entropy mechanism); ``clip_fraction`` marks the selected tokens.
     """
-    loss, _ = clipped_surrogate(log_ratio(current, anchor).exp(), advantages, eps_low, eps_high)
+    loss, statistics = clipped_surrogate(log_ratio(current, anchor).exp(), advantages, eps_low, eps_high)
     chosen = selection.bool()
-    return torch.where(chosen, 0, loss), {"clip_fraction": chosen}
+    return torch.where(chosen, 0, loss), {**statistics, "clip_fraction": chosen}
 
 
 @POLICY_LOSSES.register("kl_cov")

@@ -42,7 +42,7 @@ def gspo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, e
     if mean_advantage:
         advantages = row_mean(advantages, mask)
     loss, statistics = clipped_surrogate(log_s.exp(), advantages, eps_low, eps_high)
-    return loss.expand_as(current), {"clip_fraction": statistics["clip_fraction"].expand_as(current)}
+    return loss.expand_as(current), {name: value.expand_as(current) for name, value in statistics.items()}
 
 
 @POLICY_LOSSES.register("gmpo")
@@ -54,10 +54,12 @@ def gmpo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, e
     Use it with the reduction ``sequence_mean``. Source: Zhao et al. 2025 (geometric-mean policy optimisation).
     """
     x = log_ratio(current, anchor)
-    clipped = x.clamp(-eps_low, eps_high)
-    y = torch.where(advantages > 0, torch.minimum(x, clipped), torch.maximum(x, clipped))
+    with torch.no_grad():
+        frozen = torch.where(advantages > 0, x > eps_high, x < -eps_low)
+        bound = by_sign(advantages > 0, eps_high, -eps_low, like=x)
+    y = torch.where(frozen, bound, x)
     loss = -row_mean(advantages, mask) * row_mean(y, mask).exp()
-    return loss.expand_as(current), {"clip_fraction": y.detach() != x.detach()}
+    return loss.expand_as(current), {"clip_fraction": frozen}
 
 
 @POLICY_LOSSES.register("vespo")
