@@ -19,9 +19,11 @@ from typing import Any
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, ProgressView
+from skyasync.registry import UserParts, add_user_parts, user_parts
 
 POLL_S = 0.5
 GRACE_S = 30.0
+START_S = 120.0
 
 
 class _Recording(TrainerCallback):
@@ -36,9 +38,15 @@ class _Recording(TrainerCallback):
 
 
 class Controller:
-    """Lives in a Ray actor and holds the experiment's parts."""
+    """Lives in a Ray actor and holds the experiment's parts.
 
-    def __init__(self, experiment: Any) -> None:
+    Args:
+        experiment: a ``BasePPOExp``.
+        parts: what the user has registered in the program.
+    """
+
+    def __init__(self, experiment: Any, parts: UserParts) -> None:
+        add_user_parts(parts)
         self._experiment = experiment
         self._trainer: Any = None
         self._recorder = ProgressRecorder()
@@ -91,9 +99,11 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from skyasync.workers.placement import release
+
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
-    controller: Any = actor_class.remote(experiment)
+    controller: Any = actor_class.remote(experiment, user_parts())
     running = controller.run.remote()
     try:
         with ProgressView(live=progress) as view:
@@ -107,6 +117,16 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
         with contextlib.suppress(Exception):
             ray.get(controller.stop.remote(), timeout=GRACE_S + 5)
         ray.kill(controller)
+        release(experiment.placement_name)
+
+
+def _await_process(ray: Any, controller: Any) -> None:
+    """Ray tries for ever to start a process that cannot start; its reasons are in the terminal by then."""
+    try:
+        ray.get(controller.report.remote(-1), timeout=START_S)
+    except ray.exceptions.GetTimeoutError:
+        ray.kill(controller)
+        raise RuntimeError(f"Ray did not start the controller's process within {START_S:g} s; see its log above") from None
 
 
 def _watch(ray: Any, controller: Any, running: Any, view: ProgressView) -> None:

@@ -25,6 +25,8 @@ def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
         UserError: if ``ray.address`` names no cluster that answers.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
