@@ -1,0 +1,200 @@
+"""Which prompts may be generated now, and which finished ones are trained next.
+
+A pure state machine (no asyncio, no I/O), shared by the trainer and the simulator:
+
+```
+ waiting ──admit──▶ running ──finish──▶ finished ──take──▶ taken ──sync──▶ done
+            └────────── holds one slot, charged by admit, freed by sync ─────┘
+```
+
+Invariants
+- Every prompt is admitted once, in the order of the stream, and taken once.
+- Hard bound: a prompt admitted at version v is taken at version v + max_staleness or before. Nothing is
+  dropped to keep it; ``take`` waits for a slow prompt when the bound demands it, and only then.
+- The machine cannot jam: when everything admitted has finished, ``take`` gives a batch or the run is over.
+
+Why the hard bound holds. With batches of P prompts, a prompt admitted at v has its deadline at v + S. A state
+in which at most ``(d - t) * P`` prompts have a deadline before or at d, for every d, after the batch of version
+t, can meet all deadlines by taking the oldest first. There are at most ``(S + 1) * P`` slots, and a slot is
+freed only after the swap that follows the training, so admission cannot leave that state, and ``take`` gives
+no batch that would. With all slots in use there is no slack: after the first S + 1 steps a batch is exactly the P
+prompts admitted together, every one of which has had S steps to finish. With fewer slots than
+``(S + 1) * P`` finished prompts may overtake slow ones, as far as the deadlines allow.
+
+The mean bound has the same slots: AReaL's capacity ``(eta + version + 1) * batch - (accepted + running)`` equals
+the number of free slots, because every version has trained one batch (Fu et al. 2025). What
+differs is that finished prompts may overtake without limit, so only the mean age is bounded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+_ROUNDING = 1e-9  # so that a ratio of 0.1 ahead of 10 prompts is one prompt
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds generation.
+
+    Args:
+        batch_size: prompts per training step (P).
+        total: prompts of the whole run.
+        max_staleness: versions between a prompt's admission and its training (S).
+        bound: "hard" for every prompt, or "mean".
+        generation_ratio: batches generated ahead, with fractions (ROLL's meaning); 0 is ``max_staleness``.
+        generate_batch_size: prompts admitted and not yet trained (OpenRLHF's oversampling); 0 is no such limit.
+        max_concurrent: prompts being generated at once; 0 is no such limit.
+    """
+
+    batch_size: int
+    total: int
+    max_staleness: int = 1
+    bound: Literal["hard", "mean"] = "hard"
+    generation_ratio: float = 0.0
+    generate_batch_size: int = 0
+    max_concurrent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.slots < self.batch_size:
+            raise ValueError(f"{self.slots} slots cannot hold a batch of {self.batch_size} prompts")
+
+    @classmethod
+    def of(cls, cfg: Any, total: int) -> Limits:
+        """Those of a ``skyasync.config.Config``."""
+        trainer, generator = cfg.trainer, cfg.generator
+        return cls(
+            batch_size=trainer.train_batch_size,
+            total=total,
+            max_staleness=trainer.max_staleness,
+            bound=trainer.staleness_bound,
+            generation_ratio=trainer.async_generation_ratio,
+            generate_batch_size=generator.generate_batch_size,
+            max_concurrent=generator.max_concurrent_rollouts,
+        )
+
+    @property
+    def slots(self) -> int:
+        """Prompts that may be admitted and not yet done."""
+        ahead = min(self.generation_ratio or self.max_staleness, self.max_staleness)
+        slots = int((ahead + 1) * self.batch_size + _ROUNDING)
+        return min(slots, self.generate_batch_size or slots)
+
+
+class Batch(NamedTuple):
+    """Positions to be trained, in order; then all before ``position``, and those in ``ahead``, will be trained."""
+
+    positions: list[int]
+    position: int
+    ahead: frozenset[int]
+
+
+class Admission:
+    """See the module's picture.
+
+    Args:
+        version: of the weights that the engines have.
+        position: all prompts before it have been trained (a resumed run).
+        ahead: prompts at or behind ``position`` that have been trained too.
+    """
+
+    def __init__(self, limits: Limits, version: int = 0, position: int = 0, ahead: Collection[int] = ()) -> None:
+        self.limits = limits
+        self.version = version
+        self._position, self._ahead = position, set(ahead)
+        self._next = position
+        self._skip = frozenset(ahead)
+        self._running: dict[int, int] = {}  # position -> version at admission
+        self._finished: dict[int, list[int]] = {}  # version at admission -> heap of positions
+        self._untaken: Counter[int] = Counter()  # version at admission -> running and finished prompts
+        self._taken = 0  # since the last sync
+        self._left = limits.total - position - len(self._ahead)  # not yet taken
+
+    @property
+    def running(self) -> int:
+        """Prompts being generated."""
+        return len(self._running)
+
+    @property
+    def finished(self) -> int:
+        """Prompts that wait to be taken."""
+        return self._untaken.total() - len(self._running)
+
+    @property
+    def charged(self) -> int:
+        """Slots in use."""
+        return self._untaken.total() + self._taken
+
+    @property
+    def exhausted(self) -> bool:
+        """Every prompt of the run has been admitted."""
+        return self._peek() >= self.limits.total
+
+    def admit(self) -> list[int]:
+        """The positions that may be generated from now on; a slot is charged for each."""
+        free = self.limits.slots - self.charged
+        if self.limits.max_concurrent:
+            free = min(free, self.limits.max_concurrent - self.running)
+        admitted: list[int] = []
+        while free > len(admitted) and not self.exhausted:
+            admitted.append(self._peek())
+            self._next += 1
+        self._running |= dict.fromkeys(admitted, self.version)
+        self._untaken.update(self._running[position] for position in admitted)
+        return admitted
+
+    def finish(self, position: int) -> None:
+        """The prompt's group is complete."""
+        heapq.heappush(self._finished.setdefault(self._running.pop(position), []), position)
+
+    def take(self) -> Batch | None:
+        """The next batch, oldest prompts first, or None while it would have to contain one that still runs."""
+        size = min(self.limits.batch_size, self._left)
+        chosen = self._oldest_finished(size)
+        if sum(chosen.values()) < size or not size or not self._others_can_wait(chosen):
+            return None
+        positions = sorted(heapq.heappop(self._finished[v]) for v, count in chosen.items() for _ in range(count))
+        self._untaken -= chosen
+        self._finished = {v: heap for v, heap in self._finished.items() if heap}
+        self._taken += size
+        self._left -= size
+        self._record(positions)
+        return Batch(positions, self._position, frozenset(self._ahead))
+
+    def sync(self, version: int) -> None:
+        """The engines have these weights; the slots of what has been taken are free."""
+        self.version, self._taken = version, 0
+
+    def _peek(self) -> int:
+        while self._next in self._skip:
+            self._next += 1
+        return self._next
+
+    def _oldest_finished(self, size: int) -> Counter[int]:
+        """How many finished prompts of which version make up a batch of the oldest."""
+        chosen: Counter[int] = Counter()
+        for version in sorted(self._finished):
+            chosen[version] = min(len(self._finished[version]), size - chosen.total())
+        return chosen
+
+    def _others_can_wait(self, chosen: Counter[int]) -> bool:
+        """Whether all deadlines can be met if these are taken now."""
+        if self.limits.bound == "mean":
+            return True
+        staying = 0
+        for version in sorted(self._untaken):
+            staying += self._untaken[version] - chosen[version]
+            steps_left = version + self.limits.max_staleness - self.version
+            if staying > steps_left * self.limits.batch_size:
+                return False
+        return True
+
+    def _record(self, positions: list[int]) -> None:
+        self._ahead.update(positions)
+        while self._position in self._ahead:
+            self._ahead.remove(self._position)
+            self._position += 1
