@@ -90,7 +90,9 @@ class TrainerConfig:
     micro_forward_batch_size_per_gpu: int = key(
         0, "Sequences per forward-only pass; 0 packs by micro_batch_tokens.", low=0
     )
-    micro_batch_tokens: int = key(16384, "Tokens, padding included, per micro-batch where its size is 0.", low=1)
+    micro_batch_tokens: int = key(
+        0, "Tokens, padding included, per micro-batch where its size is 0; 0 is 4096 on a CPU, 16384 on a GPU.", low=0
+    )
     max_prompt_length: int = key(512, "Prompts with more tokens are left out, and counted.", low=1)
     eval_batch_size: int = key(1024, "Prompts evaluated at once.", low=1)
     eval_interval: int = key(5, "Evaluate every so many steps; 0 only at the end.", low=0)

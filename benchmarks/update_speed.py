@@ -1,0 +1,136 @@
+"""Seconds per policy update of a tiny model on one core, and what each saving is worth.
+
+    python -m benchmarks.update_speed            # 1,024 sequences of about 40 + 15 tokens, 0.45 M parameters
+    python -m benchmarks.update_speed --profile  # where the time goes
+
+All variants run in turn, several rounds, in one process; the table shows each one's best time, and the ratio to
+the library's own setting, which survives a noisy machine better than seconds do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from skyasync.config.schema import Config
+from skyasync.workers import base
+from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.policy import PolicyWorker
+
+
+def tiny_llama(folder: str) -> str:
+    """2 layers, hidden 128: about 0.45 M parameters."""
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def grouped_batch(prompts: int, samples: int, prompt_length: int = 40, response_length: int = 15) -> TrainingBatch:
+    """Groups that share a prompt; lengths vary by a quarter around the given means."""
+    generator = torch.Generator().manual_seed(0)
+
+    def lengths(mean: int, count: int) -> torch.Tensor:
+        return torch.randint(mean * 3 // 4, mean * 5 // 4 + 1, (count,), generator=generator)
+
+    prompt = lengths(prompt_length, prompts).repeat_interleave(samples)
+    total = prompt + lengths(response_length, prompts * samples)
+    columns = torch.arange(int(total.max()))
+    texts = torch.randint(0, 400, (prompts, len(columns)), generator=generator).repeat_interleave(samples, 0)
+    answers = torch.randint(0, 400, (prompts * samples, len(columns)), generator=generator)
+    attention = columns < total[:, None]
+    loss_mask = attention & (columns >= prompt[:, None])
+    return TrainingBatch(
+        tokens=torch.where(loss_mask, answers, texts) * attention,
+        attention_mask=attention,
+        loss_mask=loss_mask,
+        group_ids=torch.arange(prompts).repeat_interleave(samples),
+        behaviour_logprobs=torch.full(loss_mask.shape, -6.0) * loss_mask,
+        advantages=torch.randn(len(total), 1, generator=generator) * loss_mask,
+        loss_weights=loss_mask / loss_mask.sum(),
+    )
+
+
+def worker(path: str, micro_batch_tokens: int, **more: bool) -> PolicyWorker:
+    cfg = Config()
+    cfg.trainer.policy.model.path = path
+    cfg.trainer.micro_batch_tokens = micro_batch_tokens
+    cfg.trainer.policy.gradient_checkpointing = more.get("checkpointing", False)
+    started = PolicyWorker(cfg, threads=1)
+    with patch.object(PolicyWorker, "_sharded", lambda self: more.get("sharded", False)):
+        started.setup()
+    return started
+
+
+def unshared(update: Callable[[], object]) -> None:
+    """Every sequence with its own copy of the prompt."""
+    with patch.object(base, "can_share_prefixes", lambda config: False):
+        update()
+
+
+def textbook(model: LlamaForCausalLM, batch: TrainingBatch, rows: int = 64) -> None:
+    """What most trainers do: fixed micro-batches, a padding mask, logits at every position."""
+    for piece in batch.split(rows):
+        logits = model(piece.tokens, attention_mask=piece.attention_mask.long(), use_cache=False).logits[:, :-1]
+        chosen = -F.cross_entropy(logits.flatten(0, 1), piece.tokens[:, 1:].flatten(), reduction="none")
+        weights = piece.loss_weights * piece.advantages
+        (-weights[:, 1:].flatten() * chosen).sum().backward()
+    model.zero_grad()
+
+
+def variants(path: str, batch: TrainingBatch) -> dict[str, Callable[[], object]]:
+    found: dict[str, Callable[[], object]] = {}
+    for thousand in (2, 4, 8, 16, 64):
+        found[f"update, {thousand}k tokens per micro-batch"] = partial(
+            worker(path, thousand * 1024).update_policy, batch
+        )
+    found["update, prompts not shared, 4k"] = partial(unshared, partial(worker(path, 4096).update_policy, batch))
+    found["update, FSDP on one rank, 4k"] = partial(worker(path, 4096, sharded=True).update_policy, batch)
+    found["update, gradient checkpointing, 4k"] = partial(worker(path, 4096, checkpointing=True).update_policy, batch)
+    found["log-probabilities only, 4k"] = partial(worker(path, 4096).logprobs, batch)
+    found["forward and backward by the textbook"] = partial(textbook, LlamaForCausalLM.from_pretrained(path), batch)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    batch = grouped_batch(prompts=64, samples=16)
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_llama(folder)
+        if arguments.profile:
+            policy = worker(path, 4096)
+            policy.update_policy(batch)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                policy.update_policy(batch)
+            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
+            return
+        best: dict[str, float] = {}
+        functions = variants(path, batch)
+        for _ in range(arguments.rounds):
+            for name, function in functions.items():
+                began = time.perf_counter()
+                function()
+                best[name] = min(best.get(name, float("inf")), time.perf_counter() - began)
+    tokens, trained = int(batch.attention_mask.sum()), int(batch.loss_mask.sum())
+    print(f"{len(batch)} sequences, {tokens} tokens, {trained} of them trained")
+    own = best["update, 4k tokens per micro-batch"]
+    for name, seconds in best.items():
+        print(f"{name:42} {seconds:7.3f} s  {seconds / own:5.2f}")
+
+
+if __name__ == "__main__":
+    main()
