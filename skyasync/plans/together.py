@@ -11,14 +11,29 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Run until all have ended; the first error cancels the others and is raised as it was.
 
     An exception group would hide the error a user is looking for, so the group is opened: the first error
-    is raised with its own traceback, and further ones are noted on it.
+    is raised with its own traceback, cause and context, and further ones are noted on it.
+
+    Raises:
+        RuntimeError: if a coroutine ends by a cancellation that nobody asked of it (something it awaited was
+            cancelled); the others would wait for it for ever.
     """
     try:
         async with asyncio.TaskGroup() as tasks:
             for coroutine in coroutines:
-                tasks.create_task(coroutine)
+                tasks.create_task(_to_its_end(coroutine))
+        return
     except BaseExceptionGroup as group:
         first, *others = group.exceptions
-        for other in others:
-            first.add_note(f"at the same time: {other!r}")
-        raise first from first.__cause__
+    for other in others:
+        first.add_note(f"at the same time: {other!r}")
+    raise first  # outside the handler, which would put the group in the place of the error's own context
+
+
+async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.current_task()
+    try:
+        await coroutine
+    except asyncio.CancelledError as error:
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError(f"{coroutine.__qualname__} met something that was cancelled, and ended") from error
