@@ -104,6 +104,7 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
     controller: Any = actor_class.remote(experiment, user_parts())
+    _await_process(ray, controller)
     running = controller.run.remote()
     try:
         with ProgressView(live=progress) as view:
@@ -126,7 +127,8 @@ def _await_process(ray: Any, controller: Any) -> None:
         ray.get(controller.report.remote(-1), timeout=START_S)
     except ray.exceptions.GetTimeoutError:
         ray.kill(controller)
-        raise RuntimeError(f"Ray did not start the controller's process within {START_S:g} s; see its log above") from None
+        problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
+        raise RuntimeError(problem) from None
 
 
 def _watch(ray: Any, controller: Any, running: Any, view: ProgressView) -> None:
