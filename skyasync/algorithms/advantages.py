@@ -178,5 +178,5 @@ def grpo_passk(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float =
     shared = pool.sum(is_best.double()) > 1
     gap = torch.where(is_best & ~shared & second.isfinite(), best - second, 0)
     if norm_by_std:
-        gap = gap / (pool.deviation(total, about_mean=True, unbiased=True) + eps)
+        gap = gap / (pool.deviation(total) + eps)
     return broadcast(gap.to(rewards.dtype), mask)

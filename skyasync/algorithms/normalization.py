@@ -23,7 +23,7 @@ def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: st
         leave_one_out: the mean of the *others* (RLOO).
         unbiased: the standard deviation divides by n - 1.
         raw_std: the spread of the scores (TRL, ROLL), not of the centred ones (AReaL). They differ for
-            ``mean="group", std="batch"`` and with ``leave_one_out``.
+            ``mean="group", std="batch"`` and with ``leave_one_out``. Either is taken about its own pool's mean.
         singleton_raw: a group of one keeps its score as its advantage (SkyRL, verl); otherwise it gets 0, having
             nothing to be compared with.
     """
@@ -36,9 +36,7 @@ def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: st
     result = centred
     if std != "none":
         pool = pools[std]
-        deviation = pool.deviation(
-            values if raw_std else centred, about_mean=raw_std or mean == "none", unbiased=unbiased
-        )
+        deviation = pool.deviation(values if raw_std else centred, unbiased=unbiased)
         result = centred / (torch.where(pool.sizes > 1, deviation, 1.0) + eps)
     if mean == "group":
         alone = values / (1 + eps if std == "group" else 1) if singleton_raw else torch.zeros_like(values)
@@ -60,7 +58,7 @@ def _centre(values: Tensor, pool: Pools, leave_one_out: bool) -> Tensor:
 
 
 class Pools:
-    """Sums over the known members of each pool, handed back to every sample (``[batch]``)."""
+    """Statistics of the known members of each pool, handed back to every sample (``[batch]``, float64)."""
 
     def __init__(self, ids: Tensor, known: Tensor) -> None:
         unique, self.index = torch.unique(ids, return_inverse=True)
@@ -74,8 +72,9 @@ class Pools:
     def mean(self, values: Tensor) -> Tensor:
         return self.sum(values) / self.sizes.clamp(min=1)
 
-    def deviation(self, values: Tensor, *, about_mean: bool, unbiased: bool) -> Tensor:
-        centred = values - self.mean(values) if about_mean else values
+    def deviation(self, values: Tensor, *, unbiased: bool = True) -> Tensor:
+        """Of the known values of the sample's pool, about their mean."""
+        centred = values - self.mean(values)
         return (self.sum(centred.square()) / (self.sizes - int(unbiased)).clamp(min=1)).sqrt()
 
     def constant(self, values: Tensor) -> Tensor:

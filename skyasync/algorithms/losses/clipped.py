@@ -129,6 +129,8 @@ def dppo(current: Tensor, behaviour: Tensor, advantages: Tensor, *, divergence: 
     too_far = torch.where(
         advantages > 0, (moved > 0) & (distance > delta_high), (advantages < 0) & (moved < 0) & (distance > delta_low)
     )
-    ratio = log_ratio(current, behaviour).exp()
-    gain = ratio if ratio_cap is None else ratio.detach().clamp(max=ratio_cap) * current
+    if ratio_cap is None:
+        gain = log_ratio(current, behaviour).exp()
+    else:
+        gain = log_ratio(current.detach(), behaviour).exp().clamp(max=ratio_cap) * current
     return torch.where(too_far, 0, -gain * advantages), {"clip_fraction": too_far}
