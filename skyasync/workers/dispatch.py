@@ -30,6 +30,9 @@ from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
 
+DEATH_NOTICE_S = 2.0
+"""Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
+
 
 @dataclass(frozen=True)
 class WorkerPlacement:
@@ -205,17 +208,21 @@ class RankGroup:
     async def _first_failure_or_all(self, references: list[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            finished, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting and any(task.exception() for task in finished):
+                # A rank whose process died makes the others' collectives fail at once: learn of both.
+                await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
         finally:
             # Cancelled: the calls go on in the actors, whose results nobody will ask for.
             unfinished = [task for task in tasks if not task.done()]
             for task in unfinished:
                 task.cancel()
-        for failure in (task.exception() for task in tasks if task not in unfinished):
-            if failure is not None:
-                self._failure = failure
-                self.kill()
-                raise failure
+        failures = [failure for task in tasks if task not in unfinished and (failure := task.exception())]
+        if failures:
+            deaths = [failure for failure in failures if isinstance(failure, ray.exceptions.RayActorError)]
+            self._failure = (deaths or failures)[0]
+            self.kill()
+            raise self._failure
         return [task.result() for task in tasks]
 
 

@@ -130,6 +130,8 @@ class PolicyWorker(ModelWorker):
             for name, p in self.model.named_parameters()
             if p.grad is not None and not _local(p.grad).isfinite().all()
         ]
+        if not bad:
+            return "another rank's shard"
         return ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
 
     def _step(self) -> float:

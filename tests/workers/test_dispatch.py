@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -50,6 +52,7 @@ def test_a_rank_may_get_no_rows() -> None:
     assert sorted(map(len, split(make_batch(groups=1, samples=1), 2))) == [0, 1]
 
 
+@pytest.mark.slow
 async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
     untied_model: str, bundles: PlacementGroup
 ) -> None:
@@ -140,6 +143,22 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
 
 
 @pytest.mark.slow
+async def test_a_rank_whose_process_dies_is_the_error_not_the_broken_collective(
+    untied_model: str, bundles: PlacementGroup
+) -> None:
+    dispatch = await RayWorkerDispatch.create(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
+    try:
+        pids = await dispatch._policy.call("ready")
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(ray.exceptions.RayActorError):
+            await dispatch.update_policy(make_batch(groups=4))
+        with pytest.raises(RuntimeError, match="stopped"):
+            await dispatch.publish_weights(version=1)
+    finally:
+        await dispatch.shutdown()
+
+
+@pytest.mark.slow
 async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles: PlacementGroup) -> None:
     batch = make_batch(groups=4)
     batch.advantages[-1] = float("nan")
@@ -151,12 +170,14 @@ async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles
         await dispatch.shutdown()
 
 
+@pytest.mark.slow
 async def test_a_model_that_cannot_be_loaded_ends_the_start(bundles: PlacementGroup, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=str(tmp_path)):
         await RayWorkerDispatch.create(config_for(str(tmp_path)), WorkerPlacement(bundles))
     await _until_free(bundles)
 
 
+@pytest.mark.slow
 async def test_the_event_loop_runs_on_while_a_model_loads(untied_model: str, bundles: PlacementGroup) -> None:
     ticks = 0
 
