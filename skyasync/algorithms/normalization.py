@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEVELS = ("group", "batch", "none")
-
 
 def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: str = "group",
               leave_one_out: bool = False, unbiased: bool = True, eps: float = 1e-6, raw_std: bool = False,
@@ -42,12 +40,6 @@ def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: st
         alone = values / (1 + eps if std == "group" else 1) if singleton_raw else torch.zeros_like(values)
         result = torch.where(groups.sizes == 1, alone, result)
     return torch.where(known, result, 0).to(scores.dtype)
-
-
-def group_mean(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """``[batch]``: the mean score of each sample's group."""
-    values = scores.double()
-    return Pools(group_ids, ~values.isnan()).mean(values).to(scores.dtype)
 
 
 def _centre(values: Tensor, pool: Pools, leave_one_out: bool) -> Tensor:

@@ -85,8 +85,8 @@ _preset(
     kl_loss_coef=0.001, **_WIDE,
 )  # fmt: skip
 _preset(
-    "areal", "AReaL (Fu et al. 2025): decoupled PPO, behaviour weights above 5 dropped, staleness (eta) 4.",
-    {"async_queue_size": 4},
+    "areal", "AReaL (Fu et al. 2025): decoupled PPO, behaviour weights above 5 dropped, mean staleness (eta) 4.",
+    {"plan": "fully_async", "max_staleness": 4, "staleness_bound": "mean"},
     policy_loss_type="decoupled_ppo", behave_imp_weight_cap=5.0, loss_reduction="token_mean",
     advantage_estimator="normalized", reward_norm_mean="group", reward_norm_std="group", **_EVEN,
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Our functions give the originals' numbers, values and gradients; where an original is wrong, the right ones.
 
 The cases come from the file that ``GOLDEN_CASES`` names (JSON, may be gzipped), by default the one beside this test.
-The adapters from the peers' names to our functions are ``golden_losses``, ``golden_corrections`` and
-``golden_advantages``; the right values for the originals' bugs are in ``golden_pins``.
+The adapters from the peers' names to our functions are ``golden_losses``, ``golden_reductions``,
+``golden_corrections`` and ``golden_advantages``; the right values for the originals' bugs are in ``golden_pins``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.algorithms import golden_advantages, golden_corrections, golden_losses
+from tests.algorithms import golden_advantages, golden_corrections, golden_losses, golden_reductions
 from tests.algorithms.golden_case import Case, assert_close, find_adapter, load_cases
 from tests.algorithms.golden_pins import right_value
 
-ADAPTER_MODULES = (golden_advantages, golden_corrections, golden_losses)
+ADAPTER_MODULES = (golden_advantages, golden_corrections, golden_losses, golden_reductions)
 CASES = {case.id: case for case in load_cases()}
 COVERED = [case for case in CASES.values() if find_adapter(case.name)]
 PEER_BUGS = [case for case in COVERED if case.bug]

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +120,9 @@ def test_the_names_that_recipes_rely_on_exist() -> None:
     assert {"k1", "k2", "k3", "abs"} <= set(KL_ESTIMATORS.names())
     assert {"token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"} <= set(LOSS_REDUCTIONS.names())
     assert {"token_tis", "icepop", "sequence_mask_tis", "geometric_mask", "outlier_mask"} <= set(CORRECTIONS.names())
+
+
+def test_the_documentation_has_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    names = [key for _, key in FUNCTIONS] + PRESETS.names()
+    assert not [name for name in names if f"`{name}`" not in page]
