@@ -38,7 +38,8 @@ class ProcessGuard:
         self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         command = [sys.executable, "-I", "-S", __file__, self.mark]
         # A session of its own: Ctrl-C in the terminal must not reach the guard before the guarded.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process.wait()  # the guard goes on as a grandchild: Ray kills the children of an actor it kills
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
@@ -49,11 +50,20 @@ class ProcessGuard:
         finally:
             del os.environ[VARIABLE]
 
+    def note_shared_memory(self) -> None:
+        """Have the shared memory that the guarded processes use now removed after their end."""
+        assert self._process.stdin is not None
+        names = {name for process_id in guarded(self.mark) for name in _shared_memory(process_id)}
+        self._process.stdin.write("".join(f"{name}\n" for name in sorted(names)).encode())
+        self._process.stdin.flush()
+
     def close(self) -> None:
         """Kill what is left of the guarded processes and end the guard. Blocks; safe to call twice."""
-        if self._process.stdin and not self._process.stdin.closed:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if not self._process.stdin.closed:
             self._process.stdin.close()
-        self._process.wait()
+            self._process.stdout.read()  # ends when the guard does
+            self._process.stdout.close()
 
 
 def guarded(mark: str) -> list[int]:
@@ -68,7 +78,18 @@ def _carries(folder: Path, mark: str) -> bool:
     except OSError:  # gone, or somebody else's
         return False
     # Python's resource tracker ends by itself, after it has removed the others' shared memory.
-    return f"{VARIABLE}={mark}".encode() in environment and b"resource_tracker" not in command
+    return (
+        f"{VARIABLE}={mark}".encode() in environment and b"multiprocessing.resource_tracker import main" not in command
+    )
+
+
+def _shared_memory(process_id: int) -> set[str]:
+    """Python's shared-memory blocks and semaphores that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.split()[-1] for line in lines if "/dev/shm/psm_" in line or "/dev/shm/sem.mp-" in line}
 
 
 def _kill_all(mark: str) -> None:
@@ -83,5 +104,9 @@ def _kill_all(mark: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
+    if os.fork():
+        os._exit(0)
+    noted = sys.stdin.read().split()
     _kill_all(sys.argv[1])
+    for name in noted:
+        Path(name).unlink(missing_ok=True)

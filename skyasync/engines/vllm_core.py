@@ -66,6 +66,7 @@ class VLLMCore:
             self._guard = ProcessGuard()
             with self._guard.marking():
                 self._engine = AsyncLLM.from_engine_args(arguments)
+            self._guard.note_shared_memory()
             self._end = ""
 
     async def shutdown(self) -> None:
@@ -74,6 +75,8 @@ class VLLMCore:
         self.give_up("it was shut down")
         self._engine = self._guard = None
         if engine is not None:
+            if engine.output_handler is not None:  # it would log the core's end as a failure
+                engine.output_handler.cancel()
             await asyncio.to_thread(engine.shutdown, timeout=SHUTDOWN_S)
         if guard is not None:
             await asyncio.to_thread(guard.close)

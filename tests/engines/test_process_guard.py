@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from skyasync.engines.process_guard import VARIABLE, ProcessGuard, guarded
 
@@ -61,3 +62,23 @@ def test_two_guards_do_not_touch_each_others_processes() -> None:
     assert of_second.poll() is None
     second.close()
     assert of_second.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_shared_memory_of_the_guarded_is_removed_after_them() -> None:
+    program = (
+        "from multiprocessing import resource_tracker, shared_memory\n"
+        "block = shared_memory.SharedMemory(create=True, size=100)\n"
+        "resource_tracker.unregister(block._name, 'shared_memory')\n"
+        "print(block.name, flush=True)\n"
+        "input()\n"
+    )
+    guard = ProcessGuard()
+    with guard.marking():
+        owner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    block = Path("/dev/shm", owner.stdout.readline().decode().strip())
+    guard.note_shared_memory()
+    assert block.exists()
+    guard.close()
+    owner.wait()
+    assert not block.exists()
