@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyasync.callbacks import TrainerCallback
+from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.usage import UsageMeter
@@ -26,6 +27,8 @@ from skyasync.rollout.types import GeneratorOutput, Group, Prompt
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from torch import Tensor
+
     from skyasync.workers.batch import TrainingBatch
 
 T = TypeVar("T")
@@ -106,6 +109,7 @@ class RayPPOTrainer:
         self.last_metrics: Metrics = {}
         self._metrics: Metrics = {}
         self._trained_samples = 0
+        self._step, self._step_started = 0, 0.0  # the step in hand; 0 before the first
         self.attach(None, None)
 
     @classmethod
@@ -135,7 +139,8 @@ class RayPPOTrainer:
 
     @property
     def total_steps(self) -> int:
-        return self.prompts.steps
+        """Steps of the whole run: those trained, and as many as the prompts that are left make."""
+        return self.global_step + self.prompts.steps(self.position)
 
     @property
     def total_updates(self) -> int:
@@ -149,7 +154,7 @@ class RayPPOTrainer:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened."""
-        try:
+        async with afterwards(self._close):
             await self._begin()
             yield
             self.phase_name = "finishing"
@@ -157,19 +162,18 @@ class RayPPOTrainer:
                 await self.dispatch.export(Path(self.cfg.trainer.export_path))
             self._tell("on_train_end")
             self.phase_name = "finished"
-        finally:
-            self.tracker.close()
-            self.timeline.close()
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
         metrics: Metrics = {}
-        with self.timed("generate", metrics, track="rollout"):
+        left, version = prompts.position - self.position, self.policy_version
+        step = self.global_step - (-left // self.cfg.trainer.train_batch_size)
+        with self.timed("generate", metrics, "rollout", step):
             request = train_request(prompts.prompts, self.cfg.generator)
             output: GeneratorOutput = await self.generator.generate(request)
-        groups = groups_from_output(output, prompts.prompts, self.policy_version)
+        groups = groups_from_output(output, prompts.prompts, version, self.cfg.generator.n_samples_per_prompt)
         groups = self.postprocess_generator_output(groups)
-        metrics |= rollout_metrics(groups) | output.get("rollout_metrics", {})
+        metrics |= rollout_metrics(groups) | (output.get("rollout_metrics") or {})
         return Rollout(groups, prompts.position, metrics)
 
     async def train_on(self, rollout: Rollout) -> Metrics:
@@ -178,7 +182,7 @@ class RayPPOTrainer:
 
         self._metrics |= rollout.metrics | staleness_metrics(rollout.groups, self.global_step)
         with self.timed("train", self._metrics):
-            async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
+            async with self._limited("update"):
                 groups = self.filter_groups(rollout.groups)
                 if groups:
                     batch = await self._with_logprobs(collate(groups))
@@ -194,21 +198,20 @@ class RayPPOTrainer:
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle."""
         with self.timed("sync", self._metrics):
-            async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
+            async with self._limited("weight sync"):
                 self._metrics |= await self.weight_sync.sync(self.global_step)
         self.policy_version = self.global_step
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are busy: pause, swap, resume; requests in flight go on."""
         await self.inference_engine_client.pause("keep")
-        try:
+        async with afterwards(self.inference_engine_client.resume):
             await self.sync_policy_weights_to_inference_engines()
-        finally:
-            await self.inference_engine_client.resume()
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, save, log, call back: the same in every plan."""
-        is_last = self.global_step >= self.total_steps
+        self._metrics |= status  # a plan's status may be a copy
+        status, is_last = self._metrics, self.global_step >= self.total_steps
         status |= await self._usage.lap(self._now() - self._step_started, self._trained_samples)
         if self._due(self.cfg.trainer.eval_interval) or is_last:
             status |= await self.evaluate()
@@ -217,8 +220,7 @@ class RayPPOTrainer:
         self.last_metrics, self._metrics = {**self.last_metrics, **status}, {}
         if self._due(self.cfg.trainer.ckpt_interval) or (is_last and self.cfg.trainer.ckpt_interval):
             await self.save_checkpoint()
-        self.phase_name = "training"
-        self._step_started = self._now()
+        self.phase_name, self._step, self._step_started = "training", self.global_step + 1, self._now()
 
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy."""
@@ -232,7 +234,8 @@ class RayPPOTrainer:
                 prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
                 request = eval_request(prompts, self.cfg.generator)
                 output = await self.generator.generate(request)
-                groups += groups_from_output(output, prompts, self.policy_version)
+                samples = self.cfg.generator.eval_n_samples_per_prompt
+                groups += groups_from_output(output, prompts, self.policy_version, samples)
         found = rollout_metrics(groups)
         metrics |= {"eval/score": found.pop("reward/mean"), "eval/version": float(self.policy_version)}
         metrics |= {f"eval/{name.replace('/', '_')}": value for name, value in found.items()}
@@ -258,8 +261,11 @@ class RayPPOTrainer:
         return groups
 
     def filter_groups(self, groups: list[Group]) -> list[Group]:
-        """Choose which groups are trained."""
-        return groups
+        """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps."""
+        from skyasync.algorithms.filters import group_filter
+
+        keep = group_filter(self.cfg.trainer.algorithm)
+        return [group for group in groups if keep(group.rewards)]
 
     def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
         """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
@@ -295,16 +301,35 @@ class RayPPOTrainer:
             return await awaitable
 
     @contextmanager
-    def timed(self, name: str, into: Metrics, track: str = "trainer") -> Iterator[None]:
-        """Measure a phase: a span on the timeline and ``time/<name>_s`` in ``into``."""
+    def timed(self, name: str, into: Metrics, track: str = "trainer", step: int | None = None) -> Iterator[None]:
+        """Measure a phase of a step, by default the current one: a span on the timeline and ``time/<name>_s``."""
         start = self._now()
         try:
-            with self.timeline.span(name, track, step=self.global_step + 1):
+            with self.timeline.span(name, track, step=self._step if step is None else step):
                 yield
         finally:
             into[f"time/{name}_s"] = into.get(f"time/{name}_s", 0.0) + self._now() - start
 
     # ---------------------------------------------------------------- details
+
+    @asynccontextmanager
+    async def _limited(self, what: str) -> AsyncIterator[None]:
+        limit_s = self.cfg.trainer.step_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as timer:
+                yield
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise TimeoutError(
+                f"the {what} of step {self._step} did not end within {limit_s:g} s (trainer.step_timeout_s)"
+            ) from error
+
+    async def _close(self) -> None:
+        try:
+            self.tracker.close()
+        finally:
+            self.timeline.close()
 
     async def _begin(self) -> None:
         resumed = await self._resume()
@@ -316,7 +341,8 @@ class RayPPOTrainer:
             self.last_metrics |= first
         self._usage = UsageMeter(self.inference_engine_client, self.dispatch)
         await self._usage.start()
-        self._metrics, self.phase_name, self._step_started = {}, "training", self._now()
+        self._metrics, self.phase_name = {}, "training"
+        self._step, self._step_started = self.global_step + 1, self._now()
 
     async def _resume(self) -> bool:
         """Go on from the newest checkpoint, if that is wanted and there is one."""
@@ -335,6 +361,8 @@ class RayPPOTrainer:
         log-probabilities anyway.
         """
         needs, early = self.objective.needs, self.objective.needs_before_update
+        if "behaviour" in needs and batch.behaviour_logprobs is not None:
+            self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
         if "reference" in needs:
             with self.timed("reference", self._metrics):
                 batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
@@ -342,6 +370,16 @@ class RayPPOTrainer:
             with self.timed("logprobs", self._metrics):
                 batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
         return batch
+
+    def _check_behaviour(self, logprobs: Tensor) -> None:
+        algorithm = self.cfg.trainer.algorithm
+        if logprobs.isnan().any():
+            raise UserError(
+                f"the generator's output lacks rollout_logprobs, but trainer.algorithm.policy_loss_type="
+                f"{algorithm.policy_loss_type} with trainer.algorithm.off_policy_correction="
+                f"{algorithm.off_policy_correction} uses the behaviour policy: return them, or choose "
+                f"trainer.algorithm.off_policy_correction=none"
+            )
 
     def _updates_per_batch(self) -> int:
         trainer = self.cfg.trainer

@@ -31,7 +31,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now += seconds
 
     def deadlock(self) -> Deadlock:
-        tasks = sorted((_where(task) for task in asyncio.all_tasks(self)))
+        tasks = sorted(_where(task) for task in asyncio.all_tasks(self))
         return Deadlock(f"at {self._now:g} s nothing can happen any more; waiting: {', '.join(tasks)}")
 
 

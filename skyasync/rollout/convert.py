@@ -1,7 +1,8 @@
 """Between trajectories and the generator contract's parallel lists.
 
 Invariant: what a generator returns is checked here, once, with the prompt named; behind this point every
-trajectory is whole: as many log-probabilities and versions as generated tokens, and finite rewards.
+trajectory is whole: a prompt to start from, as many log-probabilities and versions as generated tokens, finite
+numbers, and every reward on a segment.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
+from numbers import Real
+from typing import Any
 
 from skyasync.errors import UserError
 from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Segment, Trajectory, TrajectoryId
 
 _PARALLEL = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
-_PER_TOKEN = ("loss_masks", "rollout_logprobs", "rollout_versions")
+_OPTIONAL = ("rollout_logprobs", "rollout_versions", "trajectory_metrics")
 
 
 def generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
@@ -31,21 +34,22 @@ def generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
     }
 
 
-def groups_from_output(output: GeneratorOutput, prompts: Sequence[Prompt], version: int) -> list[Group]:
-    """One group per prompt, from ``len(prompts) * n`` trajectories in order.
+def groups_from_output(output: GeneratorOutput, prompts: Sequence[Prompt], version: int, samples: int) -> list[Group]:
+    """One group per prompt, of ``samples`` trajectories, in the order asked.
+
+    Without ``rollout_logprobs`` the actions' log-probabilities are NaN. A reward on tokens that ``loss_masks``
+    leaves out stays there: it counts for the group, though no token learns from it.
 
     Args:
         version: taken for all tokens where the generator gives no ``rollout_versions``.
 
     Raises:
-        UserError: naming the list or the prompt that is wrong.
+        UserError: naming the list or the trajectory that is wrong.
     """
-    _check_lengths(output, len(prompts))
-    count = len(output["response_ids"]) // len(prompts)
-    return [
-        Group(prompt, [_trajectory(output, p * count + r, TrajectoryId(prompt.id, r), version) for r in range(count)])
-        for p, prompt in enumerate(prompts)
-    ]
+    _check_lengths(output, len(prompts) * samples)
+    identities = [TrajectoryId(prompt.id, repetition) for prompt in prompts for repetition in range(samples)]
+    trajectories = [_trajectory(output, row, identity, version) for row, identity in enumerate(identities)]
+    return [Group(prompt, trajectories[p * samples : (p + 1) * samples]) for p, prompt in enumerate(prompts)]
 
 
 def _or(values: list, segment: Segment, filler: float) -> list:
@@ -61,48 +65,73 @@ def _token_rewards(trajectory: Trajectory) -> list[float]:
     return rewards
 
 
-def _check_lengths(output: GeneratorOutput, prompts: int) -> None:
-    missing = [name for name in _PARALLEL if name not in output]
+def _check_lengths(output: GeneratorOutput, asked: int) -> None:
+    given: dict[str, Any] = dict(output)
+    missing = [name for name in _PARALLEL if given.get(name) is None]
     if missing:
         raise UserError(f"the generator's output lacks {', '.join(missing)}")
-    lengths = {name: len(dict(output)[name]) for name in _PARALLEL}  # type: ignore[arg-type]
-    if len(set(lengths.values())) != 1 or lengths["response_ids"] % prompts:
-        raise UserError(f"the generator's lists must be as long as the trajectories asked for; found {lengths}")
+    lengths = {name: len(given[name]) for name in (*_PARALLEL, *_OPTIONAL) if given.get(name) is not None}
+    if set(lengths.values()) != {asked}:
+        raise UserError(f"the generator was asked for {asked} trajectories; its lists have {lengths}")
 
 
 def _trajectory(output: GeneratorOutput, row: int, identity: TrajectoryId, version: int) -> Trajectory:
-    tokens = output["response_ids"][row]
-    mask = output["loss_masks"][row]
-    logprobs = output["rollout_logprobs"][row] if output.get("rollout_logprobs") else [math.nan] * len(tokens)
-    versions = output["rollout_versions"][row] if output.get("rollout_versions") else [version] * len(tokens)
-    rewards = _rewards_per_token(output["rewards"][row], mask, identity)
-    per_token: tuple[Sequence[float], ...] = (mask, logprobs, versions)
-    for name, values in zip(_PER_TOKEN, per_token, strict=True):
-        if len(values) != len(tokens):
-            raise UserError(f"{identity}: {len(values)} {name} for {len(tokens)} response tokens")
-    segments = [Segment("prompt", list(output["prompt_token_ids"][row]))]
+    prompt, tokens = list(output["prompt_token_ids"][row]), list(output["response_ids"][row])
+    if not prompt:
+        raise UserError(f"{identity}: the prompt has no tokens")
+    mask = _per_token("loss_masks", output["loss_masks"][row], tokens, identity)
+    logprobs = _logprobs(output, row, mask, tokens, identity)
+    versions = _versions(output, row, version, tokens, identity)
+    rewards = _rewards_per_token(output["rewards"][row], mask, tokens, identity)
+    segments = [Segment("prompt", prompt)]
     for is_action, run in groupby(range(len(tokens)), key=lambda t: bool(mask[t])):
         span = list(run)
         cut = slice(span[0], span[-1] + 1)
         if is_action:
-            earned = sum(rewards[cut])
-            segments.append(Segment("action", tokens[cut], logprobs[cut], versions[cut], earned))
+            segments.append(Segment("action", tokens[cut], logprobs[cut], versions[cut], sum(rewards[cut])))
         else:
-            segments.append(Segment("observation", tokens[cut]))
-    metrics = output["trajectory_metrics"][row] if "trajectory_metrics" in output else {}
+            segments.append(Segment("observation", tokens[cut], reward=sum(rewards[cut])))
+    metrics = (output.get("trajectory_metrics") or {row: {}})[row]
     return Trajectory(identity, segments, output["stop_reasons"][row], metrics)
 
 
-def _rewards_per_token(reward: float | Sequence[float], mask: Sequence[int], identity: TrajectoryId) -> list[float]:
-    """Per response token; one number for the whole trajectory goes to its last action token."""
-    if isinstance(reward, int | float):
-        values = [0.0] * len(mask)
-        if 1 in mask:
-            values[len(mask) - 1 - list(mask)[::-1].index(1)] = float(reward)
+def _per_token(name: str, values: Any, tokens: list[int], identity: TrajectoryId) -> list[Any]:
+    """The values as a list of numbers, one per response token."""
+    try:
+        numbers = [v if isinstance(v, Real) else float(v) for v in values]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{identity}: {name} must be numbers, one per response token: {error}") from error
+    if len(numbers) != len(tokens):
+        raise UserError(f"{identity}: {len(numbers)} {name} for {len(tokens)} response tokens")
+    return numbers
+
+
+def _logprobs(output: GeneratorOutput, row: int, mask: list[Any], tokens: list[int],
+              identity: TrajectoryId) -> list[float]:  # fmt: skip
+    if not output.get("rollout_logprobs"):
+        return [math.nan] * len(tokens)
+    logprobs = _per_token("rollout_logprobs", output["rollout_logprobs"][row], tokens, identity)
+    if not all(math.isfinite(p) for p, is_action in zip(logprobs, mask, strict=True) if is_action):
+        raise UserError(f"{identity}: rollout_logprobs of generated tokens must be finite")
+    return logprobs
+
+
+def _versions(output: GeneratorOutput, row: int, version: int, tokens: list[int], identity: TrajectoryId) -> list[int]:
+    if not output.get("rollout_versions"):
+        return [version] * len(tokens)
+    return [int(v) for v in _per_token("rollout_versions", output["rollout_versions"][row], tokens, identity)]
+
+
+def _rewards_per_token(reward: Any, mask: list[Any], tokens: list[int], identity: TrajectoryId) -> list[float]:
+    """Per response token; one number for the whole trajectory goes to its last action token, or else its last."""
+    if isinstance(reward, Real):
+        values = [0.0] * len(tokens)
+        if tokens:
+            values[max((t for t, is_action in enumerate(mask) if is_action), default=-1)] = float(reward)
+        finite = math.isfinite(reward)
     else:
-        values = [float(r) for r in reward]
-    if len(values) != len(mask):
-        raise UserError(f"{identity}: {len(values)} rewards for {len(mask)} response tokens")
-    if not all(math.isfinite(v) for v in values):
+        values = [float(r) for r in _per_token("rewards", reward, tokens, identity)]
+        finite = all(math.isfinite(r) for r in values)
+    if not finite:
         raise UserError(f"{identity}: the reward is not finite")
     return values

@@ -37,10 +37,9 @@ class PromptStream:
         self._dataset, self._batch_size, self._seed, self._total = dataset, batch_size, seed, total
         self._order: tuple[int, np.ndarray] | None = None
 
-    @property
-    def steps(self) -> int:
-        """Batches of the whole run."""
-        return -(-self._total // self._batch_size)
+    def steps(self, position: int = 0) -> int:
+        """How many batches are left after ``position`` prompts."""
+        return max(0, -(-(self._total - position) // self._batch_size))
 
     def batches(self, position: int = 0) -> Iterator[PromptBatch]:
         """The batches after ``position`` prompts."""

@@ -19,6 +19,7 @@ import torch
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineStats
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.rollout.prompts import PromptStream
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.trainer import RayPPOTrainer
 from tests.virtual_time import run_virtual
@@ -51,7 +52,6 @@ class Engines:
     version: int = -1
     paused: bool = False
     generating: int = 0  # training batches
-    stats_read: int = 0
 
     async def pause(self, mode: str) -> None:
         self.faults.pass_or_raise("pause")
@@ -72,7 +72,6 @@ class ScriptedGenerator:
 
     engines: Engines
     seconds: Callable[[], float]
-    samples_differ: bool = True
     stamps: bool = True
     asked: list[PromptId] = field(default_factory=list)
     started: list[tuple[float, int]] = field(default_factory=list)  # (when, engine's version)
@@ -138,7 +137,7 @@ class Dispatch:
         return torch.where(batch.loss_mask, -0.5, 0.0)
 
     async def save(self, folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir()  # noqa: ASYNC240  (nothing else runs in a test)
         (folder / "weights").write_text(str(self.weights))
         self.faults.pass_or_raise("save")
 
@@ -223,6 +222,12 @@ class Run:
 
 def dataset(size: int) -> list[Prompt]:
     return [Prompt(PromptId(0, row), [{"role": "user", "content": str(row)}], "none") for row in range(size)]
+
+
+def stream(prompts: int, *, epochs: int = 1) -> list[PromptId]:
+    """Every prompt of a run with batches of 4, in the order in which it must be trained."""
+    whole = PromptStream(dataset(prompts), 4, Config().trainer.seed, prompts * epochs)
+    return [prompt.id for batch in whole.batches() for prompt in batch.prompts]
 
 
 def durations(*seconds: float) -> Callable[[], float]:

@@ -8,19 +8,9 @@ from hypothesis import strategies as st
 
 from skyasync.errors import UserError
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.rollout.prompts import PromptStream
-from tests.plans.parts import dataset, make_run
+from tests.plans.parts import make_run, stream
 
 SECONDS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=1, max_size=5)
-
-
-def stream(prompts, *, epochs=1, seed=42):
-    """Every prompt of the run, in the order in which it must be trained."""
-    return [
-        prompt.id
-        for batch in PromptStream(dataset(prompts), 4, seed, prompts * epochs).batches()
-        for prompt in batch.prompts
-    ]
 
 
 def test_staleness_is_0_for_the_first_step_and_1_afterwards():
