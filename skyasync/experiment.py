@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from skyasync.config.load import dump_config
 from skyasync.errors import UserError
@@ -34,6 +35,7 @@ class BasePPOExp:
         self.cfg = cfg
         self.run_dir: RunDirectory | None = None
         self.gpus = False
+        self.placement_name = f"skyasync-{uuid4().hex}"
         self._placement: Any = None
         self._dispatch: Any = None
         self._client: Any = None
@@ -66,7 +68,8 @@ class BasePPOExp:
         """The placement of all workers and engines, granted by Ray within ``timeout`` seconds."""
         from skyasync.workers.placement import plan_slots, reserve
 
-        return reserve(plan_slots(self.cfg, gpus=self.gpus, with_reference=self.needs_reference()), timeout)
+        slots = plan_slots(self.cfg, gpus=self.gpus, with_reference=self.needs_reference())
+        return reserve(slots, timeout, self.placement_name)
 
     def get_inference_client(self) -> Any:
         """The client in front of the engines; they load in ``start``."""

@@ -3,6 +3,9 @@
 A registry is a plain dictionary with a ``register`` decorator. It also knows where the built-in parts
 live, so that a wrong name is refused without importing torch: ``builtins`` maps a module to the names
 that importing it registers (a test holds the two equal).
+
+Invariant: a part that a user registers in the program exists in every process of the run. Whoever starts a
+process that looks parts up sends ``user_parts()``, and that process begins with ``add_user_parts``.
 """
 
 from __future__ import annotations
@@ -14,6 +17,20 @@ from typing import Any, TypeVar
 from skyasync.errors import UserError, unknown
 
 T = TypeVar("T")
+
+#: The registries that the processes of a run read (presets are read by the program alone).
+REGISTRIES = (
+    "skyasync.algorithms:ADVANTAGE_ESTIMATORS",
+    "skyasync.algorithms:CORRECTIONS",
+    "skyasync.algorithms:KL_ESTIMATORS",
+    "skyasync.algorithms:LOSS_REDUCTIONS",
+    "skyasync.algorithms:POLICY_LOSSES",
+    "skyasync.engines.protocol:ENGINES",
+    "skyasync.envs:ENVS",
+    "skyasync.observe:TRACKERS",
+    "skyasync.plans:PLANS",
+)
+UserParts = dict[str, dict[str, Any]]
 
 
 class Registry(dict[str, Any]):
@@ -43,6 +60,10 @@ class Registry(dict[str, Any]):
         """All names, built-in and registered, sorted; imports nothing."""
         return sorted({*self._homes, *self})
 
+    def user_parts(self) -> dict[str, Any]:
+        """What stands here that the library did not bring: new names, and built-in ones that were replaced."""
+        return {name: part for name, part in self.items() if name not in self._homes or not _is_ours(part)}
+
     def __missing__(self, name: str) -> Any:
         if name in self._homes:
             importlib.import_module(self._homes[name])
@@ -66,3 +87,18 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{kind} {reference!r}: {unknown('attribute', attribute, vars(module))}") from None
+
+
+def user_parts() -> UserParts:
+    """Registry -> name -> part, for everything that the library did not bring; it travels to other processes."""
+    return {reference: resolve_reference(reference, kind="registry").user_parts() for reference in REGISTRIES}
+
+
+def add_user_parts(parts: UserParts) -> None:
+    """Register here what ``user_parts`` found in another process."""
+    for reference, added in parts.items():
+        resolve_reference(reference, kind="registry").update(added)
+
+
+def _is_ours(part: Any) -> bool:
+    return getattr(part, "__module__", "").partition(".")[0] == __name__.partition(".")[0]

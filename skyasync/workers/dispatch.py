@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from skyasync.config.schema import Config
+from skyasync.registry import user_parts
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.base import LOOPBACK, ModelWorker
 from skyasync.workers.batch import TrainingBatch
@@ -68,7 +69,7 @@ class RayWorkerDispatch:
             reference: None if nothing asks for the reference model.
             total_steps: optimizer steps of the run, for learning rates that decay.
         """
-        groups = [RankGroup(PolicyWorker, cfg, policy, total_steps=total_steps)]
+        groups = [RankGroup(PolicyWorker, cfg, policy, total_steps=total_steps, parts=user_parts())]
         if reference is not None:
             groups.append(RankGroup(ReferenceWorker, cfg, reference))
         try:

@@ -2,11 +2,13 @@
 
 Invariant: the bundles are computed before anything starts, so that a cluster too small is an error that
 says what is missing, and a local cluster is started large enough. A bundle is one GPU (or one CPU slot on a
-machine without GPUs) for each rank and engine; parts that are colocated share bundles.
+machine without GPUs) for each rank and engine; parts that are colocated share bundles. What is reserved under a
+name is given back by ``release``, whoever reserved it and however that one ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,8 +104,11 @@ class Placement:
         )
 
 
-def reserve(slots: Slots, timeout_s: float) -> Placement:
+def reserve(slots: Slots, timeout_s: float, name: str = "") -> Placement:
     """Ask Ray for the bundles; blocks, so call it off the event loop.
+
+    Args:
+        name: for ``release``. Ray itself frees the bundles at the end of the program, not of the run.
 
     Raises:
         UserError: saying what was asked for and what the cluster has, if it is not granted in time.
@@ -111,7 +116,7 @@ def reserve(slots: Slots, timeout_s: float) -> Placement:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    group = placement_group([dict(b) for b in slots.bundles], strategy="PACK")
+    group = placement_group([dict(b) for b in slots.bundles], strategy="PACK", name=name)
     if not group.wait(timeout_s):
         remove_placement_group(group)
         asked = {name: sum(b.get(name, 0.0) for b in slots.bundles) for name in ("CPU", "GPU")}
@@ -122,6 +127,14 @@ def reserve(slots: Slots, timeout_s: float) -> Placement:
             f"(generator.num_inference_engines)"
         )
     return Placement(slots, group)
+
+
+def release(name: str) -> None:
+    """Give back what was reserved under ``name``, if anything was; actors still in it are killed."""
+    from ray.util.placement_group import get_placement_group, remove_placement_group
+
+    with contextlib.suppress(ValueError):  # there is none
+        remove_placement_group(get_placement_group(name))
 
 
 def share_threads(cfg: Any, cores: int, *, overlap: bool) -> tuple[int, int]:

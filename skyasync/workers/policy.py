@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from skyasync.algorithms.objective import Objective
 from skyasync.config.schema import Config, ModelConfig
+from skyasync.registry import UserParts, add_user_parts
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker
@@ -31,10 +32,19 @@ class NonFiniteError(RuntimeError):
 
 
 class PolicyWorker(ModelWorker):
-    """Args as :class:`ModelWorker`; ``total_steps``: optimizer steps of the run, for decaying learning rates."""
+    """Holds the policy.
 
-    def __init__(self, cfg: Config, *args: Any, total_steps: int = 0, **kwargs: Any) -> None:
+    Args:
+        args, kwargs: those of :class:`ModelWorker`.
+        total_steps: optimizer steps of the run, for decaying learning rates.
+        parts: what the user has registered, a loss of their own for instance.
+    """
+
+    def __init__(
+        self, cfg: Config, *args: Any, total_steps: int = 0, parts: UserParts | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(cfg, *args, **kwargs)
+        add_user_parts(parts or {})
         self.total_steps = total_steps
         self.step = 0
         self.objective = Objective(cfg.trainer.algorithm)
