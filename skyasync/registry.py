@@ -79,6 +79,8 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
         UserError: if the module cannot be imported or has no such attribute.
     """
     module_name, _, attribute = reference.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise UserError(f"{kind} {reference!r} must be module:attribute, with the module's full name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -36,4 +36,4 @@ async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError as error:
         if task is None or task.cancelling():
             raise
-        raise RuntimeError(f"{coroutine.__qualname__} met something that was cancelled, and ended") from error
+        raise RuntimeError(f"{getattr(coroutine, "__qualname__", coroutine)} met something that was cancelled, and ended") from error

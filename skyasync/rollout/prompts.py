@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
 
 
@@ -33,7 +34,7 @@ class PromptStream:
 
     def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int, total: int) -> None:
         if not dataset:
-            raise ValueError("the training dataset is empty")
+            raise UserError("there are no training prompts (data.train_data)")
         self._dataset, self._batch_size, self._seed, self._total = dataset, batch_size, seed, total
         self._order: tuple[int, np.ndarray] | None = None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from skyasync.errors import UserError
 
-_UNFINISHED = ".unfinished"
+_UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,20 @@ class Checkpoints:
         return final
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """The complete checkpoint that was written last."""
         found = self._complete()
         return found[-1] if found else None
 
     def _complete(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        return sorted(p for p in self.folder.glob("step_*") if (p / "state.json").is_file() and not p.suffix)
+        found = (p for p in self.folder.glob("step_*") if (p / "state.json").is_file() and not p.suffix)
+        return sorted(found, key=lambda p: ((p / "state.json").stat().st_mtime_ns, p.name))
 
     def _prune(self) -> None:
         if self._keep:
             for old in self._complete()[: -self._keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                _discard(old)
 
 
 def load_state(folder: Path, *, seed: int, dataset_size: int) -> TrainState:
@@ -84,5 +85,13 @@ def load_state(folder: Path, *, seed: int, dataset_size: int) -> TrainState:
 
 def _replace(unfinished: Path, final: Path) -> None:
     if final.exists():
-        shutil.rmtree(final)
+        _discard(final)
     os.replace(unfinished, final)
+
+
+def _discard(folder: Path) -> None:
+    """Take the name away first: a folder half removed is no checkpoint any more."""
+    discarded = folder.with_name(folder.name + _DISCARDED)
+    shutil.rmtree(discarded, ignore_errors=True)
+    os.replace(folder, discarded)
+    shutil.rmtree(discarded, ignore_errors=True)

@@ -6,6 +6,7 @@ removes it; files left by a killed process are swept by the next writer on the m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import uuid
@@ -15,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-PREFIX = "skyasync-weights-"
+PREFIX = "skyasync-weights-"  # then the writer's process: <namespace>-<number>
 
 
 def directory() -> Path:
@@ -27,10 +28,13 @@ def directory() -> Path:
 def write_weights(weights: Mapping[str, Tensor]) -> str:
     """Write full tensors (CPU, contiguous) and return the file's path."""
     sweep()
-    path = directory() / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}.safetensors"
+    path = directory() / f"{PREFIX}{_namespace()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
-    save_file(dict(weights), unfinished)
-    unfinished.rename(path)
+    try:
+        save_file(dict(weights), unfinished)
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return str(path)
 
 
@@ -44,11 +48,22 @@ def remove_weights(path: str) -> None:
 
 
 def sweep() -> None:
-    """Remove files whose writer no longer lives."""
-    for path in directory().glob(f"{PREFIX}*"):
-        writer = path.name.removeprefix(PREFIX).split("-")[0]
+    """Remove files whose writer no longer lives, as far as this process can know and may remove them.
+
+    Containers may share the memory but not the numbers of processes, so those of other namespaces are left alone.
+    """
+    for path in directory().glob(f"{PREFIX}{_namespace()}-*"):
+        writer = path.name.removeprefix(PREFIX).split("-")[1]
         if writer.isdigit() and not _alive(int(writer)):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another user's, or swept by somebody else just now
+                path.unlink()
+
+
+def _namespace() -> str:
+    """Which numbering of processes this one lives in; empty where the system has only one."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    return ""
 
 
 def _alive(pid: int) -> bool:

@@ -6,10 +6,12 @@ if the log-probabilities of the probe differ by more than the tolerance, that is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from skyasync.cleanup import afterwards
 from skyasync.weight_sync.update import WeightUpdate
 
 
@@ -53,17 +55,15 @@ class WeightSync:
             WeightSyncError: naming the engine and the gap.
         """
         update = await self.source.publish_weights(version)
-        try:
+        async with afterwards(self.source.release_weights, update):
             await self.destination.update_weights(update)
-        finally:
-            await self.source.release_weights(update)
         return {"sync/logprob_gap": await self._verify(version)} if self.probe else {}
 
     async def _verify(self, version: int) -> float:
         expected = await self.source.score(self.probe)
         found = await self.destination.score(self.probe)
         gaps = [_largest_gap(expected, engine) for engine in found]
-        worst = max(gaps)
+        worst = max(gaps, key=_badness)
         if not worst <= self.tolerance:
             raise WeightSyncError(
                 f"after the weight sync to version {version} engine {gaps.index(worst)} and the trainer differ by "
@@ -77,4 +77,9 @@ def _largest_gap(expected: list[list[float]], found: list[list[float]]) -> float
     if [len(e) for e in expected] != [len(f) for f in found]:
         return float("nan")
     gaps = [abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True)]
-    return float("nan") if any(g != g for g in gaps) else max(gaps, default=0.0)
+    return max(gaps, key=_badness, default=0.0)
+
+
+def _badness(gap: float) -> float:
+    """NaN is the worst; ``max`` alone would pass over it."""
+    return math.inf if math.isnan(gap) else gap

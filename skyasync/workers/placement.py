@@ -54,11 +54,16 @@ def plan_slots(cfg: Any, *, gpus: bool, with_reference: bool) -> Slots:
         reference=reference_slots if with_reference else (),
         engines=engine_slots,
         share={
-            "policy": 1 / per_slot,
-            "reference": 1 / per_slot if shared else 1.0,
-            "engines": 1 / per_slot if placement.colocate_all else 1.0,
+            "policy": _share(per_slot),
+            "reference": _share(per_slot) if shared else 1.0,
+            "engines": _share(per_slot) if placement.colocate_all else 1.0,
         },
     )
+
+
+def _share(actors: int) -> float:
+    """Ray counts in units of 0.0001 and rounds to the nearest: rounded up, the last actor would find no room."""
+    return 10_000 // actors / 10_000
 
 
 def _bundle(gpus: bool, count: int) -> dict[str, float]:
