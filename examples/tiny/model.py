@@ -1,7 +1,7 @@
 """A chat model of 0.45 million parameters, made on this machine in about a minute: nothing is downloaded.
 
-Invariant: on one machine the same recipe gives the same model. A model's folder in the cache is named after a hash of the recipe
-and of the sources that carry it out, so a changed recipe never meets an older model.
+Invariant: on one machine the same recipe gives the same model. A model's folder in the cache is named after a hash of
+the recipe and of the sources that carry it out, so a changed recipe never meets an older model.
 
     python -m examples.tiny.model --out DIR --steps 300     # a model in a folder of your own
 
