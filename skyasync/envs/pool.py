@@ -1,7 +1,7 @@
 """Environments in processes of their own.
 
 Invariant: an episode lives in one worker from ``init`` to its end and is closed exactly once: by the step
-that is done, or by ``close``. An error in one episode reaches its caller alone. Calls made in one turn of
+that is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. Calls made in one turn of
 the event loop travel to a worker in one message.
 """
 
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable
+from numbers import Real
 from traceback import format_exc
 from typing import Any, TypedDict
 
@@ -49,8 +50,9 @@ class EnvWorker:
         try:
             return getattr(self, f"_{call['method']}")(call["episode"], *call["args"]), None
         except Exception as error:
-            self._episodes.pop(call["episode"], None)
             error.add_note(f"Raised by the environment of {call['episode']}, in its process:\n{format_exc()}")
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self._close(call["episode"])
             return None, error
 
     def _init(self, episode: str, name: str, extras: dict[str, Any], prompt: Conversation) -> Conversation:
@@ -76,7 +78,7 @@ class EnvWorker:
 
 
 def _check_reward(reward: Any, episode: str) -> None:
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise ValueError(f"the reward of {episode} is {reward!r}; it must be a finite number")
 
 
@@ -121,6 +123,13 @@ class EnvPool:
         self._homes.pop(episode, None)
         return metrics
 
+    def abandon(self, episode: str) -> None:
+        """Have an episode closed without waiting for it; for episodes that have failed or been cancelled."""
+        home = self._homes.pop(episode, None)
+        if home is not None:
+            future = self._post(home, "close", episode)
+            future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
+
     async def _define(self, name: str) -> None:
         if name not in self._defined:
             factory = env_factory(name)
@@ -131,17 +140,19 @@ class EnvPool:
         await asyncio.gather(*(call("define", name, factory) for call in self._workers))
 
     async def _call(self, method: str, episode: str, *args: Any) -> Any:
-        home = self._homes[episode]
+        try:
+            return await self._post(self._homes[episode], method, episode, *args)
+        except Exception:  # its worker has closed it; an episode whose caller is cancelled goes on until ``abandon``
+            self._homes.pop(episode, None)
+            raise
+
+    def _post(self, home: int, method: str, episode: str, *args: Any) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if home not in self._outbox:
             self._outbox[home] = []
             asyncio.get_running_loop().call_soon(self._dispatch, home)
         self._outbox[home].append(({"method": method, "episode": episode, "args": args}, future))
-        try:
-            return await future
-        except BaseException:
-            self._homes.pop(episode, None)
-            raise
+        return future
 
     def _dispatch(self, home: int) -> None:
         task = asyncio.get_running_loop().create_task(self._carry(home, self._outbox.pop(home)))

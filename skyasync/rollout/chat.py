@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from skyasync.envs.base import Conversation
+from skyasync.errors import UserError
 
 _BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 
@@ -18,12 +19,12 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._cache: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        self._base: list[int] | None = None
+        self._cache: dict[tuple[tuple[tuple[str, str], ...], ...], list[int]] = {}
+        self._ends: int | None = None  # end-of-message tokens up to the end of the model's message in _BEFORE
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """The tokens that the model continues: the conversation and the opening of its own message."""
-        key = tuple((message["role"], message["content"]) for message in conversation)
+        key = tuple(tuple(sorted(message.items())) for message in conversation)
         if key not in self._cache:
             if len(self._cache) > 8192:
                 self._cache.clear()
@@ -34,14 +35,21 @@ class ChatTokenizer:
         """The tokens between the model's message and its next one.
 
         An action that did not end its message (cut by length) is ended first.
+
+        Raises:
+            UserError: if the template does not end a message with the tokenizer's end-of-sequence token.
         """
-        if self._base is None:
-            self._base = self._frame(_BEFORE, generation=False)
-        framed = self._frame(_BEFORE + messages, generation=True)
-        end = _end_of_message(self._base, self.tokenizer.eos_token_id)
-        tail = framed[end:] if framed[: len(self._base)] == self._base else framed
-        ended = bool(action) and action[-1] == self.tokenizer.eos_token_id
-        return tail if ended else [self.tokenizer.eos_token_id, *tail]
+        eos = self.tokenizer.eos_token_id
+        if self._ends is None:
+            self._ends = self._frame(_BEFORE, generation=False).count(eos)
+            if not self._ends:
+                raise UserError(
+                    f"several turns need a chat template that ends each message with the tokenizer's eos_token "
+                    f"({self.tokenizer.eos_token!r}); set generator.max_turns=1, or the eos_token of the model's folder"
+                )
+        tail = _behind(self._frame(_BEFORE + messages, generation=True), eos, self._ends)
+        ended = bool(action) and action[-1] == eos
+        return tail if ended else [eos, *tail]
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -52,6 +60,8 @@ class ChatTokenizer:
         )
 
 
-def _end_of_message(base: list[int], eos: int) -> int:
-    """Just behind the end-of-message token that closes the last assistant message, or the end."""
-    return len(base) - base[::-1].index(eos) if eos in base else len(base)
+def _behind(tokens: list[int], end: int, count: int) -> list[int]:
+    """What follows the ``count``-th ``end``. Counting holds where a template frames a message anew in a longer
+    conversation (an emptied thinking part), so that what is in front of it differs."""
+    places = [t for t, token in enumerate(tokens) if token == end]
+    return tokens[places[count - 1] + 1 :]

@@ -15,11 +15,13 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.envs.pool import EnvPool
+from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.convert import generator_output
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
 
 T = TypeVar("T")
+_WHILE = "while playing the episode"
 
 
 class Generator(Protocol):
@@ -72,12 +74,13 @@ class EpisodeGenerator:
             conversation = await self._environments.init(episode, env_class, extras, prompt)
             trajectory = Trajectory(identity, [Segment("prompt", self._chat.prompt(conversation))])
             await self._play(trajectory, sampling)
+            trajectory.metrics |= await self._environments.close(episode)  # if the environment was not done
             return trajectory
-        except Exception as error:
-            error.add_note(f"while playing the episode {episode}")
+        except BaseException as error:
+            self._environments.abandon(episode)
+            if not any(note.startswith(_WHILE) for note in getattr(error, "__notes__", ())):  # many may share it
+                error.add_note(f"{_WHILE} {episode}")
             raise
-        finally:
-            await self._environments.close(episode)
 
     async def _play(self, trajectory: Trajectory, sampling: SamplingParams) -> None:
         tokens = list(trajectory.segments[0].tokens)
@@ -99,6 +102,11 @@ class EpisodeGenerator:
     async def _act(self, trajectory: Trajectory, tokens: list[int], turn: int, sampling: SamplingParams) -> Segment:
         """One action of the model, appended to the trajectory."""
         room = self._max_model_len - len(tokens)
+        if room < 1:
+            raise UserError(
+                f"the prompt of {trajectory.id} has {len(tokens)} tokens, which leaves no room for a response: raise "
+                f"generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
+            )
         output = await self._client.generate(
             GenerationRequest(
                 request_id=f"{trajectory.id}-t{turn}",
