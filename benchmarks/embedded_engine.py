@@ -6,7 +6,10 @@ Every core answers the same requests of a 0.45 M parameter Llama (prompts of 30 
 - ``generate``: the library's ``generate`` on a padded batch; one logits processor samples and records, one stopping
   criterion ends rows. Finished rows are computed until the last one ends.
 - ``continuous``: the library's continuous batching manager with log-probabilities.
-- ``engine``: ``TransformersEngine``. Its second column gives each prompt 16 samples, as training does.
+- ``engine``: ``TransformersEngine``.
+
+"In groups of 16": each prompt has 16 samples, as in training. Figures are tokens per second of CPU time, which
+other work on the machine distorts less than the clock.
 
 Run: ``OMP_NUM_THREADS=1 python -m benchmarks.embedded_engine [--requests 64 1024] [--repeats 3]``
 """
@@ -145,7 +148,7 @@ def with_engine(folder: str) -> Run:
 
 
 def tokens_per_second(run: Run, count: int, samples: int, repeats: int) -> float:
-    """The best of ``repeats`` runs after one to warm up."""
+    """Tokens per CPU second: the best of ``repeats`` runs after one to warm up."""
     best = 0.0
     for repeat in range(repeats + 1):
         requests = make_requests(count, samples, f"{samples}-{repeat}")

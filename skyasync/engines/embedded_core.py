@@ -85,7 +85,7 @@ class EmbeddedCore:
         """Accept all requests, or none.
 
         Raises:
-            UserError: if one has the id of a request not answered yet.
+            UserError: if one has the id of a request not answered yet, or tokens that the model does not know.
         """
         rows: dict[str, Row] = {}
         for request in requests:
@@ -160,12 +160,17 @@ class EmbeddedCore:
             future.set_exception(error)
 
     def _row(self, request: GenerationRequest, reply: Reply, streamed: bool) -> Row:
-        sampling = request.sampling
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        if min(prompt) < 0 or max(prompt) >= self._model.vocabulary:
+            raise UserError(
+                f"request {request.request_id!r} cannot be answered: its prompt has tokens from {min(prompt)} to "
+                f"{max(prompt)}, the model's vocabulary has {self._model.vocabulary}"
+            )
         stop_ids = frozenset(sampling.stop_token_ids)
         return Row(
             request,
             key=stream_key(sampling.seed, self._config.seed, request.request_id),
-            limit=min(sampling.max_tokens, self._config.max_model_len - len(request.prompt_token_ids)),
+            limit=min(sampling.max_tokens, self._config.max_model_len - len(prompt)),
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
             stop_strings=self._stops(sampling.stop, request.request_id) if sampling.stop else None,
             streamed=streamed,

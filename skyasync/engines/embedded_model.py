@@ -67,6 +67,7 @@ class EmbeddedModel:
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
         self.eos_ids = self._eos_ids()
+        self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
         """Logits after each prompt ``[prompts, vocabulary]`` and the prompts' cache, columns 0 to length - 1."""

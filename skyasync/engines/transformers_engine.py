@@ -5,7 +5,14 @@ commands, which run between two tokens; hence a swap of weights, a pause or an a
 ``pause`` has answered is true. Every request is answered once: with its output, or with the error that ended
 the engine.
 
-Its loop is compared with the library's own cores by ``benchmarks/embedded_engine.py``.
+Why a loop of ours over the library's models and caches, and neither of its own cores: a prompt is computed once for
+all its samples, finished rows leave the batch, new requests join between two tokens, and the cache is not copied at
+every token. On one core, 0.45 M parameters, tokens per CPU second (``python -m benchmarks.embedded_engine``):
+
+    core                              64 requests    1024 requests    1024 in groups of 16
+    ``generate`` with hooks                 5,500            5,200                   5,200
+    continuous batching manager               510              570                     580
+    this engine                             6,400           10,900                  19,300
 """
 
 from __future__ import annotations

@@ -212,6 +212,7 @@ async def test_a_response_ends_at_max_model_len(engine: TransformersEngine) -> N
     [
         (GenerationRequest("empty", [], SamplingParams()), "'empty'.*prompt is empty"),
         (GenerationRequest("long", [1] * 200, SamplingParams()), "'long'.*200 tokens.*max_model_len is 200"),
+        (GenerationRequest("alien", [3, VOCABULARY], SamplingParams()), "'alien'.*from 3 to 260.*vocabulary has 260"),
         (GenerationRequest("none", [1], SamplingParams(max_tokens=0)), "'none'.*max_tokens is 0"),
         (GenerationRequest("cold", [1], SamplingParams(temperature=-1)), "'cold'.*temperature is -1"),
     ],
