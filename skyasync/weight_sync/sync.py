@@ -1,7 +1,8 @@
 """Gets the policy's weights into every engine, and proves that they arrived.
 
 Invariant: after ``sync(version)`` every engine computes with the trainer's weights and stamps ``version``;
-if the log-probabilities of the probe differ by more than the tolerance, that is an error, never a log line.
+``verify(version)`` proves it: if the log-probabilities of the probe differ by more than the tolerance, that is an
+error, never a log line.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class WeightSyncError(RuntimeError):
 
 @dataclass
 class WeightSync:
-    """Synchronises engines with the policy; the engines are idle or paused.
+    """Synchronises engines with the policy.
 
     Args:
         probe: token sequences whose log-probabilities are compared; empty compares nothing.
@@ -48,18 +49,22 @@ class WeightSync:
     probe: Sequence[Sequence[int]]
     tolerance: float
 
-    async def sync(self, version: int) -> dict[str, float]:
-        """Hand over the weights as ``version``; returns metrics.
+    async def sync(self, version: int) -> None:
+        """Hand over the weights as ``version``; the engines are idle or paused."""
+        update = await self.source.publish_weights(version)
+        try:
+            await self.destination.update_weights(update)
+        finally:
+            await self.source.release_weights(update)
+
+    async def verify(self, version: int) -> dict[str, float]:
+        """Compare the probe's log-probabilities; the engines are not paused. Returns metrics.
 
         Raises:
             WeightSyncError: naming the engine and the gap.
         """
-        update = await self.source.publish_weights(version)
-        async with afterwards(self.source.release_weights, update):
-            await self.destination.update_weights(update)
-        return {"sync/logprob_gap": await self._verify(version)} if self.probe else {}
-
-    async def _verify(self, version: int) -> float:
+        if not self.probe:
+            return {}
         expected = await self.source.score(self.probe)
         found = await self.destination.score(self.probe)
         gaps = [_largest_gap(expected, engine) for engine in found]
@@ -69,7 +74,7 @@ class WeightSync:
                 f"after the weight sync to version {version} engine {gaps.index(worst)} and the trainer differ by "
                 f"{worst:.3g} in log-probability; allowed is {self.tolerance:g} (generator.weight_sync_tolerance)"
             )
-        return worst
+        return {"sync/logprob_gap": worst}
 
 
 def _largest_gap(expected: list[list[float]], found: list[list[float]]) -> float:

@@ -158,12 +158,15 @@ class Sync:
     seconds: Callable[[], float]
     versions: list[int] = field(default_factory=list)
 
-    async def sync(self, version: int) -> dict[str, float]:
+    async def sync(self, version: int) -> None:
         assert self.engines.generating == 0, "a training batch is generated while weights are swapped"
         await asyncio.sleep(self.seconds())
         self.engines.faults.pass_or_raise("sync")
         self.engines.version = version
         self.versions.append(version)
+
+    async def verify(self, version: int) -> dict[str, float]:
+        assert self.engines.version == version
         return {"sync/logprob_gap": 0.0}
 
 
