@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
@@ -20,10 +19,11 @@ from skyasync.errors import UserError
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.usage import UsageMeter
 from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.gate import Gate
 from skyasync.rollout.metrics import rollout_metrics, sample_records, staleness_metrics
-from skyasync.rollout.prompts import PromptBatch, PromptStream
+from skyasync.rollout.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
-from skyasync.rollout.types import GeneratorOutput, Group, Prompt
+from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
@@ -33,15 +33,6 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
 
 T = TypeVar("T")
 Metrics = dict[str, float]
-
-
-@dataclass
-class Rollout:
-    """What one call of ``generate`` gives: groups, their metrics, and the position in the prompt stream."""
-
-    groups: list[Group]
-    position: int
-    metrics: Metrics = field(default_factory=dict)
 
 
 class RayPPOTrainer:
@@ -68,7 +59,7 @@ class RayPPOTrainer:
     """
 
     #: Samples may come from an older policy than the one they train: a correction is needed.
-    asynchronous: ClassVar[bool] = False
+    asynchronous: bool = False
 
     def __init__(
         self,
@@ -91,7 +82,10 @@ class RayPPOTrainer:
         self.eval_dataset = eval_prompts(eval_dataset or [])
         self.dataset_size = len(train_dataset)
         self.prompts = PromptStream(
-            train_dataset, cfg.trainer.train_batch_size, cfg.trainer.seed, _total(cfg, self.dataset_size)
+            train_dataset,
+            cfg.trainer.train_batch_size,
+            cfg.trainer.seed,
+            prompts_of_run(cfg.trainer, self.dataset_size),
         )
         self.objective = Objective(cfg.trainer.algorithm)
         self.kl_controller = kl_controller(cfg.trainer.algorithm)
@@ -104,7 +98,8 @@ class RayPPOTrainer:
             )
         self.global_step = 0  # steps trained
         self.policy_version = 0  # weight syncs finished: what the engines stamp
-        self.position = 0  # prompts trained
+        self.position, self.ahead = 0, frozenset[int]()  # prompts trained: all before the one, and those in the other
+        self.gate = Gate()  # where rollouts for training can be kept out of the engines
         self.phase_name = "starting"
         self.last_metrics: Metrics = {}
         self._metrics: Metrics = {}
@@ -140,7 +135,7 @@ class RayPPOTrainer:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run: those trained, and as many as the prompts that are left make."""
-        return self.global_step + self.prompts.steps(self.position)
+        return self.global_step + self.prompts.steps(self.position, self.ahead)
 
     @property
     def total_updates(self) -> int:
@@ -149,7 +144,7 @@ class RayPPOTrainer:
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
         """The batches that have not been trained."""
-        return self.prompts.batches(self.position)
+        return self.prompts.batches(self.position, self.ahead)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -165,48 +160,72 @@ class RayPPOTrainer:
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
-        metrics: Metrics = {}
-        left, version = prompts.position - self.position, self.policy_version
+        left = prompts.position - self.position  # in the stream, up to and with this batch
         step = self.global_step - (-left // self.cfg.trainer.train_batch_size)
-        with self.timed("generate", metrics, "rollout", step):
-            request = train_request(prompts.prompts, self.cfg.generator)
-            output: GeneratorOutput = await self.generator.generate(request)
-        groups = groups_from_output(output, prompts.prompts, version, self.cfg.generator.n_samples_per_prompt)
+        return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.ahead)
+
+    async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
+        """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
+        metrics: Metrics = {}
+        async with self.gate.entered():
+            version = self.policy_version
+            with self.timed("generate", metrics, "rollout", step):
+                output: GeneratorOutput = await self.generator.generate(train_request(prompts, self.cfg.generator))
+        groups = groups_from_output(output, prompts, version, self.cfg.generator.n_samples_per_prompt)
+        return groups, metrics | (output.get("rollout_metrics") or {})
+
+    def assemble(self, groups: list[Group], metrics: Metrics, position: int, ahead: frozenset[int]) -> Rollout:
+        """What has been rolled out, as the batch of a step."""
         groups = self.postprocess_generator_output(groups)
-        metrics |= rollout_metrics(groups) | (output.get("rollout_metrics") or {})
-        return Rollout(groups, prompts.position, metrics)
+        return Rollout(groups, position, rollout_metrics(groups) | metrics, ahead)
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
-        from skyasync.rollout.collate import collate
-
         self._metrics |= rollout.metrics | staleness_metrics(rollout.groups, self.global_step)
         with self.timed("train", self._metrics):
             async with self._limited("update"):
                 groups = self.filter_groups(rollout.groups)
                 if groups:
-                    batch = await self._with_logprobs(collate(groups))
-                    batch = self.apply_reward_kl_penalty(batch)
-                    batch = self.compute_advantages_and_returns(batch)
-                    await self._update(batch)
+                    await self.learn_from(groups)
         self.global_step += 1
-        self.position = rollout.position
+        self.position, self.ahead = rollout.position, rollout.ahead
         self._trained_samples = sum(len(group.trajectories) for group in rollout.groups)
         self._save_samples(rollout.groups)
         return self._metrics
 
+    async def learn_from(self, groups: list[Group]) -> None:
+        """The tensor part of ``train_on``, which a simulation replaces."""
+        from skyasync.rollout.collate import collate
+
+        batch = await self._with_logprobs(collate(groups))
+        batch = self.apply_reward_kl_penalty(batch)
+        batch = self.compute_advantages_and_returns(batch)
+        await self._update(batch)
+
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle."""
-        with self.timed("sync", self._metrics):
-            async with self._limited("weight sync"):
-                self._metrics |= await self.weight_sync.sync(self.global_step)
-        self.policy_version = self.global_step
+        async with self._syncing():
+            await self.weight_sync.sync(self.global_step)
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        """Hand the newest weights to engines that are busy: pause, swap, resume; requests in flight go on."""
-        await self.inference_engine_client.pause("keep")
-        async with afterwards(self.inference_engine_client.resume):
-            await self.sync_policy_weights_to_inference_engines()
+        """Hand the newest weights to engines that are busy; ``partial_rollout`` says what is in flight meanwhile."""
+        client, partial_rollout = self.inference_engine_client, self.cfg.trainer.partial_rollout
+        if partial_rollout == "wait":
+            async with self.gate.closed():
+                return await self.sync_policy_weights_to_inference_engines()
+        async with self._syncing():
+            await (client.cut() if partial_rollout == "recompute" else client.pause("keep"))
+            async with afterwards(client.resume):
+                await self.weight_sync.sync(self.global_step)
+
+    @asynccontextmanager
+    async def _syncing(self) -> AsyncIterator[None]:
+        """Around a hand-over of weights; behind it, when the engines compute again, it is verified."""
+        with self.timed("sync", self._metrics):
+            async with self._limited("weight sync"):
+                yield
+                self.policy_version = self.global_step
+                self._metrics |= await self.weight_sync.verify(self.global_step)
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, save, log, call back: the same in every plan."""
@@ -223,19 +242,19 @@ class RayPPOTrainer:
         self.phase_name, self._step, self._step_started = "training", self.global_step + 1, self._now()
 
     async def evaluate(self) -> Metrics:
-        """Score the held-out prompts under the engines' policy."""
+        """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
         metrics: Metrics = {}
         if not self.eval_dataset:
             return metrics
         self.phase_name = "evaluating"
         groups: list[Group] = []
-        with self.timed("eval", metrics, track="evaluation"):
-            for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
-                prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
-                request = eval_request(prompts, self.cfg.generator)
-                output = await self.generator.generate(request)
-                samples = self.cfg.generator.eval_n_samples_per_prompt
-                groups += groups_from_output(output, prompts, self.policy_version, samples)
+        async with self.gate.closed() if self.cfg.trainer.eval_mode == "pause" else nullcontext():
+            with self.timed("eval", metrics, track="evaluation"):
+                for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
+                    prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
+                    output = await self.generator.generate(eval_request(prompts, self.cfg.generator))
+                    samples = self.cfg.generator.eval_n_samples_per_prompt
+                    groups += groups_from_output(output, prompts, self.policy_version, samples)
         found = rollout_metrics(groups)
         metrics |= {"eval/score": found.pop("reward/mean"), "eval/version": float(self.policy_version)}
         metrics |= {f"eval/{name.replace('/', '_')}": value for name, value in found.items()}
@@ -246,9 +265,8 @@ class RayPPOTrainer:
         """Model, optimizer, data position and versions; complete or absent."""
         if self.checkpoints is None:
             return None
-        state = TrainState(
-            self.global_step, self.position, self.cfg.trainer.seed, self.dataset_size, self.kl_controller.value
-        )
+        guards, ahead = (self.cfg.trainer.seed, self.dataset_size), sorted(self.ahead)
+        state = TrainState(self.global_step, self.position, *guards, self.kl_controller.value, ahead)
         with self.timed("checkpoint", {}):
             folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
         self._tell("on_checkpoint", folder)
@@ -351,7 +369,8 @@ class RayPPOTrainer:
             return False
         state = load_state(folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
         await self.dispatch.load(folder / "policy")
-        self.global_step, self.position, self.kl_controller.value = state.step, state.position, state.kl_coef
+        self.global_step, self.kl_controller.value = state.step, state.kl_coef
+        self.position, self.ahead = state.position, frozenset(state.ahead)
         return True
 
     async def _with_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
@@ -416,10 +435,3 @@ class RayPPOTrainer:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _total(cfg: Any, dataset_size: int) -> int:
-    """Prompts of the whole run."""
-    total = cfg.trainer.epochs * dataset_size
-    limit = cfg.trainer.max_training_steps * cfg.trainer.train_batch_size
-    return min(total, limit) if limit else total

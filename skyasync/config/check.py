@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from math import ceil
 from operator import attrgetter
 
 from skyasync.config.algorithm import AlgorithmConfig
@@ -14,6 +15,8 @@ from skyasync.config.schema import Config
 
 #: Built-in plans that train on samples of an older policy.
 ASYNCHRONOUS_PLANS = frozenset({"one_step_off", "fully_async"})
+#: Built-in plans whose engines are idle while weights are swapped.
+WHOLE_BATCH_PLANS = frozenset({"sync", "one_step_off"})
 
 # Importing the losses would import torch, so what their signatures say stands here as well; a test holds both equal.
 #: Built-in policy losses that weigh by the behaviour policy whatever ``ratio_anchor`` is.
@@ -49,6 +52,7 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
     """
     return [
         *_check_plan(cfg, plan or cfg.trainer.plan, fixed=plan is not None),
+        *_check_admission(cfg, plan or cfg.trainer.plan),
         *_check_batches(cfg),
         *_check_lengths(cfg),
         *_check_algorithm(cfg),
@@ -67,6 +71,8 @@ def _check_plan(cfg: Config, plan: str, *, fixed: bool) -> Iterator[str]:
             f"trainer.placement.colocate_all=true lets engines and policy take turns, but {which} runs both at the "
             f"same time: set trainer.placement.colocate_all=false{way_back}"
         )
+    if plan == "fully_async" and cfg.trainer.max_staleness == 0:
+        return  # no sample is stale
     algorithm = cfg.trainer.algorithm
     corrected = algorithm.off_policy_correction != "none" or set(algorithm.off_policy_masks) - {"none"}
     if not corrected and not cfg.trainer.allow_uncorrected and not _uses_behaviour(algorithm):
@@ -75,6 +81,31 @@ def _check_plan(cfg: Config, plan: str, *, fixed: bool) -> Iterator[str]:
             f"{which} is asynchronous and trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not use "
             f"the behaviour log-probabilities: choose a correction (auto, token_tis), a loss that uses them "
             f"({', '.join(sorted(BEHAVIOUR_LOSSES))}), or trainer.allow_uncorrected=true"
+        )
+
+
+def _check_admission(cfg: Config, plan: str) -> Iterator[str]:
+    trainer, generator = cfg.trainer, cfg.generator
+    if plan in WHOLE_BATCH_PLANS and trainer.partial_rollout != "keep":
+        yield (
+            f"trainer.partial_rollout={trainer.partial_rollout} decides about requests in flight at a weight swap, and "
+            f"trainer.plan={plan} has none: set trainer.plan=fully_async, or leave trainer.partial_rollout at keep"
+        )
+    if plan != "fully_async":
+        return
+    if trainer.async_generation_ratio > trainer.max_staleness:
+        yield (
+            f"trainer.async_generation_ratio={trainer.async_generation_ratio:g} generates further ahead than "
+            f"trainer.max_staleness={trainer.max_staleness} allows: raise trainer.max_staleness to "
+            f"{ceil(trainer.async_generation_ratio)}, or lower the ratio"
+        )
+    batch, most = trainer.train_batch_size, (trainer.max_staleness + 1) * trainer.train_batch_size
+    if generator.generate_batch_size and not batch <= generator.generate_batch_size <= most:
+        yield (
+            f"generator.generate_batch_size={generator.generate_batch_size} is not between "
+            f"trainer.train_batch_size={batch} and the {most} prompts that trainer.max_staleness="
+            f"{trainer.max_staleness} allows: change it, or raise trainer.max_staleness to "
+            f"{max(ceil(generator.generate_batch_size / batch) - 1, trainer.max_staleness)}"
         )
 
 

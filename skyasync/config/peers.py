@@ -27,7 +27,8 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 PEERS: tuple[Peer, ...] = (
     # SkyRL, where it differs from us
-    Peer("fully_async.max_staleness_steps", "SkyRL", "trainer.async_queue_size", "batches ahead"),
+    Peer("fully_async.max_staleness_steps", "SkyRL", "trainer.max_staleness", "with trainer.plan=fully_async"),
+    Peer("fully_async.num_parallel_generation_workers", "SkyRL", "generator.max_concurrent_rollouts", _PROMPTS),
     Peer("trainer.algorithm.use_tis", "SkyRL", "trainer.algorithm.off_policy_correction", "token_tis or none"),
     Peer("trainer.hf_save_interval", "SkyRL", "trainer.export_path", "the final policy only"),
     Peer("trainer.max_ckpts_to_keep", "SkyRL", "trainer.ckpt_keep"),
@@ -41,7 +42,8 @@ PEERS: tuple[Peer, ...] = (
     # OpenRLHF
     Peer("async_queue_size", "OpenRLHF", "trainer.async_queue_size"),
     Peer("async_train", "OpenRLHF", "trainer.plan", "one_step_off"),
-    Peer("vllm_generate_batch_size", "OpenRLHF", "trainer.train_batch_size", "prompts generated are prompts trained"),
+    Peer("vllm_generate_batch_size", "OpenRLHF", "generator.generate_batch_size", "with trainer.plan=fully_async"),
+    Peer("partial_rollout_enable", "OpenRLHF", "trainer.partial_rollout", "keep or wait"),
     Peer("n_samples_per_prompt", "OpenRLHF", "generator.n_samples_per_prompt"),
     Peer("rollout_batch_size", "OpenRLHF and ROLL", "trainer.train_batch_size", _PROMPTS),
     Peer("micro_train_batch_size", "OpenRLHF", "trainer.micro_train_batch_size_per_gpu"),
@@ -78,7 +80,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("max_ckpt_num", "OpenRLHF", "trainer.ckpt_keep"),
     Peer("eval_dataset", "OpenRLHF", "data.val_data"),
     # ROLL
-    Peer("async_generation_ratio", "ROLL", "trainer.async_queue_size", "batches ahead, with trainer.plan=one_step_off"),
+    Peer("async_generation_ratio", "ROLL", "trainer.async_generation_ratio", "with trainer.plan=fully_async"),
     Peer("num_return_sequences_in_group", "ROLL", "generator.n_samples_per_prompt"),
     Peer("prompt_length", "ROLL", "trainer.max_prompt_length"),
     Peer("ppo_epochs", "ROLL", "trainer.update_epochs_per_batch"),
@@ -88,9 +90,8 @@ PEERS: tuple[Peer, ...] = (
     Peer("track_with", "ROLL", "trainer.logger", "a list"),
     Peer("exp_name", "ROLL", "trainer.run_name"),
     # AReaL
-    Peer(
-        "max_head_offpolicyness", "AReaL", "trainer.async_queue_size", "batches ahead, with trainer.plan=one_step_off"
-    ),
+    Peer("max_head_offpolicyness", "AReaL", "trainer.max_staleness", "with trainer.staleness_bound=mean"),
+    Peer("max_concurrent_rollouts", "AReaL", "generator.max_concurrent_rollouts", _PROMPTS),
     Peer("consumer_batch_size", "AReaL", "trainer.train_batch_size", _PROMPTS),
     Peer("train_dataset.batch_size", "AReaL", "trainer.train_batch_size", _PROMPTS),
     Peer("train_dataset.path", "AReaL", "data.train_data"),

@@ -78,6 +78,25 @@ class TrainerConfig:
     async_queue_size: int = key(
         1, "Batches the generator may be ahead in the one_step_off plan: the staleness it settles at.", low=1
     )
+    max_staleness: int = key(
+        1, "Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous.", low=0
+    )
+    staleness_bound: str = key(
+        "hard", "max_staleness bounds every prompt's age, or (AReaL's formula) the mean.", choices=("hard", "mean")
+    )
+    async_generation_ratio: float = key(
+        0.0, "Batches generated ahead, with fractions, in the fully_async plan; 0 is max_staleness.", low=0.0
+    )
+    partial_rollout: str = key(
+        "keep",
+        "At a weight swap requests in flight go on with their cache, start over from their tokens, or finish first.",
+        choices=("keep", "recompute", "wait"),
+    )
+    eval_mode: str = key(
+        "overlap",
+        "Evaluate beside the generation for training, or pause it: what is in flight finishes, nothing new starts.",
+        choices=("overlap", "pause"),
+    )
     allow_uncorrected: bool = key(False, "Let an asynchronous plan run without an off-policy correction.")
     epochs: int = key(1, "Passes over the training prompts.", low=1)
     max_training_steps: int = key(0, "Stop after this many steps; 0 runs all epochs.", low=0)
@@ -147,6 +166,12 @@ class GeneratorConfig:
     eval_n_samples_per_prompt: int = key(1, "Responses per prompt in evaluation.", low=1)
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    generate_batch_size: int = key(
+        0, "Prompts submitted and not yet trained in the fully_async plan; 0 is what max_staleness allows.", low=0
+    )
+    max_concurrent_rollouts: int = key(
+        0, "Prompts generated at once in the fully_async plan; 0 has no such limit.", low=0
+    )
     max_turns: int = key(1, "Most turns per episode.", low=1)
     max_model_len: int = key(0, "Most tokens per sequence in the engine; 0 is prompt plus response.", low=0)
     max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1)

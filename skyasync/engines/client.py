@@ -4,6 +4,10 @@ Invariant: each request is answered exactly once or raises; a request whose engi
 engine's error, and one that no engine answers in time raises ``TimeoutError`` naming it. Requests made in
 one turn of the event loop travel to their engine in one message.
 
+A request that ``cut`` has ended early is continued here: prompt and tokens so far are sent as a new request,
+which the engines start under whatever weights they have after ``resume``. Its caller sees one answer, with the
+pieces' tokens, log-probabilities and versions joined.
+
 | who waits                | for what                      | woken by                                   |
 |--------------------------|-------------------------------|--------------------------------------------|
 | ``generate``             | its request's future          | ``_carry`` (answer, error), or its timeout |
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skyasync.engines.protocol import (
@@ -43,6 +48,8 @@ class InferenceClient:
         self._sessions: dict[str, tuple[int, int]] = {}  # session -> (engine, requests in flight)
         self._outbox: dict[int, list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]] = {}
         self._carriers: set[asyncio.Task[None]] = set()
+        self._unanswered: set[str] = set()  # ids as the engines know them
+        self._cut: set[str] = set()  # those of them that ``cut`` has ended
 
     async def start(self) -> None:
         await self._everywhere(lambda engine: engine.start())
@@ -54,9 +61,19 @@ class InferenceClient:
             TimeoutError: naming the request, after ``request_timeout_s``.
             Exception: whatever the engine raised, with its traceback.
         """
+        answer = await self._piece(request)
+        while answer.finish_reason == "abort" and answer.request_id in self._cut:
+            self._cut.discard(answer.request_id)
+            answer = join(answer, await self._piece(continuation(request, answer)))
+        self._cut.discard(answer.request_id)
+        return replace(answer, request_id=request.request_id)
+
+    async def _piece(self, request: GenerationRequest) -> GenerationOutput:
+        """What an engine answers to a request or to its continuation."""
         index = self._choose(request.session_id)
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._post(index, request, future)
+        self._unanswered.add(request.request_id)
         try:
             async with asyncio.timeout(self.request_timeout_s):
                 return await future
@@ -66,6 +83,7 @@ class InferenceClient:
                 f"(generator.request_timeout_s)"
             ) from error
         finally:
+            self._unanswered.discard(request.request_id)
             self._release(index, request.session_id)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -74,6 +92,11 @@ class InferenceClient:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         await self._everywhere(lambda engine: engine.pause(mode))
+
+    async def cut(self) -> None:
+        """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
+        self._cut |= self._unanswered
+        await self.pause("abort")
 
     async def resume(self) -> None:
         await self._everywhere(lambda engine: engine.resume())
@@ -143,6 +166,33 @@ class InferenceClient:
                     future.set_exception(_shareable(error))
             if not isinstance(error, Exception):
                 raise
+
+
+def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
+    """The request for what ``answer`` lacks. A new id (and seed) gives it a random stream of its own."""
+    done, sampling = len(answer.token_ids), request.sampling
+    return replace(
+        request,
+        request_id=f"{request.request_id}+{done}",
+        prompt_token_ids=[*request.prompt_token_ids, *answer.token_ids],
+        sampling=replace(
+            sampling,
+            max_tokens=sampling.max_tokens - done,
+            min_tokens=max(sampling.min_tokens - done, 0),
+            seed=None if sampling.seed is None else hash((sampling.seed, done)) % 2**63,
+        ),
+    )
+
+
+def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
+    """Both pieces as one, under the id and with the end of the second."""
+    return GenerationOutput(
+        more.request_id,
+        answer.token_ids + more.token_ids,
+        answer.logprobs + more.logprobs,
+        answer.versions + more.versions,
+        more.finish_reason,
+    )
 
 
 def _answer(future: asyncio.Future[GenerationOutput], output: GenerationOutput) -> None:

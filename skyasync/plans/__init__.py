@@ -2,6 +2,13 @@
 
 from skyasync.registry import Registry
 
-PLANS = Registry("plan", {"skyasync.plans.synchronous": "sync", "skyasync.plans.one_step_off": "one_step_off"})
+PLANS = Registry(
+    "plan",
+    {
+        "skyasync.plans.synchronous": "sync",
+        "skyasync.plans.one_step_off": "one_step_off",
+        "skyasync.plans.fully_async": "fully_async",
+    },
+)
 
 __all__ = ["PLANS"]

@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
+
+
+class Tasks(asyncio.TaskGroup):
+    """A task group in which a task that is cancelled from within is an error, not a quiet end."""
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self.create_task(_to_its_end(coroutine))
+
+
+@asynccontextmanager
+async def together() -> AsyncIterator[Tasks]:
+    """Whatever is started on the yielded group has ended when the block has; see ``run_together`` for errors."""
+    try:
+        async with Tasks() as tasks:
+            yield tasks
+        return
+    except BaseExceptionGroup as group:
+        first, *others = group.exceptions
+    for other in others:
+        first.add_note(f"at the same time: {other!r}")
+    raise first  # outside the handler, which would put the group in the place of the error's own context
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
@@ -17,16 +39,9 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
         RuntimeError: if a coroutine ends by a cancellation that nobody asked of it (something it awaited was
             cancelled); the others would wait for it for ever.
     """
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for coroutine in coroutines:
-                tasks.create_task(_to_its_end(coroutine))
-        return
-    except BaseExceptionGroup as group:
-        first, *others = group.exceptions
-    for other in others:
-        first.add_note(f"at the same time: {other!r}")
-    raise first  # outside the handler, which would put the group in the place of the error's own context
+    async with together() as tasks:
+        for coroutine in coroutines:
+            tasks.start(coroutine)
 
 
 async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -36,4 +51,5 @@ async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError as error:
         if task is None or task.cancelling():
             raise
-        raise RuntimeError(f"{getattr(coroutine, "__qualname__", coroutine)} met something that was cancelled, and ended") from error
+        name = getattr(coroutine, "__qualname__", coroutine)
+        raise RuntimeError(f"{name} met something that was cancelled, and ended") from error

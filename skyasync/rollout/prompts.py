@@ -1,14 +1,16 @@
 """The training prompts, in an order that only the seed decides.
 
-Invariant: the stream is a pure function of (seed, position): whoever knows the position of the last trained
-prompt knows exactly what comes next, also in the middle of an epoch and at its end. No prompt is left out:
+Invariant: the stream is a pure function of (seed, position): whoever knows which positions have been trained
+knows exactly what comes next, also in the middle of an epoch and at its end. No prompt is left out:
 a batch may run over the end of an epoch, and the last batch may be smaller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +20,11 @@ from skyasync.rollout.types import Prompt, PromptId
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts of one step. ``position`` counts the prompts of the run up to and with this batch."""
+    """Prompts of one step. Behind it all before ``position`` are done, and those in ``ahead``."""
 
     prompts: list[Prompt]
     position: int
+    ahead: frozenset[int] = frozenset()
 
 
 class PromptStream:
@@ -35,19 +38,19 @@ class PromptStream:
     def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int, total: int) -> None:
         if not dataset:
             raise UserError("there are no training prompts (data.train_data)")
-        self._dataset, self._batch_size, self._seed, self._total = dataset, batch_size, seed, total
+        self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
         self._order: tuple[int, np.ndarray] | None = None
 
-    def steps(self, position: int = 0) -> int:
-        """How many batches are left after ``position`` prompts."""
-        return max(0, -(-(self._total - position) // self._batch_size))
+    def steps(self, position: int = 0, ahead: Collection[int] = ()) -> int:
+        """How many batches are left when all before ``position`` and those in ``ahead`` are done."""
+        return max(0, -(-(self.total - position - len(ahead)) // self._batch_size))
 
-    def batches(self, position: int = 0) -> Iterator[PromptBatch]:
-        """The batches after ``position`` prompts."""
-        while position < self._total:
-            end = min(position + self._batch_size, self._total)
-            yield PromptBatch([self.prompt(p) for p in range(position, end)], end)
-            position = end
+    def batches(self, position: int = 0, ahead: Collection[int] = ()) -> Iterator[PromptBatch]:
+        """The batches of what is left when all before ``position`` and those in ``ahead`` are done."""
+        left = (p for p in range(position, self.total) if p not in ahead)
+        while batch := list(islice(left, self._batch_size)):
+            done = batch[-1] + 1
+            yield PromptBatch([self.prompt(p) for p in batch], done, frozenset(p for p in ahead if p >= done))
 
     def prompt(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self._dataset))
@@ -58,3 +61,10 @@ class PromptStream:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._dataset)))
         return self._order[1]
+
+
+def prompts_of_run(trainer_cfg: Any, dataset_size: int) -> int:
+    """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows."""
+    total = trainer_cfg.epochs * dataset_size
+    limit = trainer_cfg.max_training_steps * trainer_cfg.train_batch_size
+    return min(total, limit) if limit else total

@@ -108,6 +108,16 @@ class Group:
         return min((v for t in self.trajectories for v in t.versions), default=0)
 
 
+@dataclass
+class Rollout:
+    """The groups of one step, their metrics, and where the prompt stream stands (see ``PromptBatch``) behind them."""
+
+    groups: list[Group]
+    position: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    ahead: frozenset[int] = frozenset()
+
+
 class GeneratorInput(TypedDict):
     """What a generator is asked for: the lists run in parallel, one entry per trajectory."""
 

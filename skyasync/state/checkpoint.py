@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from skyasync.errors import UserError
@@ -22,7 +22,8 @@ _UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
 class TrainState:
     """What a run needs to go on, besides the workers' own state.
 
-    ``position`` counts the prompts trained; ``seed`` and ``dataset_size`` guard against resuming other data.
+    All prompts before ``position`` have been trained, and those in ``ahead``, which overtook others;
+    ``seed`` and ``dataset_size`` guard against resuming other data.
     """
 
     step: int
@@ -30,6 +31,7 @@ class TrainState:
     seed: int
     dataset_size: int
     kl_coef: float = 0.0  # of an adaptive controller
+    ahead: list[int] = field(default_factory=list)
 
 
 class Checkpoints:

@@ -72,6 +72,8 @@ def consistent(config: Config) -> Config:
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
     trainer.allow_uncorrected = True
+    trainer.partial_rollout = plain.trainer.partial_rollout
+    trainer.async_generation_ratio, generator.generate_batch_size = 0.0, 0
     generator.n_samples_per_prompt = max(2, generator.n_samples_per_prompt)
     generator.max_model_len = 0
     generator.sampling_params.min_tokens = plain.generator.sampling_params.min_tokens

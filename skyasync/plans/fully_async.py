@@ -1,0 +1,110 @@
+"""Fully asynchronous: groups stream in as they finish, weights are swapped in flight, staleness is bounded.
+
+```
+ admission ──▶ rollouts, one task per prompt ──▶ finished ──▶ train ──▶ swap ──▶ end of step
+     ▲           (engines go on during training)                          │
+     └──────────────────────── free slots, new version ◀──────────────────┘
+```
+
+| who waits       | for what                                   | woken by                                          |
+|-----------------|--------------------------------------------|---------------------------------------------------|
+| generation loop | a free slot                                | training loop, after each swap; a finished        |
+|                 |                                            | rollout, where only the concurrency was at its    |
+|                 |                                            | limit                                             |
+| a rollout       | the engines                                | they answer or fail; a swap holds them back       |
+|                 |                                            | briefly                                           |
+| a rollout       | the gate (partial_rollout=wait, evaluation | whoever closed it, which itself waits only for    |
+|                 | with eval_mode=pause)                      | rollouts inside to end                            |
+| training loop   | a batch that ``admission`` lets it take    | a rollout that finishes. When all have finished   |
+|                 |                                            | there is a batch: see ``admission``               |
+
+Charge and release: a prompt's slot is charged in ``_run_generation`` (``admit``) and freed in ``_release`` (``sync``).
+
+What is trained, and in which order: a batch is in the order of the prompt stream, oldest first. Prompts that
+were in flight at a checkpoint are not in its position, so a resumed run generates them again: none is lost and
+none is trained twice. With ``max_staleness=0`` all prompts of a step start together, nothing starts before the
+step has ended, and the engines see what they see in the synchronous plan.
+
+If a rollout or either loop fails, everything else is cancelled and the error is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from statistics import fmean
+from typing import Any
+
+from skyasync.plans import PLANS
+from skyasync.plans.admission import Admission, Batch, Limits
+from skyasync.plans.together import run_together, together
+from skyasync.rollout.types import Group
+from skyasync.trainer import Metrics, RayPPOTrainer, Rollout
+
+
+@PLANS.register("fully_async")
+class FullyAsyncRayPPOTrainer(RayPPOTrainer):
+    """See the module's picture and table."""
+
+    def __init__(self, cfg: Any, *args: Any, **parts: Any) -> None:
+        self.asynchronous = cfg.trainer.max_staleness > 0
+        super().__init__(cfg, *args, **parts)
+
+    async def train(self) -> None:
+        async with self.running():
+            limits = Limits.of(self.cfg, self.prompts.total)
+            self.admission = Admission(limits, self.global_step, self.position, self.ahead)
+            self._finished: dict[int, tuple[list[Group], Metrics]] = {}
+            self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
+            await run_together(self._run_generation(), self._run_training())
+
+    async def _run_generation(self) -> None:
+        async with together() as rollouts:
+            while not self.admission.exhausted:
+                for position in self.admission.admit():
+                    rollouts.start(self._roll_out(position))
+                await self._slot_freed.wait()
+                self._slot_freed.clear()
+
+    async def _run_training(self) -> None:
+        while self.global_step < self.total_steps:
+            rollout = await self.waiting("data", self._next_rollout())
+            status = await self.train_on(rollout)
+            await self.async_sync_policy_weights_to_inference_engines()
+            if self.asynchronous:
+                self._release()
+            await self.end_step(status)
+            self._release()
+
+    async def _roll_out(self, position: int) -> None:
+        self._finished[position] = await self.roll_out([self.prompts.prompt(position)])
+        self.admission.finish(position)
+        self._rollout_finished.set()
+        if self.cfg.generator.max_concurrent_rollouts:
+            self._slot_freed.set()
+
+    async def _next_rollout(self) -> Rollout:
+        while (batch := self.admission.take()) is None:
+            self._rollout_finished.clear()
+            await self._rollout_finished.wait()
+        return self._assemble(batch)
+
+    def _assemble(self, batch: Batch) -> Rollout:
+        groups, metrics = zip(*(self._finished.pop(position) for position in batch.positions), strict=True)
+        status = {
+            "rollout/running": float(self.admission.running),
+            "rollout/finished": float(self.admission.finished),
+        }
+        return self.assemble([g for found in groups for g in found], merge(metrics) | status, *batch[1:])
+
+    def _release(self) -> None:
+        self.admission.sync(self.policy_version)
+        self._slot_freed.set()
+
+
+def merge(metrics: tuple[Metrics, ...]) -> Metrics:
+    """The mean of what the rollouts of a batch report; of times the longest, as if they had been one call."""
+    values: dict[str, list[float]] = {}
+    for reported in metrics:
+        for name, value in reported.items():
+            values.setdefault(name, []).append(value)
+    return {name: max(found) if name.startswith("time/") else fmean(found) for name, found in values.items()}
