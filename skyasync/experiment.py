@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -80,7 +80,7 @@ class BasePPOExp:
         engines = [
             RayEngine(
                 self.engine_backend(),
-                self.engine_config(),
+                replace(self.engine_config(), extra={"engine_index": index}),
                 self._placement.options("engines", index),
                 generator.engine_start_timeout_s,
             )
@@ -175,7 +175,14 @@ class BasePPOExp:
         self._client = self.get_inference_client()
         generator = self.get_generator(cfg, tokenizer, self._client)
         trainer = self.get_trainer(
-            cfg, tracker, tokenizer, train_dataset, eval_dataset, self._client, generator, self._placement
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=self._client,
+            generator=generator,
+            colocate_pg=self._placement,
         )
         trainer.callbacks.extend(self.get_callbacks())
         self._share_threads(trainer.asynchronous)
@@ -235,6 +242,14 @@ class BasePPOExp:
 
     def weight_sync_backend(self) -> str:
         backend = self.cfg.generator.weight_sync_backend
+        if backend == "nccl" and not self.gpus:
+            raise UserError(
+                "generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory"
+            )
+        if backend == "nccl" and self.engine_backend() != "vllm":
+            raise UserError(
+                "generator.weight_sync_backend=nccl needs generator.backend=vllm: the embedded engine uses shared_memory"
+            )
         return "shared_memory" if backend == "auto" else backend
 
     def _all_float32(self) -> bool:

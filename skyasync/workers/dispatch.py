@@ -28,6 +28,7 @@ from skyasync.registry import user_parts
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.base import LOOPBACK, ModelWorker
 from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
 
@@ -55,9 +56,10 @@ class WorkerPlacement:
 class RayWorkerDispatch:
     """Implements :class:`skyasync.workers.protocol.WorkerDispatch`; make it with :meth:`create`."""
 
-    def __init__(self, policy: RankGroup, reference: RankGroup | None) -> None:
+    def __init__(self, policy: RankGroup, reference: RankGroup | None, broadcast: Broadcast | None = None) -> None:
         self._policy = policy
         self._reference = reference
+        self._broadcast = broadcast
 
     @classmethod
     async def create(
@@ -78,7 +80,7 @@ class RayWorkerDispatch:
             for group in groups:
                 group.kill()
             raise
-        return cls(groups[0], groups[1] if reference is not None else None)
+        return cls(groups[0], groups[1] if reference is not None else None, _broadcast(cfg, groups[0]))
 
     async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
         return await self._policy.logprobs(batch)
@@ -93,11 +95,16 @@ class RayWorkerDispatch:
         return (await self._policy.call_each("update_policy", [batch.select(rows).trim() for rows in shards]))[0]
 
     async def publish_weights(self, version: int) -> WeightUpdate:
+        if self._broadcast is not None:
+            return await self._broadcast.publish(version)
         path = (await self._policy.call("publish"))[0]
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def release_weights(self, update: WeightUpdate) -> None:
-        await self._policy.call_first("release", update.info["path"])
+        if self._broadcast is not None:
+            await self._broadcast.release()
+        else:
+            await self._policy.call_first("release", update.info["path"])
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self._policy.call("score", sequences))[0]
@@ -119,6 +126,13 @@ class RayWorkerDispatch:
         self._policy.kill()
         if self._reference is not None:
             self._reference.kill()
+
+
+def _broadcast(cfg: Config, policy: RankGroup) -> Broadcast | None:
+    generator = cfg.generator
+    if generator.weight_sync_backend != "nccl":
+        return None
+    return Broadcast(policy, generator.num_inference_engines * generator.inference_engine_tensor_parallel_size)
 
 
 class RankGroup:

@@ -7,6 +7,7 @@ whole batch, so gradients are summed over micro-batches and over ranks and never
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from transformers import PreTrainedModel
 from skyasync.algorithms.objective import Objective
 from skyasync.config.schema import Config, ModelConfig
 from skyasync.registry import UserParts, add_user_parts
+from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker
 from skyasync.workers.batch import TrainingBatch
@@ -98,7 +101,7 @@ class PolicyWorker(ModelWorker):
 
     def _backward(self, micro: MicroBatch, totals: _Totals) -> None:
         batch = micro.batch
-        scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy="entropy" in self.objective.needs)
+        scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy=self.objective.needs_entropy)
         current = scores.logprobs
         proximal = current.detach() if batch.proximal_logprobs is None else self._here(batch.proximal_logprobs)
         mask = self._here(batch.loss_mask)
@@ -156,6 +159,24 @@ class PolicyWorker(ModelWorker):
         """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it."""
         weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
         return write_weights(weights) if self.rank == 0 else None
+
+    def free_address(self) -> tuple[str, int]:
+        """This node's address, and a port that is free at the moment."""
+        _, host = self.node()
+        with socket.create_server((host, 0)) as listener:
+            return host, listener.getsockname()[1]
+
+    def open_broadcast(self, rendezvous: Rendezvous) -> None:
+        """Get ready to send weights by NCCL. All ranks call it, with the same rendezvous."""
+        self._sender = NCCLSender(self.model.model, rendezvous, rank=self.rank, dtype=self.dtype)
+
+    def announce(self, version: int) -> WeightUpdate:
+        """The message that tells engines of a broadcast."""
+        return self._sender.update(version)
+
+    def broadcast(self) -> None:
+        """Send the weights; ends when every engine has them. All ranks call it, engines meanwhile receive."""
+        self._sender.send()
 
     def release(self, path: str) -> None:
         """Remove what ``publish`` wrote."""

@@ -1,0 +1,1 @@
+"""Measurements: ratios within one run, medians, and what limits each figure."""
