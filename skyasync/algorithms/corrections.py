@@ -41,11 +41,13 @@ def inside(weights: Tensor, low: float, high: float) -> Tensor:
 def summarize(values: Tensor, mask: Tensor, level: str) -> Tensor:
     """Each token's value or its segment's mean, ``[batch, length]``; its row's sum, mean or extreme, ``[batch, 1]``.
 
+    What stands outside the mask has no influence; there the result is 0 where it is per token.
+
     Raises:
         UserError: for an unknown level.
     """
     summaries = {
-        "token": lambda: values,
+        "token": lambda: torch.where(mask, values, 0),
         "sequence": lambda: row_sum(values, mask),
         "geometric": lambda: row_mean(values, mask),
         "segment": lambda: segment_mean(values, mask),
@@ -59,11 +61,7 @@ def summarize(values: Tensor, mask: Tensor, level: str) -> Tensor:
 
 def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, level: str = "token") -> Tensor:
     """``w`` at the given level, detached; 1 outside the mask. Shapes as of ``summarize``."""
-    return _exp(summarize(_log_weights(proximal, behaviour, mask), mask, level))
-
-
-def _log_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, proximal.detach() - behaviour.detach(), 0)
+    return _exp(summarize(proximal.detach() - behaviour.detach(), mask, level))
 
 
 def _exp(log_weights: Tensor) -> Tensor:
@@ -146,7 +144,7 @@ def sequence_mask_tis(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low:
 
     Source: OpenRLHF ``seq-mask-tis``, which documents the truncated weight but multiplies the raw one.
     """
-    log_w = _log_weights(proximal, behaviour, mask)
+    log_w = torch.where(mask, proximal.detach() - behaviour.detach(), 0)
     return inside(_exp(row_mean(log_w, mask)), low, high) * truncate(_exp(log_w), 0.0, cap)
 
 

@@ -41,7 +41,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
     """``positive`` where the condition holds, else ``negative``, in the dtype of ``like`` (``where`` gives float32)."""
-    return torch.where(condition, like.new_tensor(positive), like.new_tensor(negative))
+    return torch.where(condition, like.new_full((), positive), like.new_full((), negative))
 
 
 def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -52,15 +52,12 @@ def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
     rows, length = mask.shape
     width = length + 1  # a column of padding keeps the runs of neighbouring rows apart
     bounded = torch.nn.functional.pad(mask, (1, 1))
-    start, end = (bounded[:, 1:] != bounded[:, :-1]).flatten().nonzero().view(-1, 2).unbind(1)
-    padded = torch.nn.functional.pad(torch.where(mask, values.detach(), 0), (0, 1)).flatten()
-    running = torch.nn.functional.pad(padded.double().cumsum(0), (1, 0))
-    means = (running[end] - running[start]) / (end - start)
-    edges = torch.stack([start, end], 1).flatten()  # the flat batch is gap, run, gap, run, ..., gap
-    repeats = torch.diff(edges, prepend=edges.new_zeros(1), append=edges.new_tensor([rows * width]))
-    pieces = torch.nn.functional.pad(torch.stack([torch.zeros_like(means), means], 1).flatten(), (0, 1))
-    spread = pieces.to(values.dtype).repeat_interleave(repeats, output_size=rows * width)
-    return spread.view(rows, width)[:, :length]
+    edges = (bounded[:, 1:] != bounded[:, :-1]).flatten().nonzero().squeeze(1)
+    # The flat batch is gap, run, gap, run, ..., gap; a gap holds zeros.
+    lengths = torch.diff(edges, prepend=edges.new_zeros(1), append=edges.new_full((1,), rows * width))
+    flat = torch.nn.functional.pad(torch.where(mask, values.detach(), 0), (0, 1)).flatten()
+    means = torch.segment_reduce(flat, "sum", lengths=lengths) / lengths.clamp(min=1)
+    return means.repeat_interleave(lengths, output_size=rows * width).view(rows, width)[:, :length]
 
 
 def whiten(values: Tensor, mask: Tensor, *, scale: bool = True, unbiased: bool = True, eps: float = 1e-8,

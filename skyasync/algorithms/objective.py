@@ -131,11 +131,16 @@ class Objective:
         """
         if self._select is None:
             return {}
-        tensors = {
-            "proximal": batch.proximal_logprobs, "behaviour": batch.behaviour_logprobs,
-            "advantages": batch.advantages, "mask": batch.loss_mask,
-        }  # fmt: skip
-        return {"selection": self._select({name: t for name, t in tensors.items() if t is not None})}
+        return {"selection": self._select(_tensors_of(batch))}
+
+    def correction_weights(self, batch: Any) -> Tensor | None:
+        """The factor of the policy loss on a batch with all its log-probabilities, ``[batch, length]``; None without.
+
+        For ``off_policy_metrics(..., weights=...)``. The batch as in ``prepare``.
+        """
+        if not self._corrections:
+            return None
+        return self._weight(_tensors_of(batch)).expand_as(batch.loss_mask)
 
     def _bind_corrections(self, cfg: Any) -> list[Bound]:
         """The correction and the masks, without those that do nothing."""
@@ -161,10 +166,15 @@ class Objective:
     def _correct(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> tuple[Tensor, dict]:
         if not self._corrections:
             return loss, statistics
+        weight = self._weight(tensors)
+        maps = {"correction_weight": weight.expand_as(loss), "correction_masked": (weight == 0).expand_as(loss)}
+        return loss * weight, {**statistics, **maps}
+
+    def _weight(self, tensors: Mapping[str, Any]) -> Tensor:
         weight = self._corrections[0](tensors)
         for correction in self._corrections[1:]:
             weight = weight * correction(tensors)
-        return loss * weight, {**statistics, "correction_weight": weight.expand_as(loss)}
+        return weight
 
     def _regularize(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> Tensor:
         if self._kl_coef:
@@ -184,3 +194,12 @@ class Objective:
         missing = sorted(name for name in wanted if name not in tensors)
         if missing:
             raise ValueError(f"the objective needs {', '.join(missing)} (objective.needs = {sorted(self.needs)})")
+
+
+def _tensors_of(batch: Any) -> dict[str, Any]:
+    return {
+        "proximal": batch.proximal_logprobs,
+        "behaviour": batch.behaviour_logprobs,
+        "advantages": batch.advantages,
+        "mask": batch.loss_mask,
+    }

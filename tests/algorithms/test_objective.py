@@ -96,6 +96,17 @@ def test_auto_is_truncated_importance_sampling_for_the_others() -> None:
     torch.testing.assert_close(statistics["correction_weight"][batch.loss_mask], weight[batch.loss_mask])
 
 
+def test_the_correction_of_a_whole_batch_is_that_of_its_loss() -> None:
+    batch = random_batch()
+    cfg = config(off_policy_correction="icepop", icepop_high=1.2, off_policy_masks=["outlier_mask"])
+    weight = Objective(cfg).correction_weights(batch)
+    _, statistics = token_loss(cfg, batch)
+    torch.testing.assert_close(statistics["correction_weight"][batch.loss_mask], weight[batch.loss_mask])
+    assert torch.equal(statistics["correction_masked"], statistics["correction_weight"] == 0)
+    assert statistics["correction_masked"].any()
+    assert Objective(config(off_policy_correction="none")).correction_weights(batch) is None
+
+
 def test_masks_multiply_onto_the_correction() -> None:
     batch = random_batch()
     masked, _ = token_loss(config(off_policy_masks=["token_mask"]), batch)
