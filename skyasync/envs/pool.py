@@ -1,8 +1,8 @@
 """Environments in processes of their own.
 
-Invariant: an episode lives in one worker from ``init`` to its end and is closed exactly once: by the step
-that is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. Calls made in one turn of
-the event loop travel to a worker in one message.
+Invariant: an episode lives in one worker from ``init`` to its end and is closed exactly once: by the step that
+is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. Calls
+made in one turn of the event loop travel to a worker in one message.
 """
 
 from __future__ import annotations
