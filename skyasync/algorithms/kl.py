@@ -105,13 +105,6 @@ def penalize_rewards(rewards: Tensor, policy: Tensor, reference: Tensor, mask: T
     return rewards - coef * kl, masked_mean(masked_mean(kl, mask, dim=1), mask.any(1))
 
 
-def kl_penalised_rewards(cfg: Any, rewards: Tensor, policy: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """``penalize_rewards`` with the coefficient, estimator and bound that ``cfg`` asks for."""
-    coef, bound = setting(cfg, "kl_loss_coef", 0.001), setting(cfg, "kl_clamp", 0.0)
-    estimator = setting(cfg, "kl_estimator_type", "k3")
-    return penalize_rewards(rewards, policy, reference, mask, coef=coef, estimator=estimator, bound=bound)[0]
-
-
 @dataclass
 class FixedKLController:
     """A coefficient that stays what it is."""

@@ -12,7 +12,6 @@ from skyasync.algorithms.kl import (
     bernoulli_kl,
     kl_controller,
     kl_estimate,
-    kl_penalised_rewards,
     penalize_rewards,
 )
 from skyasync.config.algorithm import KLControlConfig
@@ -84,8 +83,6 @@ def test_rewards_lose_the_coefficient_times_the_kl_on_the_mask_only() -> None:
     rewards, mean = penalize_rewards(torch.ones(2, 3), policy, reference, mask, coef=0.1, estimator="k1")
     torch.testing.assert_close(rewards, torch.tensor([[0.95, 0.95, 1.0], [0.95, 1.0, 1.0]]))
     torch.testing.assert_close(mean, torch.tensor(0.5))
-    cfg = config(kl_loss_coef=0.1, kl_estimator_type="k1")
-    torch.testing.assert_close(kl_penalised_rewards(cfg, torch.ones(2, 3), policy, reference, mask), rewards)
 
 
 def test_the_adaptive_controller_moves_towards_its_target_by_at_most_a_fifth() -> None:
