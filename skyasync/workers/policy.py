@@ -101,7 +101,7 @@ class PolicyWorker(ModelWorker):
 
     def _backward(self, micro: MicroBatch, totals: _Totals) -> None:
         batch = micro.batch
-        scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy=self.objective.needs_entropy)
+        scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy="entropy" in self.objective.needs)
         current = scores.logprobs
         proximal = current.detach() if batch.proximal_logprobs is None else self._here(batch.proximal_logprobs)
         mask = self._here(batch.loss_mask)
