@@ -17,6 +17,7 @@ from skyasync.errors import UserError
 from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Segment, Trajectory, TrajectoryId
 
 _PARALLEL = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
+_NUMBERS = {int, float, bool}
 _OPTIONAL = ("rollout_logprobs", "rollout_versions", "trajectory_metrics")
 
 
@@ -98,7 +99,9 @@ def _trajectory(output: GeneratorOutput, row: int, identity: TrajectoryId, versi
 def _per_token(name: str, values: Any, tokens: list[int], identity: TrajectoryId) -> list[Any]:
     """The values as a list of numbers, one per response token."""
     try:
-        numbers = [v if isinstance(v, Real) else float(v) for v in values]
+        numbers = list(values)
+        if not _NUMBERS.issuperset(map(type, numbers)):  # arrays, or no numbers at all
+            numbers = [float(v + 0.0) for v in numbers]  # text has a float() too, but no sum
     except (TypeError, ValueError) as error:
         raise UserError(f"{identity}: {name} must be numbers, one per response token: {error}") from error
     if len(numbers) != len(tokens):
@@ -119,7 +122,12 @@ def _logprobs(output: GeneratorOutput, row: int, mask: list[Any], tokens: list[i
 def _versions(output: GeneratorOutput, row: int, version: int, tokens: list[int], identity: TrajectoryId) -> list[int]:
     if not output.get("rollout_versions"):
         return [version] * len(tokens)
-    return [int(v) for v in _per_token("rollout_versions", output["rollout_versions"][row], tokens, identity)]
+    versions = _per_token("rollout_versions", output["rollout_versions"][row], tokens, identity)
+    if {int}.issuperset(map(type, versions)):
+        return versions
+    if not all(float(v).is_integer() for v in versions):
+        raise UserError(f"{identity}: rollout_versions must be whole numbers")
+    return [int(v) for v in versions]
 
 
 def _rewards_per_token(reward: Any, mask: list[Any], tokens: list[int], identity: TrajectoryId) -> list[float]:
