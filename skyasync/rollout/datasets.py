@@ -45,8 +45,13 @@ def _rows(source: str) -> Iterable[dict[str, Any]]:
         if not path.is_file():
             raise UserError(f"data file {source!r} does not exist")
         from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
 
-        return load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=str(path), split="train")
+        kind = "parquet" if path.suffix == ".parquet" else "json"
+        try:
+            return load_dataset(kind, data_files=str(path), split="train")
+        except DatasetGenerationError as error:
+            raise UserError(f"data file {source!r} cannot be read: {error.__cause__ or error}") from error
     if ":" in source:
         return resolve_reference(source, kind="data source")()
     raise UserError(f"data source {source!r} is neither a .parquet, .jsonl or .json file nor module:function")

@@ -83,13 +83,13 @@ class EpisodeGenerator:
             raise
 
     async def _play(self, trajectory: Trajectory, sampling: SamplingParams) -> None:
-        tokens = list(trajectory.segments[0].tokens)
+        tokens = trajectory.segments[0].tokens  # replaced, never changed: requests hold it
         for turn in range(self._max_turns):
             action = await self._act(trajectory, tokens, turn, sampling)
             step = await self._environments.step(str(trajectory.id), self._chat.text(action.tokens))
             action.reward = float(step["reward"])
             trajectory.metrics = step["metrics"]
-            tokens += action.tokens
+            tokens = tokens + action.tokens
             if step["done"] or turn + 1 == self._max_turns:
                 return
             observation = self._chat.observation(step["observations"], action.tokens)
@@ -97,7 +97,7 @@ class EpisodeGenerator:
                 trajectory.stop_reason = "length"
                 return
             trajectory.segments.append(Segment("observation", observation))
-            tokens += observation
+            tokens = tokens + observation
 
     async def _act(self, trajectory: Trajectory, tokens: list[int], turn: int, sampling: SamplingParams) -> Segment:
         """One action of the model, appended to the trajectory."""
