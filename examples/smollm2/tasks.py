@@ -1,37 +1,44 @@
 """One-digit addition for a small pretrained model, which answers about one question in five rightly.
 
-Invariant: training and held-out questions are disjoint. The 200 questions (100 sums of two digits, in words or in
-figures) are shuffled once with a fixed seed and cut in two.
+Invariant: training and held-out questions are disjoint, down to the pair of digits: the 100 pairs are shuffled once
+with a fixed seed and cut in two, and only then put into words.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-HELD_OUT = 60
-ENV_CLASS = "examples.tiny.env:TinyEnv"  # exactly the answer, nothing else
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+HELD_OUT_PAIRS = 25
+ENV_CLASS = "examples.smollm2.env:LastNumberEnv"
+WORDINGS = ("What is {a} + {b}? Reply with only the number.", "What is {a} plus {b}? Reply with only the number.")
 
 
 def train_prompts() -> list[dict[str, Any]]:
-    """All questions but the held-out ones."""
-    return _shuffled()[HELD_OUT:]
+    """Both wordings of the 75 pairs that are not held out."""
+    return _rows(_shuffled_pairs()[HELD_OUT_PAIRS:])
 
 
 def val_prompts() -> list[dict[str, Any]]:
-    """The first ``HELD_OUT`` of the shuffled questions."""
-    return _shuffled()[:HELD_OUT]
+    """Both wordings of the held-out pairs."""
+    return _rows(_shuffled_pairs()[:HELD_OUT_PAIRS])
 
 
-def _shuffled() -> list[dict[str, Any]]:
-    rows = []
-    for a, b in product(range(10), repeat=2):
-        for text in (f"{a} + {b}", f"{WORDS[a]} plus {WORDS[b]}"):
-            content = f"What is {text}? Reply with only the number."
-            rows.append(
-                {"prompt": [{"role": "user", "content": content}], "env_class": ENV_CLASS, "answer": str(a + b)}
-            )
-    random.Random(0).shuffle(rows)
-    return rows
+def _shuffled_pairs() -> list[tuple[int, int]]:
+    pairs = list(product(range(10), repeat=2))
+    random.Random(0).shuffle(pairs)
+    return pairs
+
+
+def _rows(pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": [{"role": "user", "content": wording.format(a=a, b=b)}],
+            "env_class": ENV_CLASS,
+            "answer": str(a + b),
+        }
+        for a, b in pairs
+        for wording in WORDINGS
+    ]

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from examples.smollm2.model import build, halves_from_pairs, rename_weights
-from examples.smollm2.tasks import WORDS, train_prompts, val_prompts
+from examples.smollm2.tasks import train_prompts, val_prompts
+from skyasync.envs import env_factory
 from skyasync.errors import UserError
 
 
@@ -53,13 +54,26 @@ def test_missing_gguf_package_is_answered_with_the_command_that_adds_it(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_questions_are_disjoint_and_answered_rightly():
-    train, held_out = train_prompts(), val_prompts()
-    texts = [row["prompt"][0]["content"] for row in train + held_out]
-    assert len(set(texts)) == len(texts) == 200
-    for row in train + held_out:
-        a, b = re.fullmatch(r"What is (\w+) (?:\+|plus) (\w+)\?.*", row["prompt"][0]["content"]).groups()
-        assert int(row["answer"]) == sum(WORDS.index(x) if x in WORDS else int(x) for x in (a, b))
+def test_no_pair_of_digits_is_both_trained_and_held_out_and_answers_are_sums():
+    pairs = [{_pair(row) for row in rows} for rows in (train_prompts(), val_prompts())]
+    assert not pairs[0] & pairs[1]
+    assert len(pairs[0] | pairs[1]) == 100
+    for row in train_prompts() + val_prompts():
+        assert int(row["answer"]) == sum(_pair(row))
+
+
+def _pair(row) -> tuple[int, int]:
+    a, b = re.findall(r"\d", row["prompt"][0]["content"])
+    return int(a), int(b)
+
+
+@pytest.mark.parametrize(
+    ("action", "reward"),
+    [("13", 1.0), ("4 + 9 = 13", 1.0), ("13.", 1.0), ("13 is 4 + 9", 0.0), ("130", 0.0), ("thirteen", 0.0), ("", 0.0)],
+)
+def test_the_last_number_of_the_response_decides_the_reward(action, reward):
+    env = env_factory(val_prompts()[0]["env_class"])({}, {"answer": "13"})
+    assert env.step(action)["reward"] == reward
 
 
 @pytest.mark.slow
