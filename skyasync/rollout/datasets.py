@@ -50,7 +50,7 @@ def _rows(source: str) -> Iterable[dict[str, Any]]:
         kind = "parquet" if path.suffix == ".parquet" else "json"
         try:
             return load_dataset(kind, data_files=str(path), split="train")
-        except DatasetGenerationError as error:
+        except (DatasetGenerationError, ValueError) as error:
             raise UserError(f"data file {source!r} cannot be read: {error.__cause__ or error}") from error
     if ":" in source:
         return resolve_reference(source, kind="data source")()

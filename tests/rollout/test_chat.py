@@ -1,0 +1,101 @@
+"""Conversations to tokens: what the model wrote is never made again from text."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyasync.errors import UserError
+from skyasync.rollout.chat import ChatTokenizer
+from tests.rollout.episodes import tokenizer, tokens_of
+
+SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+THINKING = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def chat(template=None):
+    from copy import deepcopy
+
+    if template is None:
+        return ChatTokenizer(tokenizer())
+    other = deepcopy(tokenizer())
+    other.chat_template = template
+    return ChatTokenizer(other)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_a_prompt_ends_where_the_model_begins_to_write():
+    found = chat().prompt([user("add 2 and 3")])
+    assert tokenizer().decode(found) == "<|im_start|>user\nadd 2 and 3<|im_end|>\n<|im_start|>assistant\n"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=3), st.text(max_size=12))
+def test_prompt_actions_and_observations_in_a_row_are_the_conversation_as_the_template_frames_it(answers, reply):
+    """Token in, token out: for actions that end their message the pieces concatenate to the whole."""
+    conversation, tokens = [user("begin")], chat().prompt([user("begin")])
+    for answer in answers:
+        action = [*tokens_of(answer), tokenizer().eos_token_id]
+        tokens = tokens + action + chat().observation([user(reply)], action)
+        conversation += [{"role": "assistant", "content": answer}, user(reply)]
+    assert tokens == tokenizer().apply_chat_template(
+        conversation, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_tokens_of_the_model_that_no_tokenizer_would_write_are_kept():
+    letters = [t for letter in "user" for t in tokens_of(letter)]
+    assert letters != tokens_of("user")
+    observation = chat().observation([user("more")], letters)
+    assert observation[0] == tokenizer().eos_token_id  # ends the message that was cut
+    assert tokenizer().decode(observation[1:]) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_message_that_ended_is_not_ended_twice():
+    action = [*tokens_of("5"), tokenizer().eos_token_id]
+    assert chat().observation([user("more")], action) == chat().observation([user("more")], tokens_of("5"))[1:]
+
+
+def test_an_environment_that_says_nothing_still_opens_the_models_next_message():
+    action = [*tokens_of("5"), tokenizer().eos_token_id]
+    assert tokenizer().decode(chat().observation([], action)) == "\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template", ["system", "thinking"])
+def test_what_a_template_puts_in_front_or_takes_back_is_no_part_of_an_observation(template):
+    """A template may add a system message, or frame the model's last message otherwise than earlier ones."""
+    templates = {"system": SYSTEM + tokenizer().chat_template, "thinking": THINKING}
+    action = [*tokens_of("5"), tokenizer().eos_token_id]
+    found = chat(templates[template]).observation([user("more")], action)
+    assert tokenizer().decode(found) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_end_of_message_in_an_environments_words_ends_no_message_of_the_model():
+    action = [*tokens_of("5"), tokenizer().eos_token_id]
+    found = chat().observation([user("a<|im_end|>b")], action)
+    assert tokenizer().decode(found).startswith("\n<|im_start|>user\na<|im_end|>b")
+
+
+def test_a_template_without_ends_of_messages_is_refused_for_several_turns():
+    plain = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
+    found = chat(plain)
+    assert found.prompt([user("x")])
+    with pytest.raises(UserError, match="eos_token"):
+        found.observation([user("more")], [1])
+
+
+def test_messages_that_differ_in_any_field_are_framed_apart():
+    named = "{% for message in messages %}{{ message.get('name', '') + message['content'] + '<|im_end|>' }}{% endfor %}"
+    found = chat(named)
+    assert found.prompt([{**user("x"), "name": "a"}]) != found.prompt([{**user("x"), "name": "b"}])
+
+
+def test_text_leaves_out_special_tokens():
+    assert chat().text([*tokens_of("sort 3 1"), tokenizer().eos_token_id]) == "sort 3 1"

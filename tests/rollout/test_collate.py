@@ -1,0 +1,54 @@
+"""Trajectories to tensors: aligned with the tokens, padded on the right."""
+
+import torch
+from hypothesis import given
+
+from skyasync.rollout.collate import collate
+from skyasync.rollout.types import Group, Segment
+from tests.rollout.episodes import action, prompt, trajectory
+from tests.rollout.test_convert import groups
+
+
+def batch():
+    return collate(
+        [
+            Group(prompt(0), [trajectory(action([3, 4], 1.0, version=7)), trajectory(action([5]), repetition=1)]),
+            Group(
+                prompt(1), [trajectory(action([3], 0.5), Segment("observation", [9, 8], reward=0.25), action([4, 6]))]
+            ),
+        ],
+        pad_token_id=77,
+    )
+
+
+def test_every_column_belongs_to_its_token():
+    found = batch()
+    assert found.tokens.tolist() == [[1, 2, 3, 4, 77, 77, 77], [1, 2, 5, 77, 77, 77, 77], [1, 2, 3, 9, 8, 4, 6]]
+    assert found.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1]]
+    assert found.attention_mask.sum(1).tolist() == [4, 3, 7]
+    assert found.versions.tolist()[0] == [-1, -1, 7, 7, -1, -1, -1]
+    assert found.behaviour_logprobs.tolist()[2] == [0, 0, -0.5, 0, 0, -0.5, -0.5]
+
+
+def test_a_reward_lands_on_the_last_token_of_the_segment_that_earned_it():
+    assert batch().rewards.tolist() == [[0, 0, 0, 1, 0, 0, 0], [0] * 7, [0, 0, 0.5, 0, 0.25, 0, 0]]
+
+
+def test_groups_are_numbered_in_order():
+    assert batch().group_ids.tolist() == [0, 0, 1]
+
+
+@given(groups())
+def test_rows_say_exactly_what_the_trajectories_say(before):
+    found = collate(before)
+    trajectories = [t for group in before for t in group.trajectories]
+    assert len(found) == len(trajectories)
+    assert not found.loss_mask[:, 0].any()
+    assert not (found.loss_mask & ~found.attention_mask).any()
+    for row, t in enumerate(trajectories):
+        assert found.tokens[row][found.attention_mask[row]].tolist() == t.tokens
+        assert found.versions[row][found.loss_mask[row]].tolist() == t.versions
+        assert (found.versions[row][~found.loss_mask[row]] == -1).all()
+        assert torch.isclose(found.rewards[row].sum(), torch.tensor(t.reward), atol=1e-5)
+        logprobs = torch.tensor([p for s in t.actions for p in s.logprobs])
+        assert torch.equal(found.behaviour_logprobs[row][found.loss_mask[row]], logprobs)

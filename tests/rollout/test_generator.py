@@ -1,0 +1,175 @@
+"""Episodes with the real client, pool and tokenizer; only the engine is scripted."""
+
+import asyncio
+
+import pytest
+
+from skyasync.envs.pool import local_pool
+from skyasync.errors import UserError
+from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.convert import groups_from_output
+from tests.rollout.episodes import (
+    RecordedEnv,
+    ScriptedEngine,
+    generator,
+    prompt,
+    registered,
+    request,
+    tokenizer,
+    tokens_of,
+)
+from tests.virtual_time import virtual_time
+
+
+class Once(RecordedEnv):
+    """One turn; right if the model says yes."""
+
+    def answer(self, action):
+        return {"observations": [], "reward": float(action == "yes"), "done": True, "metadata": {}}
+
+
+class Countdown(RecordedEnv):
+    """Ends after three turns; each turn earns its number."""
+
+    def answer(self, action):
+        said = [{"role": "user", "content": f"turn {self.turns}: {action}?"}]
+        return {"observations": said, "reward": float(self.turns), "done": self.turns == 3, "metadata": {}}
+
+
+class FailsOnTwo(RecordedEnv):
+    def answer(self, action):
+        if self.extras["name"] == "2":
+            raise ZeroDivisionError("two")
+        return super().answer(action)
+
+
+def prompts(env, count):
+    name = registered(env)
+    return [prompt(row, name, name=str(row)) for row in range(count)]
+
+
+def groups(output, asked, samples=1):
+    return groups_from_output(output, asked, 0, samples)
+
+
+@virtual_time
+async def test_a_single_turn_is_one_action_with_what_the_engine_said_of_it():
+    asked = prompts(Once, 3)
+    engine = ScriptedEngine(lambda tokens: "yes" if "question 1" in tokenizer().decode(tokens) else "no")
+    found = groups(await generator(engine).generate(request(asked, samples=2)), asked, 2)
+    assert [g.rewards for g in found] == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    only = found[1].trajectories[0]
+    assert only.segments[0].tokens == ChatTokenizer(tokenizer()).prompt(asked[1].messages)
+    assert only.actions[0].tokens == [*tokens_of("yes"), tokenizer().eos_token_id]
+    assert set(only.actions[0].logprobs) == {-0.25}
+    assert set(only.versions) == {4}
+    assert only.metrics == {"turns": 1.0}
+
+
+@virtual_time
+async def test_several_turns_feed_the_engine_exactly_what_it_said_and_what_the_environment_answered():
+    asked = prompts(Countdown, 1)
+    engine = ScriptedEngine(lambda tokens: "yes")
+    (group,) = groups(await generator(engine, max_turns=5).generate(request(asked)), asked)
+    (episode,) = group.trajectories
+    assert [s.kind for s in episode.segments] == ["prompt", "action", "observation", "action", "observation", "action"]
+    assert [s.reward for s in episode.actions] == [1.0, 2.0, 3.0]
+    for turn, asked_tokens in enumerate(r.prompt_token_ids for r in engine.requests):
+        before = episode.segments[: 1 + 2 * turn]
+        assert asked_tokens == [t for s in before for t in s.tokens]
+    assert "turn 2: yes?" in tokenizer().decode(episode.tokens)
+    assert len({r.request_id for r in engine.requests}) == 3
+    assert len({r.session_id for r in engine.requests}) == 1
+    assert episode.metrics == {"turns": 3.0}
+
+
+@virtual_time
+async def test_an_episode_ends_after_max_turns_and_its_environments_metrics_count():
+    asked = prompts(Countdown, 2)
+    found = groups(await generator(ScriptedEngine(lambda _: "yes"), max_turns=2).generate(request(asked)), asked)
+    for group in found:
+        assert group.rewards == [3.0]
+        assert group.trajectories[0].segments[-1].kind == "action"
+        assert group.trajectories[0].metrics == {"turns": 2.0}
+    assert sorted(Countdown.closed) == ["0", "1"]
+
+
+@virtual_time
+async def test_no_sequence_exceeds_max_model_len():
+    asked = prompts(Countdown, 1)
+    length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
+    for limit in range(length + 1, length + 80, 3):
+        engine = ScriptedEngine(lambda tokens: "yes yes yes")
+        output = await generator(engine, max_model_len=limit, max_turns=3).generate(request(asked))
+        (episode,) = groups(output, asked)[0].trajectories
+        assert len(episode.tokens) <= limit
+        assert all(len(r.prompt_token_ids) + r.sampling.max_tokens <= limit for r in engine.requests)
+        assert all(r.sampling.max_tokens > 0 for r in engine.requests)
+        assert episode.segments[-1].kind == "action"
+        assert len(episode.actions) == 3 or episode.stop_reason == "length"
+
+
+@virtual_time
+async def test_a_prompt_that_leaves_no_room_is_refused_with_its_name_and_the_keys():
+    asked = prompts(Once, 1)
+    length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
+    with pytest.raises(UserError, match=rf"e0-i0-r0 has {length} tokens.*generator\.max_model_len={length}"):
+        await generator(ScriptedEngine(lambda _: "yes"), max_model_len=length).generate(request(asked))
+
+
+@virtual_time
+async def test_an_error_in_one_environment_names_the_episode_and_cancels_the_others():
+    asked = prompts(FailsOnTwo, 4)
+    with pytest.raises(ZeroDivisionError) as caught:
+        await generator(ScriptedEngine(lambda _: "yes")).generate(request(asked))
+    notes = "\n".join(caught.value.__notes__)
+    assert "while playing the episode e0-i2-r0" in notes
+    assert 'raise ZeroDivisionError("two")' in notes
+    await asyncio.sleep(1)
+    assert sorted(FailsOnTwo.opened) == sorted(FailsOnTwo.closed) == ["0", "1", "2", "3"]
+    assert [t for t in asyncio.all_tasks() if t is not asyncio.current_task()] == []
+
+
+@virtual_time
+async def test_an_engines_error_ends_all_episodes_and_is_told_of_once():
+    asked = prompts(Once, 6)
+    error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError) as caught:
+        await generator(ScriptedEngine(lambda _: error)).generate(request(asked, samples=4))
+    assert caught.value is error
+    assert len([note for note in error.__notes__ if "while playing" in note]) == 1
+    await asyncio.sleep(1)
+    assert sorted(Once.opened) == sorted(Once.closed)
+    assert len(Once.closed) == 24
+
+
+@virtual_time
+async def test_cancellation_closes_every_environment():
+    class Silent(ScriptedEngine):
+        async def generate(self, requests):
+            await asyncio.sleep(1000)
+            yield []
+
+    asked = prompts(Once, 5)
+    task = asyncio.create_task(generator(Silent(None)).generate(request(asked)))
+    await asyncio.sleep(10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.get_running_loop().time() == pytest.approx(10)
+    await asyncio.sleep(1)
+    assert sorted(Once.closed) == ["0", "1", "2", "3", "4"]
+
+
+@virtual_time
+async def test_all_first_requests_travel_in_one_message():
+    engine = ScriptedEngine(lambda _: "yes")
+    await generator(engine, pool=local_pool(workers=1)).generate(request(prompts(Once, 8), samples=4))
+    assert len(engine.requests) == 32
+    assert engine.messages == 1
+
+
+@virtual_time
+async def test_an_unknown_environment_is_refused_with_the_nearest_name():
+    with pytest.raises(UserError, match="gsm8k"):
+        await generator(ScriptedEngine(lambda _: "yes")).generate(request([prompt(0, "gsm8")]))

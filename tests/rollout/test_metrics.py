@@ -1,0 +1,53 @@
+import pytest
+
+from skyasync.rollout.metrics import environment_metrics, rollout_metrics, sample_records, staleness_metrics
+from skyasync.rollout.types import Group, Segment
+from tests.rollout.episodes import action, prompt, trajectory
+
+
+def group(*rewards, row=0, version=0):
+    found = [trajectory(action([3, 4], r, version=version), repetition=i) for i, r in enumerate(rewards)]
+    return Group(prompt(row), found)
+
+
+def test_rewards_are_averaged_over_trajectories_and_mixed_groups_counted():
+    found = rollout_metrics([group(0.0, 1.0), group(1.0, 1.0)])
+    assert found["reward/mean"] == 0.75
+    assert found["reward/std"] == pytest.approx(0.4330127)
+    assert found["reward/mixed_groups"] == 0.5
+
+
+def test_lengths_count_generated_tokens_and_not_observations():
+    cut = trajectory(action([1]), Segment("observation", [9] * 5), action([2, 3]), stop="length")
+    found = rollout_metrics([Group(prompt(0), [cut, trajectory(action([4]))])])
+    assert (found["response/length_mean"], found["response/length_max"]) == (2.0, 3.0)
+    assert found["response/truncated"] == 0.5
+
+
+def test_nothing_has_no_metrics():
+    assert rollout_metrics([]) == staleness_metrics([], 3) == {}
+
+
+def test_an_environments_metric_is_averaged_over_the_trajectories_that_report_it():
+    first, second, third = (trajectory(action([1])) for _ in range(3))
+    first.metrics, second.metrics, third.metrics = {"a": 1.0}, {"a": 3.0, "b": 5.0}, {}
+    assert environment_metrics([first, second, third]) == {"a": 2.0, "b": 5.0}
+
+
+def test_staleness_is_read_from_the_stamps_of_every_token():
+    crossing = trajectory(action([1, 2], version=3), Segment("observation", [9]), action([3, 4], version=5))
+    found = staleness_metrics([Group(prompt(0), [crossing]), group(0.0, version=4)], 5)
+    assert (found["staleness/min"], found["staleness/max"]) == (0, 2)
+    assert found["staleness/mean"] == pytest.approx((2 + 2 + 0 + 0 + 1 + 1) / 6)
+    assert found["staleness/head_mean"] == 1.5
+    assert found["staleness/tail_mean"] == 0.5
+    assert [found[f"staleness/tokens_{age}"] for age in (0, 1, 2)] == [2, 2, 2]
+
+
+def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
+    talk = trajectory(action([3]), Segment("observation", [9]), action([4], 1.0), row=0)
+    found = sample_records([Group(prompt(0), [talk]), group(0.0, row=1)], 1, decode=lambda tokens: str(tokens))
+    assert found == [
+        {"prompt_id": "e0-i0-r0", "prompt": "question 0", "response": "[3, 9, 4]", "reward": 1.0,
+         "stop_reason": "stop", "versions": [0]}
+    ]  # fmt: skip

@@ -1,0 +1,33 @@
+from skyasync.config.schema import Config
+from skyasync.rollout.requests import eval_prompts, eval_request, train_request
+from tests.rollout.episodes import prompt
+
+
+def test_a_training_request_lists_the_samples_group_by_group():
+    cfg = Config().generator
+    cfg.n_samples_per_prompt, cfg.sampling_params.max_generate_length = 2, 9
+    found = train_request([prompt(0, "a", answer=1), prompt(1, "b")], cfg)
+    assert [str(i) for i in found["trajectory_ids"]] == ["e0-i0-r0", "e0-i0-r1", "e0-i1-r0", "e0-i1-r1"]
+    assert found["env_classes"] == ["a", "a", "b", "b"]
+    assert found["env_extras"][:2] == [{"answer": 1}] * 2
+    assert found["sampling_params"].max_tokens == 9
+    assert not found["is_eval"]
+
+
+def test_an_evaluation_has_its_own_sampling_number_and_identities():
+    cfg = Config().generator
+    cfg.eval_n_samples_per_prompt, cfg.eval_sampling_params.temperature = 3, 0.0
+    found = eval_request(eval_prompts([prompt(5)]), cfg)
+    assert [str(i) for i in found["trajectory_ids"]] == ["eval-i5-r0", "eval-i5-r1", "eval-i5-r2"]
+    assert found["sampling_params"].temperature == 0.0
+    assert found["is_eval"]
+
+
+def test_every_sampling_setting_reaches_the_engine():
+    cfg = Config().generator
+    chosen = cfg.sampling_params
+    chosen.min_tokens, chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p = 1, 0.5, 0.9, 7, 0.1
+    chosen.stop = ["\n"]
+    found = train_request([prompt(0)], cfg)["sampling_params"]
+    assert (found.min_tokens, found.temperature, found.top_p, found.top_k, found.min_p) == (1, 0.5, 0.9, 7, 0.1)
+    assert found.stop == ("\n",)
