@@ -6,6 +6,7 @@ import re
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.registry import ENVS
+from skyasync.errors import UserError
 
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 
@@ -18,9 +19,15 @@ def final_number(text: str) -> str | None:
 
 @ENVS.register("gsm8k")
 class GSM8kEnv(BaseTextEnv):
-    """Expects ``reward_spec = {"ground_truth": "72"}`` (or ``answer``) among the row's columns."""
+    """Expects ``reward_spec = {"ground_truth": "72"}`` (or ``answer``) among the row's columns.
+
+    Raises:
+        UserError: if neither is there: every answer would be wrong.
+    """
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        truth = self.extras.get("reward_spec", {}).get("ground_truth", self.extras.get("answer"))
-        right = truth is not None and final_number(action) == str(truth).replace(",", "")
+        truth = (self.extras.get("reward_spec") or {}).get("ground_truth", self.extras.get("answer"))
+        if truth is None:
+            raise UserError(f"gsm8k needs reward_spec.ground_truth or answer; the row has: {', '.join(self.extras)}")
+        right = final_number(action) == str(truth).replace(",", "")
         return {"observations": [], "reward": float(right), "done": True, "metadata": {}}
