@@ -31,12 +31,15 @@ from skyasync.engines.protocol import (
 from skyasync.weight_sync.update import WeightUpdate
 
 
+REMEMBERED_SESSIONS = 65_536  # those used last; a conversation between two turns has no request in flight
+
+
 class InferenceClient:
     """Routes to the engine with the fewest requests in flight; a session stays where it began.
 
     Args:
         engines: at least one; they hold the same weights.
-        request_timeout_s: how long ``generate`` may go unanswered while the engines are not paused.
+        request_timeout_s: how long a request may go unanswered, pauses of the engines included.
     """
 
     def __init__(self, engines: Sequence[InferenceEngine], request_timeout_s: float = 600.0) -> None:
@@ -45,7 +48,7 @@ class InferenceClient:
         self.engines = list(engines)
         self.request_timeout_s = request_timeout_s
         self._in_flight = [0] * len(engines)
-        self._sessions: dict[str, tuple[int, int]] = {}  # session -> (engine, requests in flight)
+        self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
         self._outbox: dict[int, list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]] = {}
         self._carriers: set[asyncio.Task[None]] = set()
         self._unanswered: set[str] = set()  # ids as the engines know them
@@ -59,6 +62,7 @@ class InferenceClient:
 
         Raises:
             TimeoutError: naming the request, after ``request_timeout_s``.
+            ValueError: if a request with this id is in flight already.
             Exception: whatever the engine raised, with its traceback.
         """
         answer = await self._piece(request)
@@ -70,21 +74,25 @@ class InferenceClient:
 
     async def _piece(self, request: GenerationRequest) -> GenerationOutput:
         """What an engine answers to a request or to its continuation."""
+        if request.request_id in self._unanswered:
+            raise ValueError(f"request {request.request_id} is in flight already: its id must be its own")
         index = self._choose(request.session_id)
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._post(index, request, future)
         self._unanswered.add(request.request_id)
         try:
-            async with asyncio.timeout(self.request_timeout_s):
+            async with asyncio.timeout(self.request_timeout_s) as timer:
                 return await future
         except TimeoutError as error:
+            if not timer.expired():
+                raise
             raise TimeoutError(
                 f"request {request.request_id} was not answered within {self.request_timeout_s:g} s "
                 f"(generator.request_timeout_s)"
             ) from error
         finally:
             self._unanswered.discard(request.request_id)
-            self._release(index, request.session_id)
+            self._in_flight[index] -= 1
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Per engine, the log-probability of each token after the first."""
@@ -127,17 +135,12 @@ class InferenceClient:
     def _choose(self, session_id: str | None) -> int:
         index = min(range(len(self.engines)), key=self._in_flight.__getitem__)
         if session_id is not None:
-            index, count = self._sessions.get(session_id, (index, 0))
-            self._sessions[session_id] = (index, count + 1)
+            index = self._sessions.pop(session_id, index)
+            self._sessions[session_id] = index
+            if len(self._sessions) > REMEMBERED_SESSIONS:
+                self._sessions.pop(next(iter(self._sessions)))
         self._in_flight[index] += 1
         return index
-
-    def _release(self, index: int, session_id: str | None) -> None:
-        self._in_flight[index] -= 1
-        if session_id is not None:
-            _, count = self._sessions.pop(session_id)
-            if count > 1:
-                self._sessions[session_id] = (index, count - 1)
 
     def _post(self, index: int, request: GenerationRequest, future: asyncio.Future[GenerationOutput]) -> None:
         if index not in self._outbox:
