@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
+from skyasync.learning import Learning, Metrics
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.usage import UsageMeter
 from skyasync.rollout.convert import groups_from_output
@@ -26,16 +27,10 @@ from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
 
-if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from torch import Tensor
-
-    from skyasync.workers.batch import TrainingBatch
-
 T = TypeVar("T")
-Metrics = dict[str, float]
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(Learning):
     """Generate, train, sync, one after the other: every sample is from the newest policy.
 
     | who waits      | for what                      | woken by                          |
@@ -140,7 +135,7 @@ class RayPPOTrainer:
     @property
     def total_updates(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.total_steps * self._updates_per_batch()
+        return self.total_steps * self.updates_per_batch()
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
         """The batches that have not been trained."""
@@ -193,15 +188,6 @@ class RayPPOTrainer:
         self._save_samples(rollout.groups)
         return self._metrics
 
-    async def learn_from(self, groups: list[Group]) -> None:
-        """The tensor part of ``train_on``, which a simulation replaces."""
-        from skyasync.rollout.collate import collate
-
-        batch = await self._with_logprobs(collate(groups))
-        batch = self.apply_reward_kl_penalty(batch)
-        batch = self.compute_advantages_and_returns(batch)
-        await self._update(batch)
-
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle."""
         async with self._syncing():
@@ -211,7 +197,7 @@ class RayPPOTrainer:
         """Hand the newest weights to engines that are busy; ``partial_rollout`` says what is in flight meanwhile."""
         client, partial_rollout = self.inference_engine_client, self.cfg.trainer.partial_rollout
         if partial_rollout == "wait":
-            async with self.gate.closed():
+            async with self.without_rollouts():
                 return await self.sync_policy_weights_to_inference_engines()
         async with self._syncing():
             await (client.cut() if partial_rollout == "recompute" else client.pause("keep"))
@@ -248,7 +234,7 @@ class RayPPOTrainer:
             return metrics
         self.phase_name = "evaluating"
         groups: list[Group] = []
-        async with self.gate.closed() if self.cfg.trainer.eval_mode == "pause" else nullcontext():
+        async with self.without_rollouts() if self.cfg.trainer.eval_mode == "pause" else nullcontext():
             with self.timed("eval", metrics, track="evaluation"):
                 for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
                     prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
@@ -278,45 +264,19 @@ class RayPPOTrainer:
         """Change trajectories or their rewards before anything is computed from them."""
         return groups
 
-    def filter_groups(self, groups: list[Group]) -> list[Group]:
-        """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps."""
-        from skyasync.algorithms.filters import group_filter
-
-        keep = group_filter(self.cfg.trainer.algorithm)
-        return [group for group in groups if keep(group.rewards)]
-
-    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
-        """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
-        algorithm = self.cfg.trainer.algorithm
-        if algorithm.use_kl_in_reward:
-            from skyasync.algorithms.kl import penalize_rewards
-
-            assert batch.rewards is not None and batch.proximal_logprobs is not None
-            assert batch.reference_logprobs is not None
-            batch.rewards, kl = penalize_rewards(
-                batch.rewards, batch.proximal_logprobs, batch.reference_logprobs, batch.loss_mask,
-                coef=self.kl_controller.value, estimator=algorithm.kl_estimator_type,
-            )  # fmt: skip
-            self._metrics |= {"reward/kl": float(kl), "reward/kl_coef": self.kl_controller.value}
-            self.kl_controller.update(float(kl), len(batch))
-        return batch
-
-    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill ``batch.advantages`` from ``batch.rewards``."""
-        from skyasync.algorithms.advantages import compute_advantages
-
-        assert batch.rewards is not None
-        batch.advantages, _ = compute_advantages(
-            self.cfg.trainer.algorithm, batch.rewards, batch.loss_mask, batch.group_ids
-        )
-        return batch
-
     # ---------------------------------------------------------------- for plans and steps
 
     async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
         """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
         with self.timed(f"wait_{what}", self._metrics):
             return await awaitable
+
+    @asynccontextmanager
+    async def without_rollouts(self) -> AsyncIterator[None]:
+        """Let rollouts in flight end and none begin, for as long as the block takes."""
+        async with AsyncExitStack() as stack:
+            await self.waiting("rollouts", stack.enter_async_context(self.gate.closed()))
+            yield
 
     @contextmanager
     def timed(self, name: str, into: Metrics, track: str = "trainer", step: int | None = None) -> Iterator[None]:
@@ -372,53 +332,6 @@ class RayPPOTrainer:
         self.global_step, self.kl_controller.value = state.step, state.kl_coef
         self.position, self.ahead = state.position, frozenset(state.ahead)
         return True
-
-    async def _with_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
-        """Add the log-probabilities that the objective needs and that an update does not give for free.
-
-        With one update per batch the policy before the update is the proximal one, and the update has its
-        log-probabilities anyway.
-        """
-        needs, early = self.objective.needs, self.objective.needs_before_update
-        if "behaviour" in needs and batch.behaviour_logprobs is not None:
-            self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
-        if "reference" in needs:
-            with self.timed("reference", self._metrics):
-                batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
-        if "proximal" in early or ("proximal" in needs and self._updates_per_batch() > 1):
-            with self.timed("logprobs", self._metrics):
-                batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
-        return batch
-
-    def _check_behaviour(self, logprobs: Tensor) -> None:
-        algorithm = self.cfg.trainer.algorithm
-        if logprobs.isnan().any():
-            raise UserError(
-                f"the generator's output lacks rollout_logprobs, but trainer.algorithm.policy_loss_type="
-                f"{algorithm.policy_loss_type} with trainer.algorithm.off_policy_correction="
-                f"{algorithm.off_policy_correction} uses the behaviour policy: return them, or choose "
-                f"trainer.algorithm.off_policy_correction=none"
-            )
-
-    def _updates_per_batch(self) -> int:
-        trainer = self.cfg.trainer
-        mini_batch = trainer.policy_mini_batch_size or trainer.train_batch_size
-        return trainer.update_epochs_per_batch * -(-trainer.train_batch_size // mini_batch)
-
-    async def _update(self, batch: TrainingBatch) -> None:
-        from skyasync.algorithms.objective import loss_weights
-        from skyasync.workers.batch import mini_batches
-
-        trainer = self.cfg.trainer
-        seen: dict[str, list[float]] = {}
-        with self.timed("update", self._metrics):
-            for _ in range(trainer.update_epochs_per_batch):
-                for part in mini_batches(batch, trainer.policy_mini_batch_size):
-                    part.loss_weights = loss_weights(trainer.algorithm, part.loss_mask, part.group_ids)
-                    part.selection = self.objective.prepare(part).get("selection")
-                    for name, value in (await self.dispatch.update_policy(part)).items():
-                        seen.setdefault(name, []).append(value)
-        self._metrics |= {f"policy/{name}": sum(values) / len(values) for name, values in seen.items()}
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.global_step % interval == 0

@@ -126,9 +126,7 @@ class ModelWorker:
         result = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         with torch.no_grad():
             for micro in self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu):
-                scores = self.model(micro.layout.to(self.device), temperature=temperature).logprobs.cpu()
-                scores = scores[: len(micro.rows), : result.shape[1]]
-                result[micro.rows, : scores.shape[1]] = scores.float()
+                put_rows(result, micro, self.model(micro.layout.to(self.device), temperature=temperature).logprobs)
         return result
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -171,6 +169,12 @@ class ModelWorker:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values.cpu()
+
+
+def put_rows(result: Tensor, micro: MicroBatch, logprobs: Tensor) -> None:
+    """Write a micro-batch's log-probabilities into their rows of the batch's, ``[batch, length]`` on the CPU."""
+    kept = logprobs[: len(micro.rows), : result.shape[1]].float().cpu()
+    result[micro.rows, : kept.shape[1]] = kept
 
 
 def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TrainingBatch:

@@ -8,8 +8,8 @@ micro-batches or ranks cannot change the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -41,25 +41,21 @@ class TrainingBatch:
 
     def select(self, rows: Tensor) -> TrainingBatch:
         """The given rows (int64 ``[n]``), in that order."""
-        return replace(self, **{f.name: _apply(getattr(self, f.name), lambda t: t[rows]) for f in fields(self)})
+        return self._each(lambda tensor: tensor[rows])
 
     def trim(self) -> TrainingBatch:
         """Drop the columns in which every row is padding."""
         length = int(self.attention_mask.sum(1).max()) if len(self) else 0
-
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor[:, :length] if tensor.dim() == 2 else tensor
-
-        return replace(self, **{f.name: _apply(getattr(self, f.name), cut) for f in fields(self)})
+        return self._each(lambda tensor: tensor[:, :length] if tensor.dim() == 2 else tensor)
 
     def split(self, size: int) -> Iterator[TrainingBatch]:
         """Consecutive pieces of at most ``size`` rows."""
         for start in range(0, len(self), size):
             yield self.select(torch.arange(start, min(start + size, len(self))))
 
-
-def _apply(tensor: Tensor | None, function) -> Tensor | None:  # type: ignore[no-untyped-def]
-    return None if tensor is None else function(tensor)
+    def _each(self, function: Callable[[Tensor], Tensor]) -> TrainingBatch:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TrainingBatch(**{name: None if value is None else function(value) for name, value in values.items()})
 
 
 def mini_batches(batch: TrainingBatch, groups_per_mini_batch: int) -> Iterator[TrainingBatch]:

@@ -92,7 +92,10 @@ class RayWorkerDispatch:
 
     async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
         shards = split_for_ranks(batch, self._policy.ranks)
-        return (await self._policy.call_each("update_policy", [batch.select(rows).trim() for rows in shards]))[0]
+        answers = await self._policy.call_each("update_shard", [batch.select(rows).trim() for rows in shards])
+        if batch.proximal_logprobs is None:
+            batch.proximal_logprobs = _joined(batch, shards, [logprobs for _, logprobs in answers])
+        return answers[0][0]
 
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
@@ -179,11 +182,7 @@ class RankGroup:
     async def logprobs(self, batch: TrainingBatch) -> Tensor:
         shards = split_for_ranks(batch, self.ranks)
         asked = TrainingBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
-        pieces = await self.call_each("logprobs", [asked.select(rows).trim() for rows in shards])
-        result = torch.zeros(batch.tokens.shape)
-        for rows, piece in zip(shards, pieces, strict=True):
-            result[rows, : piece.shape[1]] = piece
-        return result
+        return _joined(batch, shards, await self.call_each("logprobs", [asked.select(rows).trim() for rows in shards]))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; results by rank."""
@@ -239,6 +238,14 @@ class RankGroup:
             self.kill()
             raise self._failure
         return [task.result() for task in tasks]
+
+
+def _joined(batch: TrainingBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
+    """Per-token values of the shards in the batch's rows, ``[batch, length]``."""
+    result = torch.zeros(batch.tokens.shape)
+    for rows, piece in zip(shards, pieces, strict=True):
+        result[rows, : piece.shape[1]] = piece
+    return result
 
 
 async def _result(reference: Any) -> Any:

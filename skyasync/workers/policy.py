@@ -23,7 +23,7 @@ from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
-from skyasync.workers.base import ModelWorker
+from skyasync.workers.base import ModelWorker, put_rows
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.model import TokenLogprobs, TokenScores
 from skyasync.workers.packing import MicroBatch
@@ -79,6 +79,8 @@ class PolicyWorker(ModelWorker):
     def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch.
 
+        Missing ``proximal_logprobs`` are filled in: the policy before the step, which the step computes anyway.
+
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the objective's metrics, averaged
             over the loss tokens of all ranks.
@@ -90,8 +92,13 @@ class PolicyWorker(ModelWorker):
             raise ValueError("a training batch needs loss_weights and advantages")
         self.optimizer.zero_grad()
         totals = _Totals()
+        before = torch.zeros(batch.tokens.shape) if batch.proximal_logprobs is None else None
         for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
-            self._backward(micro, totals)
+            current = self._backward(micro, totals)
+            if before is not None:
+                put_rows(before, micro, current)
+        if before is not None:
+            batch.proximal_logprobs = before
         metrics = totals.reduce(self.sum_over_ranks)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
@@ -99,7 +106,14 @@ class PolicyWorker(ModelWorker):
         metrics["lr"] = self._step()
         return metrics
 
-    def _backward(self, micro: MicroBatch, totals: _Totals) -> None:
+    def update_shard(self, batch: TrainingBatch) -> tuple[dict[str, float], Tensor | None]:
+        """``update_policy`` from afar: metrics, and the proximal log-probabilities if the batch had none."""
+        missing = batch.proximal_logprobs is None
+        metrics = self.update_policy(batch)
+        return metrics, batch.proximal_logprobs if missing else None
+
+    def _backward(self, micro: MicroBatch, totals: _Totals) -> Tensor:
+        """Add a micro-batch's gradient; returns the current log-probabilities, ``[rows, length]``."""
         batch = micro.batch
         scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy="entropy" in self.objective.needs)
         current = scores.logprobs
@@ -119,6 +133,7 @@ class PolicyWorker(ModelWorker):
         loss = (self._here(batch.loss_weights) * token_loss.where(mask, 0.0)).sum()
         loss.backward()
         totals.add(loss, mask, maps)
+        return current.detach()
 
     def _here(self, tensor: Tensor | None) -> Tensor:
         return None if tensor is None else tensor.to(self.device)  # type: ignore[return-value]

@@ -24,7 +24,8 @@ class WorkerDispatch(Protocol):
     async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
         """One optimizer step on the whole batch; returns metrics (loss, grad_norm, lr, ...).
 
-        A missing ``proximal_logprobs`` means that the current policy, before this step, is the proximal one.
+        A missing ``proximal_logprobs`` means that the current policy, before this step, is the proximal one; it is
+        filled in.
         """
 
     async def publish_weights(self, version: int) -> WeightUpdate:

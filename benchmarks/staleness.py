@@ -1,0 +1,161 @@
+"""Final score by objective and staleness, uncorrected beside corrected: does a correction hold where none falls?
+
+    uv run -m benchmarks.staleness [--seeds 3] [--steps 60] [--processes 2] [--markdown out.md]
+
+The tiny model learns to sort (32 prompts x 8 samples). Staleness is exactly the queue's depth
+(``trainer.async_queue_size``; 0 is the synchronous plan), by the tokens' own stamps. Real engine, real updates,
+real weight syncs, all in one process per run. The score is the mean held-out score (256 prompts, temperature 1) of
+the last two evaluations, ten steps apart; the table shows mean and range over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+DEPTHS = (0, 1, 2, 4, 8)
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "REINFORCE": ("policy_loss_type=vanilla", "off_policy_correction=none"),
+    "REINFORCE + token_tis": ("policy_loss_type=vanilla", "off_policy_correction=token_tis"),
+    "ppo": ("policy_loss_type=ppo", "off_policy_correction=none"),
+    "ppo + token_tis": ("policy_loss_type=ppo", "off_policy_correction=token_tis"),
+    "ppo + icepop": ("policy_loss_type=ppo", "off_policy_correction=icepop"),
+    "decoupled_ppo": ("policy_loss_type=decoupled_ppo", "off_policy_correction=auto"),
+    "rollout_is": ("policy_loss_type=rollout_is", "off_policy_correction=auto"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    objective: str
+    depth: int
+    seed: int
+    steps: int
+    options: tuple[str, ...] = ()
+
+
+class Memory:
+    """A tracker that remembers the evaluations."""
+
+    def __init__(self) -> None:
+        self.scores: list[float] = []
+        self.staleness = 0.0
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.staleness = metrics.get("staleness/max", self.staleness)
+        if "eval/score" in metrics:
+            self.scores.append(metrics["eval/score"])
+
+    def close(self) -> None:
+        pass
+
+
+def run(job: Job) -> dict[str, Any]:
+    """One training run in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    return {"objective": job.objective, "depth": job.depth, "seed": job.seed, **asyncio.run(train(job))}
+
+
+async def train(job: Job) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from skyasync.engines.client import InferenceClient
+    from skyasync.engines.protocol import EngineConfig
+    from skyasync.engines.transformers_engine import TransformersEngine
+    from skyasync.envs.pool import local_pool
+    from skyasync.plans import PLANS
+    from skyasync.rollout.chat import ChatTokenizer
+    from skyasync.rollout.datasets import load_prompts
+    from skyasync.rollout.generator import EpisodeGenerator
+    from skyasync.weight_sync.sync import WeightSync
+    from skyasync.workers.local import LocalDispatch
+
+    cfg = configuration(job)
+    path = cfg.trainer.policy.model.path
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    datasets = [load_prompts(s, "", tokenizer, 32) for s in (cfg.data.train_data, cfg.data.val_data)]
+    engine = TransformersEngine(EngineConfig(path, max_model_len=64, threads=1, seed=job.seed))
+    client, dispatch, memory = InferenceClient([engine]), LocalDispatch(cfg), Memory()
+    await client.start()
+    plan = PLANS["one_step_off" if job.depth else "sync"]
+    trainer = plan(
+        cfg, memory, tokenizer, datasets[0], client, EpisodeGenerator(client, local_pool(), tokenizer, 64),
+        eval_dataset=datasets[1],
+    )  # fmt: skip
+    probe = [ChatTokenizer(tokenizer).prompt(prompt.messages) for prompt in datasets[0][:4]]
+    trainer.attach(dispatch, WeightSync(dispatch, client, probe, 1e-3))
+    try:
+        await trainer.train()
+    finally:
+        await asyncio.gather(client.shutdown(), dispatch.shutdown())
+    return {"score": fmean(memory.scores[-2:]), "first": memory.scores[0], "staleness": memory.staleness}
+
+
+def configuration(job: Job) -> Any:
+    from examples.tiny.model import build
+    from skyasync.config import load_config
+
+    settings = [f"trainer.algorithm.{setting}" for setting in OBJECTIVES[job.objective]]
+    return load_config([
+        "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={build()}", "trainer.train_batch_size=32",
+        "generator.n_samples_per_prompt=8", f"trainer.max_training_steps={job.steps}", f"trainer.seed={job.seed}",
+        "trainer.eval_interval=10", "trainer.save_samples=0", "trainer.policy.threads=1",
+        "generator.backend=transformers",
+        f"trainer.async_queue_size={max(job.depth, 1)}", "trainer.allow_uncorrected=true", *settings, *job.options,
+    ])  # fmt: skip
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: objectives by depth, mean and range over seeds."""
+    depths = sorted({r["depth"] for r in results})
+    lines = ["| objective | " + " | ".join(f"staleness {d}" for d in depths) + " |", "|---" * (len(depths) + 1) + "|"]
+    for objective in dict.fromkeys(r["objective"] for r in results):
+        cells = []
+        for depth in depths:
+            scores = [r["score"] for r in results if r["objective"] == objective and r["depth"] == depth]
+            cells.append(f"{fmean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})" if scores else "")
+        lines.append(f"| {objective} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
+    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--markdown", type=Path, help="write the table here too")
+    arguments, options = parser.parse_known_args()
+    from examples.tiny.model import build
+
+    build()
+    jobs = [
+        Job(objective, depth, seed, arguments.steps, tuple(options))
+        for seed in range(arguments.seeds)
+        for depth in arguments.depths
+        for objective in arguments.objectives
+    ]
+    results = []
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=8) as pool:
+        for result in pool.imap_unordered(run, jobs):
+            results.append(result)
+            print(f"{len(results)}/{len(jobs)} {json.dumps(result)}", flush=True)
+    text = table(sorted(results, key=lambda r: list(OBJECTIVES).index(r["objective"])))
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
