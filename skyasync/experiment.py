@@ -247,9 +247,7 @@ class BasePPOExp:
                 "generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory"
             )
         if backend == "nccl" and self.engine_backend() != "vllm":
-            raise UserError(
-                "generator.weight_sync_backend=nccl needs generator.backend=vllm: the embedded engine uses shared_memory"
-            )
+            raise UserError("generator.weight_sync_backend=nccl needs generator.backend=vllm; use shared_memory")
         return "shared_memory" if backend == "auto" else backend
 
     def _all_float32(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +55,11 @@ class TrainingBatch:
             yield self.select(torch.arange(start, min(start + size, len(self))))
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> TrainingBatch:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainingBatch(**{name: None if value is None else function(value) for name, value in values.items()})
+        chosen: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            chosen[name] = None if value is None else function(value)
+        return TrainingBatch(**chosen)
 
 
 def mini_batches(batch: TrainingBatch, groups_per_mini_batch: int) -> Iterator[TrainingBatch]:
