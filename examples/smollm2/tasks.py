@@ -27,7 +27,7 @@ def val_prompts() -> list[dict[str, Any]]:
 
 
 def _shuffled_pairs() -> list[tuple[int, int]]:
-    pairs = list(product(range(10), repeat=2))
+    pairs = list(product(range(10), range(10)))
     random.Random(0).shuffle(pairs)
     return pairs
 
