@@ -30,7 +30,6 @@ from skyasync.engines.protocol import (
 )
 from skyasync.weight_sync.update import WeightUpdate
 
-
 REMEMBERED_SESSIONS = 65_536  # those used last; a conversation between two turns has no request in flight
 
 
@@ -51,8 +50,8 @@ class InferenceClient:
         self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
         self._outbox: dict[int, list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]] = {}
         self._carriers: set[asyncio.Task[None]] = set()
-        self._unanswered: set[str] = set()  # ids as the engines know them
-        self._cut: set[str] = set()  # those of them that ``cut`` has ended
+        self._unanswered: dict[str, str] = {}  # id as the engines know it -> id as the caller knows it
+        self._cut: set[str] = set()  # the engines' ids of what ``cut`` has ended
 
     async def start(self) -> None:
         await self._everywhere(lambda engine: engine.start())
@@ -65,21 +64,21 @@ class InferenceClient:
             ValueError: if a request with this id is in flight already.
             Exception: whatever the engine raised, with its traceback.
         """
-        answer = await self._piece(request)
+        answer = await self._piece(request, request.request_id)
         while answer.finish_reason == "abort" and answer.request_id in self._cut:
             self._cut.discard(answer.request_id)
-            answer = join(answer, await self._piece(continuation(request, answer)))
+            answer = join(answer, await self._piece(continuation(request, answer), request.request_id))
         self._cut.discard(answer.request_id)
         return replace(answer, request_id=request.request_id)
 
-    async def _piece(self, request: GenerationRequest) -> GenerationOutput:
+    async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
         """What an engine answers to a request or to its continuation."""
         if request.request_id in self._unanswered:
             raise ValueError(f"request {request.request_id} is in flight already: its id must be its own")
         index = self._choose(request.session_id)
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
         self._post(index, request, future)
-        self._unanswered.add(request.request_id)
+        self._unanswered[request.request_id] = caller_id
         try:
             async with asyncio.timeout(self.request_timeout_s) as timer:
                 return await future
@@ -91,7 +90,7 @@ class InferenceClient:
                 f"(generator.request_timeout_s)"
             ) from error
         finally:
-            self._unanswered.discard(request.request_id)
+            del self._unanswered[request.request_id]
             self._in_flight[index] -= 1
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -103,13 +102,18 @@ class InferenceClient:
 
     async def cut(self) -> None:
         """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
-        self._cut |= self._unanswered
+        self._cut.update(self._unanswered)
         await self.pause("abort")
 
     async def resume(self) -> None:
         await self._everywhere(lambda engine: engine.resume())
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (all of them: None) for good, also if they had been cut."""
+        if request_ids is not None:
+            wanted = set(request_ids)
+            request_ids = [engine_id for engine_id, caller_id in self._unanswered.items() if caller_id in wanted]
+        self._cut -= set(self._unanswered if request_ids is None else request_ids)
         await self._everywhere(lambda engine: engine.abort(request_ids))
 
     async def update_weights(self, update: WeightUpdate) -> None:

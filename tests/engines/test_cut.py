@@ -1,0 +1,103 @@
+"""Requests that the client cuts and continues: nothing lost, nothing twice, each piece under its own weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from skyasync.engines.client import InferenceClient, continuation
+from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.transformers_engine import TransformersEngine
+from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.update import WeightUpdate
+
+LENGTH = 120
+COUNT = 64
+
+
+@pytest.fixture
+async def client(untied_model: str) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient([TransformersEngine(EngineConfig(untied_model, threads=1, max_model_len=200))], 60)
+    await client.start()
+    yield client
+    await client.shutdown()
+
+
+def requests(count: int = COUNT) -> list[GenerationRequest]:
+    sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    return [GenerationRequest(f"r{i}", [1 + i, 2, 3], sampling) for i in range(count)]
+
+
+async def until_all_run(client: InferenceClient, tokens: int) -> None:
+    """Wait until the engine has made so many tokens."""
+    while (await client.stats())[0].generated_tokens < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def answers_with_cuts(client: InferenceClient, model: str, cuts: int) -> list[GenerationOutput]:
+    path = write_weights(AutoModelForCausalLM.from_pretrained(model).state_dict())
+    tasks = [asyncio.create_task(client.generate(request)) for request in requests()]
+    for version in range(1, cuts + 1):
+        await until_all_run(client, version * 15 * COUNT)
+        await client.cut()
+        await client.update_weights(WeightUpdate(version, "shared_memory", {"path": path}))
+        await client.resume()
+    answers = await asyncio.gather(*tasks)
+    remove_weights(path)
+    return answers
+
+
+async def test_64_requests_cut_three_times_are_answered_whole(client: InferenceClient, untied_model: str) -> None:
+    answers = await answers_with_cuts(client, untied_model, cuts=3)
+    assert [answer.request_id for answer in answers] == [request.request_id for request in requests()]
+    for answer in answers:
+        assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == LENGTH
+        assert answer.finish_reason == "length"
+        assert answer.versions == sorted(answer.versions)
+        assert set(answer.versions) == {0, 1, 2, 3}
+    (stats,) = await client.stats()
+    assert stats.generated_tokens == LENGTH * COUNT, "nothing is sampled twice"
+    assert stats.running == stats.waiting == 0
+
+
+async def test_an_abort_on_purpose_ends_a_request_for_good(client: InferenceClient) -> None:
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await until_all_run(client, 5)
+    await client.abort(["r0"])
+    answer = await task
+    assert answer.finish_reason == "abort"
+    assert 5 <= len(answer.token_ids) < LENGTH
+
+
+async def test_an_abort_on_purpose_finds_a_request_that_was_cut(client: InferenceClient) -> None:
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await until_all_run(client, 5)
+    await client.cut()
+    await client.resume()
+    await until_all_run(client, 20)
+    await client.abort(["r0"])
+    answer = await task
+    assert answer.finish_reason == "abort"
+    assert 20 <= len(answer.token_ids) < LENGTH
+
+
+async def test_requests_made_while_cut_start_after_resume(client: InferenceClient) -> None:
+    await client.cut()
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    await client.resume()
+    assert len((await task).token_ids) == LENGTH
+
+
+def test_a_continuation_asks_for_what_is_missing_under_a_stream_of_its_own() -> None:
+    sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7)
+    request = GenerationRequest("r", [1, 2], sampling, session_id="s")
+    more = continuation(request, GenerationOutput("r", [5, 6, 7], [0.0] * 3, [0] * 3, "abort"))
+    assert (more.request_id, more.prompt_token_ids, more.session_id) == ("r+3", [1, 2, 5, 6, 7], "s")
+    assert (more.sampling.max_tokens, more.sampling.min_tokens) == (7, 1)
+    seeds = {continuation(request, GenerationOutput("r", [5] * n)).sampling.seed for n in range(10)}
+    assert len(seeds) == 10 and 7 not in seeds
