@@ -57,13 +57,13 @@ class EmbeddedModel:
         auto = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if config.dtype != "auto" and config.dtype not in _DTYPES:
             raise UserError(unknown("dtype", config.dtype, ["auto", *_DTYPES]))
-        self._model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             config.model_path,
             dtype=_DTYPES.get(config.dtype, auto),
             use_safetensors=True,
             attn_implementation="skyasync_grouped",
         )
-        self._model.to(self.device).eval().requires_grad_(False)
+        self._model = model.to(self.device).eval().requires_grad_(False)
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
         self.eos_ids = self._eos_ids()

@@ -21,6 +21,8 @@ class SlotLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, like: Tensor) -> None:
         super().__init__()
@@ -57,8 +59,9 @@ class SlotCache(Cache):
     """All layers. ``budget`` is the most bytes it may take; ``prefixes`` (any prompt's cache) gives the shapes."""
 
     def __init__(self, prefixes: Cache, budget: int) -> None:
-        shapes = [layer.keys for layer in prefixes.layers]
-        super().__init__(layers=[SlotLayer(keys) for keys in shapes])
+        shapes = [keys for keys, _ in _contents(prefixes)]
+        self.slot_layers = [SlotLayer(keys) for keys in shapes]
+        super().__init__(layers=list(self.slot_layers))
         self.budget = budget
         self.bytes_per_token = sum(2 * k.shape[1] * k.shape[3] * k.element_size() for k in shapes)
 
@@ -67,33 +70,38 @@ class SlotCache(Cache):
 
     def reserve(self, slots: int, columns: int) -> None:
         """Make room for ``slots`` requests of up to ``columns`` tokens, those already running included."""
-        have_slots, _, have_columns, _ = self.layers[0].keys.shape
+        have_slots, _, have_columns, _ = self.slot_layers[0].keys.shape
         if slots <= have_slots and columns <= have_columns:
             return
         generous = max(have_slots, 1 << (slots - 1).bit_length()), max(have_columns, -(-columns // 64) * 64)
         new_slots, new_columns = generous if self.fits(*generous) else (slots, columns)
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.resize(new_slots, new_columns)
 
     def fill(self, first_slot: int, prefixes: Cache, index: Tensor) -> None:
         """Put prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``; samples of a prompt share it."""
-        for layer, prefix in zip(self.layers, prefixes.layers, strict=True):
-            slots, length = slice(first_slot, first_slot + len(index)), prefix.keys.shape[2]
-            layer.keys[slots, :, :length] = prefix.keys[index]
-            layer.values[slots, :, :length] = prefix.values[index]
+        for layer, (keys, values) in zip(self.slot_layers, _contents(prefixes), strict=True):
+            slots, length = slice(first_slot, first_slot + len(index)), keys.shape[2]
+            layer.keys[slots, :, :length] = keys[index]
+            layer.values[slots, :, :length] = values[index]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
         """Copy the first ``width`` columns of slots ``sources`` to slots ``targets`` (disjoint)."""
-        for layer in self.layers:
+        for layer in self.slot_layers:
             for tensor in (layer.keys, layer.values):
                 for source, target in zip(sources, targets, strict=True):
                     tensor[target, :, :width] = tensor[source, :, :width]
 
     def at(self, columns: Tensor, width: int) -> SlotCache:
         """Set where the next token of each running slot goes, and how many columns attention reads."""
-        for layer in self.layers:
+        for layer in self.slot_layers:
             layer.columns, layer.width = columns, width
         return self
+
+
+def _contents(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer of a filled cache."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def _resized(tensor: Tensor, slots: int, columns: int) -> Tensor:
