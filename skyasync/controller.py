@@ -93,7 +93,7 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
     """Train in a Ray actor on this node and show its progress here. Ray is initialised.
 
     Raises:
-        UserError: as it was raised, without the way it took.
+        UserError, SyntaxError: as it was raised, without the way it took.
         Exception: any other error, with the original traceback in its text.
     """
     import ray
@@ -104,14 +104,14 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
     controller: Any = actor_class.remote(experiment, user_parts())
-    _await_process(ray, controller)
-    running = controller.run.remote()
     try:
+        _await_process(ray, controller)
+        running = controller.run.remote()
         with ProgressView(live=progress) as view:
             _watch(ray, controller, running, view)
         return ray.get(running)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, UserError):
+        if isinstance(error.cause, UserError | SyntaxError):  # Python shows nothing of Ray's kind of SyntaxError
             raise error.cause from None
         raise
     finally:

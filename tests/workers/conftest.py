@@ -1,4 +1,4 @@
-"""A tiny random Llama, batches of grouped samples, and one Ray for all tests of the workers."""
+"""A tiny random Llama, batches of grouped samples, and bundles of the session's Ray cluster."""
 
 from __future__ import annotations
 
@@ -84,13 +84,6 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
         advantages=torch.randn(len(rows), 1, generator=generator) * loss_mask,
         loss_weights=loss_mask.float() / loss_mask.sum(),
     )
-
-
-@pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

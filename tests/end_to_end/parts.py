@@ -1,0 +1,32 @@
+"""What the runs under test are made of, importable by every process of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from examples.tiny.tasks import prompts
+from skyasync import BaseTextEnv, BaseTextEnvStepOutput
+
+DATASET_SIZE = 16  # two batches: most runs cross the end of an epoch
+
+
+class Sevens(BaseTextEnv):
+    """Rewards the share of sevens among seven characters: mixed in every group, and learnt in a few steps."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return {"observations": [], "reward": action[:7].count("7") / 7, "done": True, "metadata": {}}
+
+
+class Broken(Sevens):
+    """Fails at the first answer."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        raise ZeroDivisionError("the environment is broken")
+
+
+def train_prompts() -> list[dict[str, Any]]:
+    return [{**row, "env_class": ""} for row in prompts("train", count=DATASET_SIZE, seed=1)]
+
+
+def val_prompts() -> list[dict[str, Any]]:
+    return [{**row, "env_class": ""} for row in prompts("held_out", count=32, seed=2)]

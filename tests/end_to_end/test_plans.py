@@ -1,0 +1,87 @@
+"""Both plans, run for real: what they promise about staleness, weights, repetition and the run's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyasync import load_config
+from skyasync.config.load import dump_config
+from tests.end_to_end.runs import Train, Trained
+
+pytestmark = pytest.mark.slow
+
+GAP = 1e-4  # between the log-probabilities of trainer and engine, in float32
+
+
+def test_every_step_is_logged_once_and_every_sync_arrives(whole_run: Trained) -> None:
+    assert whole_run.series("step") == [1, 2, 3, 4, 5, 6]
+    assert max(whole_run.series("sync/logprob_gap")) <= GAP
+    assert all(norm > 0 for norm in whole_run.series("policy/grad_norm"))
+
+
+def test_staleness_is_zero_in_sync_and_settles_at_one_in_one_step_off(
+    sync_run: Trained, one_step_off_run: Trained
+) -> None:
+    for run, settled in ((sync_run, 0), (one_step_off_run, 1)):
+        for extreme in ("staleness/min", "staleness/max"):
+            assert run.series(extreme) == [0] + [settled] * 5
+        assert run.versions == [(step, {max(0, step - 1 - settled)}) for step in range(1, 7)]
+
+
+def test_the_queue_never_holds_more_than_one_batch(one_step_off_run: Trained) -> None:
+    spans = timeline_spans(one_step_off_run.folder)
+    generated = sorted(end for name, _, end in spans if name == "generate")
+    taken = sorted(start for name, start, _ in spans if name == "train")
+    assert len(generated) == len(taken) == 6
+    ahead = [count + 1 - sum(start < end for start in taken) for count, end in enumerate(generated)]
+    assert max(ahead) == 1
+
+
+def test_one_step_off_overlaps_and_waits_for_nothing_in_its_last_step(one_step_off_run: Trained) -> None:
+    spans = timeline_spans(one_step_off_run.folder)
+    training = [(start, end) for name, start, end in spans if name == "train"]
+    generating = [(start, end) for name, start, end in spans if name == "generate"]
+    assert sum(start < g_end and g_start < end for start, end in training for g_start, g_end in generating) >= 4
+    assert "time/wait_generation_s" not in one_step_off_run.metrics[-1]
+
+
+def test_the_first_step_is_the_same_in_both_plans(sync_run: Trained, one_step_off_run: Trained) -> None:
+    first, other = sync_run.metrics[0], one_step_off_run.metrics[0]
+    for name in ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean", "reward/std"):
+        assert first[name] == other[name]
+
+
+def test_the_run_folder_is_complete(whole_run: Trained) -> None:
+    folder = whole_run.folder
+    config = load_config(["--config", str(folder / "config.yaml")])
+    assert dump_config(config) == (folder / "config.yaml").read_text()
+    assert config.trainer.train_batch_size == 8
+    assert [step for step, _ in whole_run.prompts] == [1, 2, 3, 4, 5, 6]
+    assert all(len(set(prompts)) == 8 for _, prompts in whole_run.prompts)
+    assert {name for name, _, _ in timeline_spans(folder)} >= {"generate", "train", "update", "sync"}
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("plan", ["sync", "one_step_off"])
+def test_an_untied_model_takes_several_optimizer_steps_per_batch(
+    plan: str, train: Train, models: dict[str, str]
+) -> None:
+    run = train(
+        f"trainer.plan={plan}", "trainer.max_training_steps=2", f"trainer.policy.model.path={models['untied']}",
+        "trainer.policy_mini_batch_size=4", "trainer.update_epochs_per_batch=2",
+        "trainer.policy.optimizer_config.num_warmup_steps=8",
+    )  # fmt: skip
+    assert max(run.series("sync/logprob_gap")) <= GAP
+    # Two passes over two mini-batches: the rate logged is the mean over the step's four updates of the warm-up.
+    assert run.series("policy/lr") == pytest.approx([2.5e-3 / 8, 6.5e-3 / 8])
+    assert all(ratio != 1 for ratio in run.series("policy/ratio"))
+
+
+def timeline_spans(folder: Path) -> list[tuple[str, float, float]]:
+    """Name, start and end of each span, as any JSON reader sees them."""
+    events: list[dict[str, Any]] = json.loads((folder / "timeline.json").read_text())
+    return [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
