@@ -53,8 +53,13 @@ class UsageMeter:
         engines_s = (now.engines_busy_s - before.engines_busy_s) / max(now.engines, 1)
         return {
             "time/step_s": wall_s,
-            "idle/engines": 1.0 - min(engines_s / wall_s, 1.0),
-            "idle/trainer": 1.0 - min((now.trainer_busy_s - before.trainer_busy_s) / wall_s, 1.0),
-            "throughput/tokens_per_s": (now.tokens - before.tokens) / wall_s,
+            "idle/engines": _idle(engines_s / wall_s),
+            "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / wall_s),
+            "throughput/tokens_per_s": max(now.tokens - before.tokens, 0) / wall_s,
             "throughput/samples_per_s": samples / wall_s,
         }
+
+
+def _idle(busy: float) -> float:
+    """The rest; clocks of other processes may have counted a little too much, or begun anew."""
+    return 1.0 - min(max(busy, 0.0), 1.0)

@@ -52,10 +52,8 @@ class WeightSync:
     async def sync(self, version: int) -> None:
         """Hand over the weights as ``version``; the engines are idle or paused."""
         update = await self.source.publish_weights(version)
-        try:
+        async with afterwards(self.source.release_weights, update):
             await self.destination.update_weights(update)
-        finally:
-            await self.source.release_weights(update)
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities; the engines are not paused. Returns metrics.

@@ -1,0 +1,197 @@
+"""The client in front of scripted engines, on virtual time."""
+
+import asyncio
+
+import pytest
+
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import EngineStats, GenerationOutput, GenerationRequest, SamplingParams
+from tests.virtual_time import virtual_time
+
+
+class Engine:
+    """Answers each request after ``seconds`` with as many tokens as asked; ``fault`` is raised instead."""
+
+    def __init__(self, name="engine", seconds=1.0, fault=None):
+        self.name, self.seconds, self.fault = name, seconds, fault
+        self.messages, self.calls = [], []
+
+    async def generate(self, requests):
+        self.messages.append([r.request_id for r in requests])
+        for request in requests:
+            await asyncio.sleep(self.seconds)
+            if self.fault:
+                raise self.fault
+            yield [self.answer(request)]
+
+    def answer(self, request):
+        count = request.sampling.max_tokens
+        return GenerationOutput(request.request_id, [7] * count, [-0.5] * count, [0] * count, "length")
+
+    def __getattr__(self, method):
+        async def call(*args):
+            self.calls.append((method, *args))
+            return EngineStats() if method == "stats" else [[0.0]]
+
+        return call
+
+
+def request(name, session=None, tokens=2):
+    return GenerationRequest(name, [1], SamplingParams(max_tokens=tokens), session)
+
+
+def asked(engine):
+    return [name for message in engine.messages for name in message]
+
+
+@virtual_time
+async def test_each_request_gets_its_own_answer():
+    client = InferenceClient([Engine(), Engine()])
+    found = await asyncio.gather(*(client.generate(request(f"r{i}", tokens=i + 1)) for i in range(9)))
+    assert [(o.request_id, len(o.token_ids)) for o in found] == [(f"r{i}", i + 1) for i in range(9)]
+
+
+@virtual_time
+async def test_requests_of_one_turn_of_the_loop_travel_in_one_message_per_engine_shared_out_evenly():
+    engines = [Engine(), Engine(), Engine()]
+    client = InferenceClient(engines)
+    await asyncio.gather(*(client.generate(request(f"r{i}")) for i in range(30)))
+    assert [len(e.messages) for e in engines] == [1, 1, 1]
+    assert [len(asked(e)) for e in engines] == [10, 10, 10]
+
+
+@virtual_time
+async def test_a_request_goes_to_the_engine_with_the_fewest_in_flight():
+    slow, fast = Engine(seconds=100.0), Engine(seconds=1.0)
+    client = InferenceClient([slow, fast])
+    waiting = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(2)]
+    await asyncio.sleep(5)
+    await client.generate(request("late"))
+    assert "late" in asked(fast)
+    await asyncio.gather(*waiting)
+
+
+@virtual_time
+async def test_a_session_stays_on_its_engine_also_when_nothing_of_it_is_in_flight():
+    first, second = Engine(), Engine()
+    client = InferenceClient([first, second])
+    await client.generate(request("a0", "a"))
+    busy = [asyncio.create_task(client.generate(request(f"x{i}"))) for i in range(3)]
+    await asyncio.sleep(0)
+    await client.generate(request("a1", "a"))
+    await client.generate(request("a2", "a"))
+    await asyncio.gather(*busy)
+    assert {"a0", "a1", "a2"} <= set(asked(first))
+
+
+@virtual_time
+async def test_sessions_are_forgotten_in_the_end(monkeypatch):
+    monkeypatch.setattr("skyasync.engines.client.REMEMBERED_SESSIONS", 3)
+    client = InferenceClient([Engine()])
+    for i in range(10):
+        await client.generate(request(f"r{i}", f"s{i}"))
+    assert len(client._sessions) == 3
+
+
+@virtual_time
+async def test_an_engines_error_reaches_every_request_it_had_and_no_other():
+    error = RuntimeError("out of memory")
+    broken, whole = Engine(fault=error), Engine()
+    client = InferenceClient([broken, whole])
+    found = await asyncio.gather(*(client.generate(request(f"r{i}")) for i in range(6)), return_exceptions=True)
+    assert [o is error for o in found] == [True, False] * 3
+
+
+@virtual_time
+async def test_an_engines_own_timeout_is_not_taken_for_the_requests():
+    client = InferenceClient([Engine(fault=TimeoutError("the worker is away"))])
+    with pytest.raises(TimeoutError, match="the worker is away"):
+        await client.generate(request("r"))
+
+
+@virtual_time
+async def test_an_unanswered_request_is_an_error_that_names_it():
+    class Forgetful(Engine):
+        def answer(self, request):
+            return super().answer(request) if request.request_id != "r1" else None
+
+        async def generate(self, requests):
+            async for (output,) in super().generate(requests):
+                if output:
+                    yield [output]
+
+    client = InferenceClient([Forgetful()])
+    found = await asyncio.gather(*(client.generate(request(f"r{i}")) for i in range(3)), return_exceptions=True)
+    assert isinstance(found[1], RuntimeError)
+    assert "engine 0 ended without answering r1" in str(found[1])
+    assert [isinstance(o, GenerationOutput) for o in found] == [True, False, True]
+
+
+@virtual_time
+async def test_a_request_that_is_not_answered_in_time_is_a_timeout_that_names_it_and_the_key():
+    client = InferenceClient([Engine(seconds=100.0)], request_timeout_s=30.0)
+    with pytest.raises(TimeoutError, match=r"request r was not answered within 30 s \(generator\.request_timeout_s\)"):
+        await client.generate(request("r"))
+    assert asyncio.get_running_loop().time() == pytest.approx(30)
+
+
+@virtual_time
+async def test_a_cancelled_caller_disturbs_nobody():
+    client = InferenceClient([Engine()])
+    tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(3)]
+    await asyncio.sleep(0.5)
+    tasks[0].cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert [o.request_id for o in found[1:]] == ["r1", "r2"]
+    assert client._in_flight == [0]
+
+
+@virtual_time
+async def test_an_id_is_in_flight_once():
+    client = InferenceClient([Engine()])
+    first = asyncio.create_task(client.generate(request("same")))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="same is in flight already"):
+        await client.generate(request("same"))
+    assert (await first).request_id == "same"
+    assert (await client.generate(request("same"))).request_id == "same"
+
+
+@virtual_time
+async def test_every_engine_is_told_and_one_that_fails_is_heard():
+    class Deaf(Engine):
+        async def pause(self, mode):
+            raise ConnectionError("gone")
+
+    engines = [Engine(), Engine()]
+    client = InferenceClient(engines)
+    await client.pause("keep")
+    await client.update_weights("update")
+    await client.resume()
+    assert engines[0].calls == engines[1].calls == [("pause", "keep"), ("update_weights", "update"), ("resume",)]
+    assert len(await client.score([[1, 2]])) == len(await client.stats()) == 2
+    with pytest.raises(ConnectionError, match="gone"):
+        await InferenceClient([Engine(), Deaf()]).pause("keep")
+
+
+@virtual_time
+async def test_shutting_down_ends_what_waits_and_reaches_every_engine():
+    class Stubborn(Engine):
+        async def shutdown(self):
+            raise ConnectionError("gone")
+
+    engines = [Stubborn(seconds=1000.0), Engine(seconds=1000.0)]
+    client = InferenceClient(engines)
+    tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(4)]
+    await asyncio.sleep(1)
+    await client.shutdown()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {str(error) for error in found} == {"the inference client was shut down"}
+    assert ("shutdown",) in engines[1].calls
+    assert asyncio.get_running_loop().time() == pytest.approx(1)
+
+
+def test_a_client_needs_an_engine():
+    with pytest.raises(ValueError, match="at least one engine"):
+        InferenceClient([])

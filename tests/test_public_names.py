@@ -1,0 +1,38 @@
+"""The public names: all there, and cheap to get."""
+
+import subprocess
+import sys
+
+import pytest
+
+import skyasync
+
+
+def imported(code):
+    """The heavy packages that running this code loads."""
+    heavy = "[m for m in ('torch', 'ray', 'transformers', 'vllm', 'datasets', 'matplotlib') if m in sys.modules]"
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{code}\nprint({heavy})"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_public_name_resolves_without_loading_torch_ray_or_transformers():
+    code = "import skyasync\nfor name in skyasync.__all__: assert getattr(skyasync, name) is not None, name"
+    assert imported(code) == "[]"
+
+
+@pytest.mark.parametrize("module", ["config", "registry", "errors", "plans", "envs", "engines", "algorithms", "main"])
+def test_what_a_wrong_setting_passes_through_is_light(module):
+    assert imported(f"import skyasync.{module}") == "[]"
+
+
+def test_the_names_are_those_listed_and_no_others():
+    assert set(skyasync.__all__) == set(skyasync._HOMES)
+    with pytest.raises(AttributeError, match="has no attribute 'RayPPOTrainr'"):
+        skyasync.RayPPOTrainr  # noqa: B018
+
+
+def test_a_name_is_the_object_of_its_home():
+    from skyasync.trainer import RayPPOTrainer
+
+    assert skyasync.RayPPOTrainer is RayPPOTrainer

@@ -1,0 +1,78 @@
+"""Named parts: a plain dictionary that knows where the built-in parts live."""
+
+import subprocess
+import sys
+
+import pytest
+
+from skyasync import registry
+from skyasync.errors import UserError, nearest
+from skyasync.registry import Registry, resolve_reference
+
+
+def test_a_part_is_registered_and_found_by_name():
+    parts = Registry("part")
+
+    @parts.register("mine")
+    class Mine:
+        pass
+
+    assert parts["mine"] is Mine
+    assert Mine.__name__ == "Mine"
+    assert parts.names() == ["mine"]
+
+
+def test_a_built_in_part_is_imported_when_it_is_asked_for_and_not_before():
+    code = (
+        "import sys; from skyasync.envs.registry import ENVS\n"
+        "assert 'skyasync.envs.gsm8k' not in sys.modules\n"
+        "assert 'gsm8k' in ENVS.names()\n"
+        "assert 'skyasync.envs.gsm8k' not in sys.modules\n"
+        "assert ENVS['gsm8k'].__name__ == 'GSM8kEnv'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_and_all_names():
+    parts = Registry("plan", {"somewhere": "one_step_off sync"})
+    with pytest.raises(UserError) as refused:
+        parts["one_step_of"]
+    assert str(refused.value) == "unknown plan 'one_step_of': did you mean 'one_step_off'? allowed: one_step_off, sync"
+
+
+def test_a_home_that_does_not_register_its_name_is_as_unknown():
+    with pytest.raises(UserError, match="unknown part 'ghost'"):
+        Registry("part", {"skyasync.errors": "ghost"})["ghost"]
+
+
+@pytest.mark.parametrize("reference", registry.REGISTRIES)
+def test_every_built_in_name_of_every_registry_exists(reference):
+    parts = resolve_reference(reference, kind="registry")
+    for name in list(parts._homes):
+        assert parts[name] is not None
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("no.such:thing", "No module named 'no'"),
+        ("skyasync.errors:UserEror", "did you mean 'UserError'"),
+        ("skyasync.errors:", "unknown attribute ''"),
+        (":thing", "must be module:attribute"),
+        (".errors:UserError", "must be module:attribute"),
+    ],
+)
+def test_a_reference_that_leads_nowhere_is_refused(reference, message):
+    with pytest.raises(UserError, match=message):
+        resolve_reference(reference, kind="part")
+
+
+def test_an_error_inside_the_users_module_is_not_taken_for_a_wrong_name(tmp_path, monkeypatch):
+    (tmp_path / "broken_module_of_a_user.py").write_text("raise ValueError('their own')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="their own"):
+        resolve_reference("broken_module_of_a_user:thing", kind="part")
+
+
+def test_nearest_is_empty_for_a_name_like_no_other():
+    assert nearest("zzz", ["sync", "fully_async"]) == []

@@ -1,0 +1,99 @@
+"""Weights as files in shared memory: complete before they have a name, and never left behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyasync.weight_sync import shared_memory
+from skyasync.weight_sync.shared_memory import read_weights, remove_weights, sweep, write_weights
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "directory", lambda: tmp_path)
+    return tmp_path
+
+
+def dead_process():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def left_by(path, pid):
+    """The file's name as another process of this machine would have made it."""
+    name = Path(path).name.replace(f"-{os.getpid()}-", f"-{pid}-")
+    assert name != Path(path).name
+    return Path(path).with_name(name)
+
+
+def test_what_is_written_is_read_and_removed(folder):
+    path = write_weights(WEIGHTS)
+    found = read_weights(path)
+    assert found.keys() == WEIGHTS.keys()
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    assert found["b"].dtype == torch.bfloat16
+    remove_weights(path)
+    remove_weights(path)
+    assert not list(folder.iterdir())
+
+
+def test_every_write_has_a_name_of_its_own(folder):
+    assert len({write_weights(WEIGHTS) for _ in range(3)}) == 3
+
+
+def test_the_next_writer_sweeps_what_dead_processes_left_finished_or_not(folder):
+    mine, pid = write_weights(WEIGHTS), dead_process()
+    finished = left_by(mine, pid)
+    finished.touch()
+    finished.with_suffix(".writing").touch()
+    another = write_weights(WEIGHTS)
+    assert sorted(folder.iterdir()) == sorted(map(Path, (mine, another)))
+
+
+def test_files_of_living_processes_and_of_other_programs_stay(folder):
+    mine = write_weights(WEIGHTS)
+    others = [left_by(mine, os.getppid()), folder / "skyasync-weights-what-ever", folder / "something-else"]
+    for path in others:
+        path.touch()
+    sweep()
+    assert all(path.exists() for path in (Path(mine), *others))
+
+
+def test_files_of_another_containers_processes_stay(folder, monkeypatch):
+    """It may share the memory; its processes are not to be seen, and not dead for that."""
+    mine, pid = write_weights(WEIGHTS), dead_process()
+    theirs = left_by(mine, pid)
+    theirs.touch()
+    monkeypatch.setattr(shared_memory, "_namespace", lambda: "another")
+    sweep()
+    assert theirs.exists()
+
+
+def test_files_that_may_not_be_removed_stop_nobody(folder, monkeypatch):
+    """Another user's, in a folder where each may remove only their own."""
+    mine = write_weights(WEIGHTS)
+    left_by(mine, dead_process()).touch()
+
+    def forbidden(path, **options):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "unlink", forbidden)
+    sweep()
+
+
+def test_a_failed_write_leaves_nothing(folder, monkeypatch):
+    def full(weights, path):
+        Path(path).write_text("half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(shared_memory, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_weights(WEIGHTS)
+    assert not list(folder.iterdir())
