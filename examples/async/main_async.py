@@ -1,6 +1,6 @@
 """Training one step off policy: only the plan differs from the base experiment.
 
-    uv run -m examples.async.main_async [key=value ...]
+uv run -m examples.async.main_async [key=value ...]
 """
 
 from skyasync import AsyncRayPPOTrainer, BasePPOExp, main

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,11 +26,16 @@ from skyasync.engines.protocol import (
 )
 from skyasync.weight_sync.update import WeightUpdate
 
+#: The user's terminal shows the run's progress, not that of every library's loading.
+QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
+
 
 class _EngineActor:
     """Forwards to the engine it holds."""
 
     def __init__(self, backend: str, config: EngineConfig) -> None:
+        for name, value in QUIET.items():  # before the engine's libraries are imported, here and in its processes
+            os.environ.setdefault(name, value)
         self._engine: InferenceEngine = ENGINES[backend](config)
 
     async def call(self, method: str, *args: Any) -> Any:
