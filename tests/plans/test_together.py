@@ -111,3 +111,13 @@ async def test_a_cancellation_from_within_is_an_error_and_no_endless_wait():
     with pytest.raises(RuntimeError, match=r"awaits_something_cancelled met something that was cancelled"):
         await run_together(lives(ended), awaits_something_cancelled())
     assert ended == ["cancelled"]
+
+
+@virtual_time
+async def test_what_many_met_alike_is_told_once():
+    """Requests of one engine share its error; other errors are noted, each once."""
+    shared = Broken("the engine died")
+    with pytest.raises(Broken) as caught:
+        await run_together(*(breaks(1, shared) for _ in range(9)), *(breaks(1, KeyError("k")) for _ in range(9)))
+    assert caught.value is shared
+    assert caught.value.__notes__ == ["at the same time: KeyError('k')"]
