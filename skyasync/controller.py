@@ -17,6 +17,7 @@ import contextlib
 from typing import Any
 
 from skyasync.callbacks import TrainerCallback
+from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, ProgressView
 from skyasync.registry import UserParts, add_user_parts, user_parts
@@ -52,19 +53,21 @@ class Controller:
         self._recorder = ProgressRecorder()
         self._recorder.phase("starting")
         self._task: asyncio.Task[None] | None = None
-        self._loaded = False
+        self._loaded = self._stopped = False
 
     async def run(self) -> dict[str, float] | None:
         """Train to the end; returns the last metrics, or None if stopped."""
         self._task = asyncio.create_task(self._train())
         try:
             await self._task
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            if not self._stopped:
+                raise RuntimeError("training met something that was cancelled, and ended") from error
             return None
         return dict(self._trainer.last_metrics)
 
     async def _train(self) -> None:
-        try:
+        async with afterwards(self._close):
             self._trainer = await asyncio.to_thread(self._experiment.build)
             self._recorder.total = self._trainer.total_steps
             self._trainer.callbacks.append(_Recording(self._recorder))
@@ -72,10 +75,11 @@ class Controller:
             await self._experiment.start(self._trainer)
             self._loaded = True
             await self._trainer.train()
-        finally:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await self._experiment.close()
+
+    async def _close(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self._experiment.close()
 
     async def report(self, seen: int) -> ProgressReport:
         if self._loaded:
@@ -84,6 +88,7 @@ class Controller:
 
     async def stop(self) -> None:
         """Cancel training and wait until every part is shut down."""
+        self._stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

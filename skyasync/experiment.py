@@ -39,6 +39,7 @@ class BasePPOExp:
         self._placement: Any = None
         self._dispatch: Any = None
         self._client: Any = None
+        self._tracker: Any = None  # until a trainer runs, which closes it
 
     # ---------------------------------------------------------------- parts
 
@@ -170,7 +171,7 @@ class BasePPOExp:
         cfg = self.cfg
         tokenizer = self.get_tokenizer()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
-        tracker = self.get_tracker()
+        tracker = self._tracker = self.get_tracker()
         self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
         self._client = self.get_inference_client()
         generator = self.get_generator(cfg, tokenizer, self._client)
@@ -203,9 +204,12 @@ class BasePPOExp:
         weight_sync = self.get_weight_sync(self._dispatch, self._client, probe)
         assert self.run_dir is not None
         trainer.attach(self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir)
+        self._tracker = None
 
     async def close(self) -> None:
         """Shut every part down; parts that were never made are skipped."""
+        if self._tracker is not None:
+            self._tracker.close()
         parts = [part for part in (self._client, self._dispatch) if part is not None]
         await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
 
