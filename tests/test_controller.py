@@ -15,8 +15,10 @@ class Trainer:
 
     def __init__(self, error=None, seconds=0.0):
         self.error, self.seconds, self.callbacks, self.last_metrics = error, seconds, [], {"reward/mean": 1.0}
+        self.begun = asyncio.Event()
 
     async def train(self):
+        self.begun.set()
         await asyncio.sleep(self.seconds)
         if self.error:
             raise self.error
@@ -72,8 +74,7 @@ async def test_stopping_cancels_training_waits_for_the_parts_and_is_no_error():
     experiment = Experiment(Trainer(seconds=1000.0))
     running = Controller(experiment, {})
     task = asyncio.create_task(running.run())
-    while not running._loaded:
-        await asyncio.sleep(0)
+    await experiment.trainer.begun.wait()
     await running.stop()
     assert experiment.closed == 1
     assert await task is None
@@ -102,11 +103,11 @@ async def test_parts_that_do_not_shut_down_are_waited_for_with_a_limit(monkeypat
 
 
 async def test_progress_can_be_asked_for_at_any_time():
-    running = Controller(Experiment(Trainer(seconds=1000.0)), {})
+    trainer = Trainer(seconds=1000.0)
+    running = Controller(Experiment(trainer), {})
     assert (await running.report(-1)).phase == "starting"
     task = asyncio.create_task(running.run())
-    while not running._loaded:
-        await asyncio.sleep(0)
+    await trainer.begun.wait()
     report = await running.report(-1)
     assert (report.phase, report.total) == ("training", 3)
     await running.stop()
