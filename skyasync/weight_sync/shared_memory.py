@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-PREFIX = "skyasync-weights-"  # then the writer's process: <namespace>-<number>
+PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
 
 
 def directory() -> Path:
@@ -28,7 +28,7 @@ def directory() -> Path:
 def write_weights(weights: Mapping[str, Tensor]) -> str:
     """Write full tensors (CPU, contiguous) and return the file's path."""
     sweep()
-    path = directory() / f"{PREFIX}{_namespace()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.safetensors"
+    path = directory() / f"{PREFIX}{os.getpid()}-{_namespace()}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
     try:
         save_file(dict(weights), unfinished)
@@ -52,8 +52,8 @@ def sweep() -> None:
 
     Containers may share the memory but not the numbers of processes, so those of other namespaces are left alone.
     """
-    for path in directory().glob(f"{PREFIX}{_namespace()}-*"):
-        writer = path.name.removeprefix(PREFIX).split("-")[1]
+    for path in directory().glob(f"{PREFIX}*-{_namespace()}-*"):
+        writer = path.name.removeprefix(PREFIX).split("-")[0]
         if writer.isdigit() and not _alive(int(writer)):
             with contextlib.suppress(OSError):  # another user's, or swept by somebody else just now
                 path.unlink()
