@@ -139,20 +139,25 @@ class BasePPOExp:
     def run(self) -> dict[str, float] | None:
         """Train on a Ray cluster; returns the last metrics, or None if the run was stopped."""
         from skyasync.controller import run_in_controller
-        from skyasync.observe.plots import plot_reward
-        from skyasync.observe.summary import print_summary
         from skyasync.workers.cluster import cluster
 
         self.prepare()
-        assert self.run_dir is not None
         with cluster(self.cfg, with_reference=self.needs_reference()) as gpus:
             self.gpus = gpus
             try:
                 return run_in_controller(self, progress=self.cfg.trainer.progress)
             finally:
-                plot_reward(self.run_dir.metrics, self.run_dir.reward_plot)
-                print_summary(self.run_dir.metrics)
-                print(f"run folder: {os.path.relpath(self.run_dir.path)}")
+                self._report()
+
+    def _report(self) -> None:
+        from skyasync.observe.plots import plot_reward
+        from skyasync.observe.summary import print_summary
+
+        assert self.run_dir is not None
+        if self.run_dir.metrics.exists():  # the run may have ended before its first step
+            plot_reward(self.run_dir.metrics, self.run_dir.reward_plot)
+            print_summary(self.run_dir.metrics)
+        print(f"run folder: {os.path.relpath(self.run_dir.path)}")
 
     def prepare(self) -> None:
         """What must be settled before any process starts: the model's folder and the run's folder."""

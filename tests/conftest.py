@@ -12,12 +12,8 @@ def ray_session() -> Iterator[None]:
     """Ray is up, with more CPU slots than the machine has: tests count actors, not cores."""
     import ray
 
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        object_store_memory=1 << 28,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
+    from skyasync.workers.cluster import start_on_loopback
+
+    start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
     yield
     ray.shutdown()

@@ -1,6 +1,7 @@
 """Joining a Ray cluster, or starting one on this machine's loopback and ending it again.
 
-Invariant: what is started here is ended here; a cluster that was there before is left as it was.
+Invariant: what is started here is ended here, and listens on no other interface; a cluster that was there
+before is left as it was.
 """
 
 from __future__ import annotations
@@ -24,20 +25,37 @@ def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
     Raises:
         UserError: if ``ray.address`` names no cluster that answers.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    _prepare_environment()
     import ray
 
     mine = not ray.is_initialized()
     if mine:
-        _join(ray, cfg.ray.address) if cfg.ray.address else _start(ray, cfg, with_reference)
+        _join(ray, cfg.ray.address) if cfg.ray.address else _start(cfg, with_reference)
     try:
         yield ray.cluster_resources().get("GPU", 0) > 0
     finally:
         if mine:
             ray.shutdown()
+
+
+def start_on_loopback(**options: Any) -> None:
+    """``ray.init`` of a cluster that no other machine can reach.
+
+    Args:
+        options: further ones of ``ray.init``.
+    """
+    import ray
+
+    with _loopback_only():
+        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, **options)
+
+
+def _prepare_environment() -> None:
+    """Before Ray is imported, which reads them then."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def _join(ray: Any, address: str) -> None:
@@ -47,15 +65,30 @@ def _join(ray: Any, address: str) -> None:
         raise UserError(f"ray.address={address!r}: no Ray cluster answers there ({error})") from error
 
 
-def _start(ray: Any, cfg: Any, with_reference: bool) -> None:
+def _start(cfg: Any, with_reference: bool) -> None:
     bundles = plan_slots(cfg, gpus=False, with_reference=with_reference).bundles
-    cores = os.cpu_count() or 1
     has_gpus = os.path.exists("/dev/nvidia0")
-    ray.init(
-        address="local",
-        num_cpus=max(cores, len(bundles)),
-        object_store_memory=None if has_gpus else SMALL_OBJECT_STORE,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        _node_ip_address="127.0.0.1",
+    start_on_loopback(
+        num_cpus=max(os.cpu_count() or 1, len(bundles)), object_store_memory=None if has_gpus else SMALL_OBJECT_STORE
     )
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray turns an address of 127.0.0.1 into the machine's own, except where it may not form clusters.
+
+    That is its default outside of Linux; the switch is read by this process at import, by its children at start.
+    """
+    from ray._private import ray_constants
+
+    name, allowed = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = allowed
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

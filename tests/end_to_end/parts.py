@@ -17,13 +17,6 @@ class Sevens(BaseTextEnv):
         return {"observations": [], "reward": action[:7].count("7") / 7, "done": True, "metadata": {}}
 
 
-class Broken(Sevens):
-    """Fails at the first answer."""
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        raise ZeroDivisionError("the environment is broken")
-
-
 def train_prompts() -> list[dict[str, Any]]:
     return [{**row, "env_class": ""} for row in prompts("train", count=DATASET_SIZE, seed=1)]
 

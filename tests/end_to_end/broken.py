@@ -1,0 +1,93 @@
+"""Parts that fail in their second batch, each in the process where it lives, and say when."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from skyasync import BasePPOExp, BaseTextEnvStepOutput, TrainerCallback
+from skyasync.algorithms import POLICY_LOSSES
+from skyasync.algorithms.losses.clipped import importance_sampling
+from skyasync.rollout.generator import EpisodeGenerator
+from tests.end_to_end.parts import Sevens
+
+KILLED_AT = "killed_at"
+
+
+class PartIsBrokenError(Exception):
+    """``at``: the machine's monotonic clock, which all its processes share."""
+
+    def __init__(self, part: str, at: float | None = None) -> None:
+        super().__init__(part, time.monotonic() if at is None else at)
+
+
+def seconds_since_failure(error: BaseException, run: Path) -> float:
+    killed = run / KILLED_AT
+    said = re.search(r"PartIsBrokenError: \('[\w ]+', ([\d.]+)\)", str(error))
+    return time.monotonic() - float(killed.read_text() if killed.exists() else said[1])
+
+
+class BrokenGenerator(EpisodeGenerator):
+    batches = 0
+
+    async def generate(self, input_batch: Any) -> Any:
+        self.batches += 1
+        if self.batches == 2:
+            raise PartIsBrokenError("generator")
+        return await super().generate(input_batch)
+
+
+class BrokenEnvironment(Sevens):
+    episodes = 0
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        BrokenEnvironment.episodes += 1
+        if BrokenEnvironment.episodes > 40:  # a batch has 32
+            raise PartIsBrokenError("environment")
+        return super().step(action)
+
+
+@POLICY_LOSSES.register("broken")
+def broken_loss(current: Any, proximal: Any, behaviour: Any, advantages: Any) -> Any:
+    broken_loss.calls += 1
+    if broken_loss.calls > 1:
+        raise PartIsBrokenError("policy worker")
+    return importance_sampling(current, behaviour, advantages)
+
+
+broken_loss.calls = 0
+
+
+class KillTheEngine(TrainerCallback):
+    """SIGKILL to the engine's process, as the kernel does when memory is short."""
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        siblings = [p for p in Path("/proc").glob("[0-9]*") if _parent(p) == os.getppid()]
+        engines = [p for p in siblings if (p / "cmdline").read_bytes().startswith(b"ray::_EngineActor")]
+        (trainer.run_dir.path / KILLED_AT).write_text(str(time.monotonic()))
+        for process in engines:
+            os.kill(int(process.name), signal.SIGKILL)
+        assert engines
+
+
+class GeneratorBreaks(BasePPOExp):
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
+        generator = super().get_generator(cfg, tokenizer, inference_engine_client)
+        generator.__class__ = BrokenGenerator
+        return generator
+
+
+class EngineIsKilled(BasePPOExp):
+    def get_callbacks(self) -> list[TrainerCallback]:
+        return [KillTheEngine()]
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1

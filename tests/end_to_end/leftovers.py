@@ -1,0 +1,56 @@
+"""What a run has left behind on the machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from ray.util import placement_group_table
+
+from skyasync.weight_sync import shared_memory
+
+PATIENCE_S = 20.0  # Ray kills actors after the call that asks for it has returned
+
+
+def of_the_cluster() -> list[str]:
+    """Actors, their processes and placement groups of this process's Ray cluster, and shared weights."""
+    groups = [f"placement group {g['name']}" for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    actors = ray._private.state.actors().values()
+    living = [f"actor {a['ActorClassName']} {a['State']}" for a in actors if a["State"] != "DEAD"]
+    processes = [f"process of {a['ActorClassName']}" for a in actors if a["Pid"] and _lives(a["Pid"])]
+    return groups + living + processes + _shared_weights()
+
+
+def of_processes(mark: str) -> list[str]:
+    """Living processes with ``mark`` in their environment, and shared weights."""
+    found = [p for p in Path("/proc").glob("[0-9]*") if mark.encode() in _read(p / "environ")]
+    return [f"process {p.name}: {_read(p / 'cmdline')!r}" for p in found] + _shared_weights()
+
+
+def none_soon(look: Callable[[], list[str]]) -> list[str]:
+    """What ``look`` still finds after a while; empty as soon as it finds nothing."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _shared_weights() -> list[str]:
+    """Files whose writer has gone; those of other runs on the machine have a living one."""
+    files = shared_memory.directory().glob(f"{shared_memory.PREFIX}*")
+    return [f.name for f in files if not _lives(int(f.name.removeprefix(shared_memory.PREFIX).split("-")[0]))]
+
+
+def _lives(process_id: int) -> bool:
+    """Neither gone nor a zombie that waits to be reaped."""
+    status = _read(Path("/proc") / str(process_id) / "stat")
+    return bool(status) and status.rpartition(b")")[2].split()[0] != b"Z"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # gone, or somebody else's
+        return b""
