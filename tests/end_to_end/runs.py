@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,3 +86,8 @@ def arguments(*overrides: str, runs: Path, model: str) -> list[str]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def outside_environment() -> dict[str, str]:
+    """For programs of their own: they find the examples and our parts, and start their own cluster."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,56 @@
+"""Ctrl-C in the terminal: the run ends cleanly, with what it has reached, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import leftovers
+from tests.end_to_end.runs import Trained, arguments, outside_environment
+
+pytestmark = pytest.mark.slow
+
+STATUS = 130  # what shells report of a program that Ctrl-C ended
+
+
+@pytest.mark.parametrize("moment", ["while models load", "after three steps"])
+def test_ctrl_c_ends_a_run_cleanly(moment: str, tmp_path: Path, models: dict[str, str]) -> None:
+    run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
+    with output.open("w") as terminal:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "skyasync", *arguments(runs=tmp_path, model=models["tied"])],
+            env={**outside_environment(), "MARK": mark}, cwd=Path(__file__).parents[2],
+            stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        if moment == "while models load":
+            wait_until(lambda: "loading models" in output.read_text(), program, output)
+        else:
+            metrics = run.folder / "metrics.jsonl"
+            wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output)
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to everything in the foreground
+        assert program.wait(timeout=30) == STATUS, output.read_text()
+    finally:
+        program.kill()
+    assert "Traceback" not in output.read_text()
+    assert output.read_text().rstrip().endswith("stopped")
+    if moment == "after three steps":
+        steps = run.series("step")
+        assert steps == list(range(1, len(steps) + 1))
+        assert (run.folder / "reward.png").exists()
+    assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
+
+
+def wait_until(reached: Callable[[], bool], program: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + 180
+    while not reached():
+        assert program.poll() is None and time.monotonic() < deadline, output.read_text()
+        time.sleep(0.1)
