@@ -1,0 +1,68 @@
+"""``python -m skyasync.simulate key=value ...``: a table of plans, and what to choose."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyasync.config.load import exit_with, load_config
+from skyasync.errors import UserError
+from skyasync.simulate.advice import Advice, advise, read_costs
+from skyasync.simulate.run import Outcome, Work, simulate, work
+from skyasync.simulate.settings import SimulationConfig
+
+_COLUMNS = "plan            samples/s  speed-up  of the bound  idle trainer  idle engines  staleness: mean, by age"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the program with one line on a user's error."""
+    try:
+        cfg = load_config(sys.argv[1:] if argv is None else argv, schema=SimulationConfig)
+        if not cfg.trainer.max_training_steps:
+            raise UserError("trainer.max_training_steps=0 would never end here: set the steps to be simulated")
+        if cfg.simulate.from_run:
+            read_costs(cfg, Path(cfg.simulate.from_run) / "metrics.jsonl")
+        print("\n".join(report(cfg)))
+    except UserError as error:
+        exit_with(error)
+
+
+def report(cfg: SimulationConfig) -> list[str]:
+    """The lines that are printed."""
+    demand, rows = work(cfg), [simulate(cfg, plan) for plan in cfg.simulate.plans]
+    sync = next((row for row in rows if row.plan == "sync"), None)
+    lines = [f"work of a step: generation {demand.generation_s:.4g} s, training {demand.training_s:.4g} s"]
+    if sync is not None:
+        long, short = max(sync.generate_s, demand.training_s), min(sync.generate_s, demand.training_s)
+        lines += [
+            f"taking turns: generation with its tail G = {sync.generate_s:.4g} s, training T = "
+            f"{demand.training_s:.4g} s",
+            f"overlapping whole batches gains at most (G+T)/max(G,T) = {1 + short / long:.3g}",
+        ]
+    lines += ["", _COLUMNS, *(_row(row, demand, sync) for row in rows)]
+    if cfg.simulate.advise:
+        lines += ["", _advice(advise(cfg))]
+    return lines
+
+
+def _row(row: Outcome, demand: Work, sync: Outcome | None) -> str:
+    speedup = f"{sync.step_s / row.step_s:8.2f}" if sync else " " * 8
+    total = max(row.ages.total(), 1)
+    shares = " ".join(f"{age}:{count / total:.0%}" for age, count in sorted(row.ages.items()) if count / total >= 0.005)
+    return (
+        f"{row.plan:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}  "
+        f"{row.idle_trainer:12.0%}  {row.idle_engines:12.0%}  {row.age_mean:.2f}, {shares}"
+    )
+
+
+def _advice(advice: Advice) -> str:
+    return (
+        f"recommended: trainer.plan=fully_async trainer.max_staleness={advice.max_staleness} with {advice.engines} "
+        f"engines and {advice.trainers} trainer devices: {advice.outcome.samples_per_s:.4g} samples/s, "
+        f"mean staleness {advice.outcome.age_mean:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

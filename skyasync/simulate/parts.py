@@ -1,0 +1,127 @@
+"""The parts that a simulated run hands to a plan in place of models and environments.
+
+Invariant: the plan's classes run as they are; what is replaced is what they are handed, and ``learn_from``, the
+tensor part of a training step. A trajectory's length depends on its identity alone, so all plans see the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, PromptId, TrajectoryId
+from skyasync.simulate.engines import VirtualClient
+from skyasync.trainer import RayPPOTrainer
+
+_MIX = 0x9E3779B97F4A7C15
+
+
+class VirtualPrompts(Sequence[Prompt]):
+    """A dataset of any size that takes no memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            raise TypeError("virtual prompts are read one by one")
+        return Prompt(PromptId(0, index), [], "virtual")
+
+
+class VirtualGenerator:
+    """Plays trajectories whose lengths are drawn; ``tokens`` keeps, per trajectory, how many each version computed."""
+
+    def __init__(self, client: VirtualClient, lengths: np.ndarray, prompt_length: int) -> None:
+        self._client, self._lengths, self._prompt_length = client, lengths, prompt_length
+        self.tokens: dict[TrajectoryId, Counter[int]] = {}
+
+    def length(self, identity: TrajectoryId) -> int:
+        mixed = (hash(identity) * _MIX) & 0xFFFFFFFFFFFFFFFF
+        return int(self._lengths[(mixed >> 40) % len(self._lengths)])
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        ids = input_batch["trajectory_ids"]
+        sequences = [self._client.submit(self._prompt_length, self.length(identity)) for identity in ids]
+        await asyncio.gather(*(sequence.done for sequence in sequences))
+        versions = [sorted(sequence.tokens) for sequence in sequences]
+        for identity, sequence in zip(ids, sequences, strict=True):
+            self.tokens[identity] = sequence.tokens
+        return {
+            "prompt_token_ids": [[0] for _ in ids],
+            "response_ids": [[0] * len(found) for found in versions],  # one token stands for all of its version
+            "rewards": [0.0] * len(ids),
+            "loss_masks": [[1] * len(found) for found in versions],
+            "stop_reasons": ["stop"] * len(ids),
+            "rollout_logprobs": [[0.0] * len(found) for found in versions],
+            "rollout_versions": versions,
+        }
+
+
+class VirtualWorkers:
+    """Training that takes ``seconds_per_token`` of each response token. Is the trainer's dispatch."""
+
+    def __init__(self, seconds_per_token: float) -> None:
+        self._seconds_per_token = seconds_per_token
+        self.busy_s = 0.0
+
+    async def train(self, tokens: int) -> None:
+        seconds = tokens * self._seconds_per_token
+        await asyncio.sleep(seconds)
+        self.busy_s += seconds
+
+    async def stats(self) -> dict[str, float]:
+        return {"busy_s": self.busy_s}
+
+
+class VirtualSync:
+    """A weight sync that takes its time and then is true of all engines."""
+
+    def __init__(self, client: VirtualClient, seconds: float) -> None:
+        self._client, self._seconds = client, seconds
+
+    async def sync(self, version: int) -> dict[str, float]:
+        await asyncio.sleep(self._seconds)
+        self._client.set_version(version)
+        return {}
+
+    async def verify(self, version: int) -> dict[str, float]:
+        return {}
+
+
+class Simulated(RayPPOTrainer):
+    """Mixed in before a plan: training takes virtual time, and the age of every token is counted."""
+
+    def count_ages(self) -> None:
+        self.ages: Counter[int] = Counter()
+
+    async def learn_from(self, groups: list[Group]) -> None:
+        tokens = 0
+        for trajectory in (t for group in groups for t in group.trajectories):
+            for version, count in self.generator.tokens.pop(trajectory.id).items():
+                self.ages[self.global_step - version] += count
+                tokens += count
+        await self.dispatch.train(tokens)
+
+
+class NoTracker:
+    """Keeps nothing: a simulation reports at its end."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def simulated(plan: type[Any]) -> type[Any]:
+    """The plan's class, unmodified, behind ``Simulated``."""
+    return type(f"Simulated{plan.__name__}", (Simulated, plan), {})

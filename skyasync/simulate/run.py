@@ -1,0 +1,162 @@
+"""One plan, simulated: from settings to a row of the table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from skyasync.callbacks import TrainerCallback
+from skyasync.observe.timeline import Timeline
+from skyasync.registry import resolve_reference
+from skyasync.simulate.clock import run_virtual
+from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
+from skyasync.simulate.parts import (
+    NoTracker,
+    VirtualGenerator,
+    VirtualPrompts,
+    VirtualSync,
+    VirtualWorkers,
+    simulated,
+)
+from skyasync.simulate.settings import SimulationConfig, draw_lengths
+
+FOREVER_S = 1e12  # virtual time has no wall clock to protect
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds per step that a batch keeps all engines, and the trainer, busy if nothing ever waits."""
+
+    generation_s: float
+    training_s: float
+
+    @property
+    def step_s(self) -> float:
+        """No plan is faster than this."""
+        return max(self.generation_s, self.training_s)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one plan did, over the steps between its start and its end.
+
+    ``generate_s`` is the time from a batch's (or a group's, where they stream) first request to its last token.
+    """
+
+    plan: str
+    step_s: float
+    samples_per_s: float
+    idle_trainer: float
+    idle_engines: float
+    generate_s: float
+    ages: Counter[int]  # tokens by the age they were trained at
+
+    @property
+    def age_mean(self) -> float:
+        return sum(age * count for age, count in self.ages.items()) / max(self.ages.total(), 1)
+
+
+class _Steps(TrainerCallback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        kept = ("idle/trainer", "idle/engines", "time/generate_s", "time/step_s")
+        self.rows.append({name: metrics[name] for name in kept})
+
+
+def work(cfg: SimulationConfig) -> Work:
+    """What a batch costs on average."""
+    return Work(_generation_s(cfg), _tokens(cfg) * train_s_per_token(cfg))
+
+
+def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
+    """Run ``trainer.max_training_steps`` steps of a plan on virtual time.
+
+    Raises:
+        Deadlock: if the plan jams; its message says who waits for whom.
+    """
+    return run_virtual(_simulate(deepcopy(cfg), plan))
+
+
+async def _simulate(cfg: SimulationConfig, plan: str) -> Outcome:
+    from skyasync.plans import PLANS
+
+    plan_class = resolve_reference(plan, kind="plan") if ":" in plan else PLANS[plan]
+    trainer, steps = make_trainer(cfg, plan_class), _Steps()
+    trainer.callbacks.append(steps)
+    await trainer.train()
+    return _outcome(cfg, plan, steps.rows, trainer.ages)
+
+
+def make_trainer(cfg: SimulationConfig, plan: type[Any]) -> Any:
+    """The plan with all its parts, on the running (virtual) event loop. Takes ``cfg`` over."""
+    settings, generator = cfg.simulate, cfg.generator
+    cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
+    cfg.trainer.save_samples, cfg.trainer.resume_mode, cfg.trainer.ckpt_interval = 0, "none", 0
+    client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in range(generator.num_inference_engines)])
+    trainer = simulated(plan).get_trainer(
+        cfg=cfg,
+        tracker=NoTracker(),
+        tokenizer=None,
+        train_dataset=VirtualPrompts(cfg.trainer.max_training_steps * cfg.trainer.train_batch_size),
+        inference_engine_client=client,
+        generator=VirtualGenerator(client, _lengths(cfg), settings.prompt_length),
+    )
+    trainer.count_ages()
+    loop = asyncio.get_running_loop()
+    workers = VirtualWorkers(train_s_per_token(cfg))
+    trainer.attach(workers, VirtualSync(client, settings.sync_s), timeline=Timeline(None, clock=loop.time, memory=64))
+    return trainer
+
+
+def _outcome(cfg: SimulationConfig, plan: str, rows: list[dict[str, float]], ages: Counter[int]) -> Outcome:
+    """Averages over the middle: neither the first steps, which fill the pipeline, nor those that empty it."""
+    span = rows[1 + len(rows) // 10 : len(rows) - 1 - cfg.trainer.max_staleness] or rows
+    seconds = sum(row["time/step_s"] for row in span)
+    samples = len(span) * cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
+
+    def mean(name: str) -> float:
+        return sum(row[name] * row["time/step_s"] for row in span) / seconds
+
+    return Outcome(
+        plan,
+        step_s=seconds / len(span),
+        samples_per_s=samples / seconds,
+        idle_trainer=mean("idle/trainer"),
+        idle_engines=mean("idle/engines"),
+        generate_s=sum(row["time/generate_s"] for row in span) / len(span),
+        ages=ages,
+    )
+
+
+def _costs(cfg: SimulationConfig) -> DecodeCosts:
+    settings = cfg.simulate
+    return DecodeCosts(settings.slots, settings.token_s, settings.token_s_per_sequence, settings.prefill)
+
+
+def _lengths(cfg: SimulationConfig) -> Any:
+    return draw_lengths(cfg.simulate, cfg.trainer.seed)
+
+
+def train_s_per_token(cfg: SimulationConfig) -> float:
+    """Wall seconds of training per token, with all trainer devices."""
+    settings, placement = cfg.simulate, cfg.trainer.placement
+    if settings.train_s_per_token:
+        return settings.train_s_per_token / (placement.policy_num_nodes * placement.policy_num_gpus_per_node)
+    return _generation_s(cfg) / _tokens(cfg)
+
+
+def _generation_s(cfg: SimulationConfig) -> float:
+    settings, generator = cfg.simulate, cfg.generator
+    samples = cfg.trainer.train_batch_size * generator.n_samples_per_prompt
+    decode_steps = _tokens(cfg) + samples * settings.prefill * settings.prompt_length
+    return decode_steps * _costs(cfg).step_s(settings.slots) / (settings.slots * generator.num_inference_engines)
+
+
+def _tokens(cfg: SimulationConfig) -> float:
+    """Of a batch, on average."""
+    return cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt * float(_lengths(cfg).mean())

@@ -1,0 +1,63 @@
+"""What a simulation is told, besides the keys that a real run has."""
+
+# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is mutable)
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from skyasync.config.field import key
+from skyasync.config.schema import Config, GeneratorConfig, PlacementConfig, TrainerConfig
+
+LENGTHS_DRAWN = 1 << 16  # samples of the length distribution; trajectories take them in an order of their own
+
+
+@dataclass
+class SimulateConfig:
+    plans: list[str] = key(
+        ["sync", "one_step_off", "fully_async"], "Plans to compare.", registry="skyasync.plans:PLANS"
+    )
+    slots: int = key(32, "Sequences that an engine decodes at once.", low=1)
+    token_s: float = key(0.02, "Seconds per decode step of an engine.", above=0.0)
+    token_s_per_sequence: float = key(0.0, "Seconds that each running sequence adds to a decode step.", low=0.0)
+    prefill: float = key(0.01, "Decode steps that the prefill of one token costs.", low=0.0)
+    prompt_length: int = key(0, "Tokens per prompt.", low=0)
+    lengths: str = key(
+        "lognormal", "Distribution of the response lengths.", choices=("constant", "lognormal", "bimodal")
+    )
+    length_mean: float = key(1000.0, "Mean response length in tokens.", above=0.0)
+    length_max: int = key(8000, "Longest response in tokens, where a run cuts it; 0 is no limit.", low=0)
+    length_sigma: float = key(1.0, "Sigma of the log-normal lengths.", low=0.0)
+    train_s_per_token: float = key(
+        0.0, "Device-seconds of training per response token; 0 balances training with generation.", low=0.0
+    )
+    sync_s: float = key(0.0, "Seconds of a weight sync.", low=0.0)
+    from_run: str = key("", "Folder of a finished run of the sync plan to take the costs from.", open_ended=True)
+    advise: bool = key(True, "Recommend a split of the devices and a max_staleness.")
+
+
+@dataclass
+class SimulationConfig(Config):
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(
+            placement=PlacementConfig(), max_training_steps=100, train_batch_size=128, max_staleness=4
+        )
+    )
+    generator: GeneratorConfig = field(
+        default_factory=lambda: GeneratorConfig(num_inference_engines=8, n_samples_per_prompt=8)
+    )
+
+
+def draw_lengths(cfg: SimulateConfig, seed: int) -> np.ndarray:
+    """Response lengths (int64), of the configured mean before they are cut at ``length_max``."""
+    rng = np.random.default_rng(seed)
+    if cfg.lengths == "constant":
+        lengths = np.full(LENGTHS_DRAWN, cfg.length_mean)
+    elif cfg.lengths == "lognormal":
+        lengths = rng.lognormal(np.log(cfg.length_mean) - cfg.length_sigma**2 / 2, cfg.length_sigma, LENGTHS_DRAWN)
+    else:  # nine of ten are short, the tenth takes as many tokens as all of them
+        lengths = np.where(rng.random(LENGTHS_DRAWN) < 0.1, 5.0, 5.0 / 9.0) * cfg.length_mean
+    return np.clip(np.rint(lengths), 1, cfg.length_max or None).astype(np.int64)

@@ -1,0 +1,162 @@
+"""The plans on virtual time, as they are: what they reach, and that they neither jam nor break their bound."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.simulate.clock import Deadlock, run_virtual
+from skyasync.simulate.run import Outcome, make_trainer, simulate, work
+from skyasync.simulate.settings import SimulationConfig, draw_lengths
+from skyasync.trainer import RayPPOTrainer
+
+
+def config(lengths: str = "constant", steps: int = 60, **settings: Any) -> SimulationConfig:
+    """16 prompts of 4 samples on 2 engines of 8 slots: a batch keeps the engines busy for 4 responses' time."""
+    cfg = SimulationConfig()
+    cfg.trainer.max_training_steps, cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = steps, 16, 4
+    cfg.generator.num_inference_engines, cfg.simulate.slots = 2, 8
+    cfg.simulate.lengths, cfg.simulate.length_mean, cfg.simulate.length_max = lengths, 100.0, 0
+    for name, value in settings.items():
+        (owner,) = [part for part in (cfg.trainer, cfg.generator, cfg.simulate) if hasattr(part, name)]
+        setattr(owner, name, value)
+    return cfg
+
+
+def share(cfg: SimulationConfig, outcome: Outcome) -> float:
+    """Of the throughput at which the busier side never waits."""
+    return work(cfg).step_s / outcome.step_s
+
+
+# ---------------------------------------------------------------- what they reach
+
+
+@pytest.mark.parametrize("plan", ["one_step_off", "fully_async"])
+def test_balanced_and_without_tail_overlap_reaches_the_bound(plan: str) -> None:
+    cfg = config()
+    sync, outcome = simulate(cfg, "sync"), simulate(cfg, plan)
+    bound = (sync.generate_s + work(cfg).training_s) / max(sync.generate_s, work(cfg).training_s)
+    assert bound == pytest.approx(2.0, rel=0.02)
+    assert sync.step_s / outcome.step_s >= 0.97 * bound
+
+
+def test_synchronous_steps_take_generation_plus_training_plus_sync() -> None:
+    cfg = config(sync_s=3.0, train_s_per_token=0.002)
+    assert simulate(cfg, "sync").step_s == pytest.approx(8.0 + 0.002 * 6400 + 3.0, rel=0.02)
+
+
+def test_with_log_normal_tails_streaming_stays_near_the_bound() -> None:
+    cfg = config("lognormal", length_max=800)
+    assert share(cfg, simulate(cfg, "fully_async")) > 0.9
+
+
+def test_with_log_normal_tails_one_step_off_falls_to_what_theory_says() -> None:
+    """A step takes max(G, T), where G, with a slot per sample, is the longest response of the batch."""
+    cfg = config("lognormal", steps=300, slots=32)
+    lengths = draw_lengths(cfg.simulate, seed=99)
+    longest = np.random.default_rng(1).choice(lengths, (20_000, 64)).max(1) * cfg.simulate.token_s
+    expected = work(cfg).step_s / np.maximum(longest, work(cfg).training_s).mean()
+    assert share(cfg, simulate(cfg, "one_step_off")) == pytest.approx(expected, rel=0.1)
+    assert expected < 0.2
+
+
+def test_waiting_for_rollouts_at_a_swap_costs_what_partial_rollouts_save() -> None:
+    keep, recompute, wait = (
+        share(cfg, simulate(cfg, "fully_async"))
+        for cfg in (config("lognormal", length_max=800, partial_rollout=p) for p in ("keep", "recompute", "wait"))
+    )
+    assert keep > 0.9 and recompute > 0.85
+    assert wait < 0.7
+
+
+# ---------------------------------------------------------------- what they promise
+
+
+@pytest.mark.parametrize("lengths", ["lognormal", "bimodal"])
+@pytest.mark.parametrize("partial_rollout", ["keep", "recompute", "wait"])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_token_is_older_than_the_bound_and_none_is_lost(lengths: str, partial_rollout: str, staleness: int) -> None:
+    cfg = config(lengths, steps=20, max_staleness=staleness, partial_rollout=partial_rollout, sync_s=0.3)
+    trained: list[Any] = []
+
+    class Noting(FullyAsyncRayPPOTrainer):
+        async def train_on(self, rollout: Any) -> dict[str, float]:
+            trained.extend(group.prompt.id for group in rollout.groups)
+            return await super().train_on(rollout)
+
+    async def run() -> Any:
+        trainer = make_trainer(cfg, Noting)
+        await trainer.train()
+        return trainer
+
+    trainer = run_virtual(run())
+    assert max(trainer.ages) <= staleness
+    assert len(trained) == len(set(trained)) == 20 * 16
+    assert not trainer.generator.tokens, "every trajectory generated was trained"
+
+
+def test_without_staleness_every_step_is_the_synchronous_one() -> None:
+    cfg = config("lognormal", steps=20, max_staleness=0)
+    assert simulate(cfg, "fully_async").step_s == pytest.approx(simulate(cfg, "sync").step_s, rel=1e-6)
+
+
+def test_fewer_prompts_in_flight_give_the_same_throughput_with_younger_samples() -> None:
+    everything = config("lognormal", length_max=800, max_staleness=4)
+    three_batches = config("lognormal", length_max=800, max_staleness=4, generate_batch_size=48)
+    old, young = simulate(everything, "fully_async"), simulate(three_batches, "fully_async")
+    assert young.samples_per_s > 0.97 * old.samples_per_s
+    assert young.age_mean < 0.75 * old.age_mean
+
+
+def test_the_plans_run_unmodified() -> None:
+    from skyasync.simulate.parts import Simulated, simulated
+
+    for plan in (RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer):
+        assert simulated(plan).__bases__ == (Simulated, plan)
+    assert {name for name in vars(Simulated) if not name.startswith("_")} == {"count_ages", "learn_from"}
+
+
+# ---------------------------------------------------------------- when something goes wrong
+
+
+def test_a_plan_that_jams_is_an_error_that_says_who_waits() -> None:
+    class Forgetful(FullyAsyncRayPPOTrainer):
+        def _release(self) -> None:
+            """Frees no slot."""
+
+    async def run() -> None:
+        await make_trainer(config(steps=20), Forgetful).train()
+
+    with pytest.raises(Deadlock) as deadlock:
+        run_virtual(run())
+    assert "_run_generation" in str(deadlock.value) and "_run_training" in str(deadlock.value)
+
+
+@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer])
+@pytest.mark.parametrize("part", ["generator.generate", "dispatch.train", "weight_sync.sync"])
+def test_an_error_in_any_part_ends_every_plan_with_that_error(plan: type[RayPPOTrainer], part: str) -> None:
+    async def run() -> None:
+        trainer = make_trainer(config("lognormal", steps=20), plan)
+        owner_name, method = part.split(".")
+        owner = getattr(trainer, owner_name)
+        works, calls = getattr(owner, method), []
+
+        async def fails(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 7:
+                raise OSError(f"{part} broke")
+            return await works(*args)
+
+        setattr(owner, method, fails)
+        try:
+            await trainer.train()
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is left running"
+
+    with pytest.raises(OSError, match=f"{part} broke"):
+        run_virtual(run())
