@@ -1,0 +1,52 @@
+"""A plan of one's own: two training steps per weight sync, the next two batches generated meanwhile.
+
+python -m examples.custom_plan.main_double [key=value ...]
+python -m skyasync trainer.plan=examples.custom_plan.main_double:TwoStepsPerSync [key=value ...]
+
+| who waits       | for what                        | woken by                                               |
+|-----------------|---------------------------------|--------------------------------------------------------|
+| generation loop | room for two batches in a queue | training loop, which takes one per step                |
+| training loop   | a batch in the queue            | generation loop, which never waits while it is empty   |
+
+A weight swap pauses the engines for a moment, whatever they are doing. Of the batches generated ahead two are
+queued and one is in the making, and weights change every other step: no sample is more than four versions old.
+"""
+
+import asyncio
+
+from skyasync import BasePPOExp, RayPPOTrainer, main
+from skyasync.plans.together import run_together
+
+
+class TwoStepsPerSync(RayPPOTrainer):
+    asynchronous = True
+
+    async def train(self):
+        batches = asyncio.Queue(maxsize=2)
+        async with self.running():
+            await run_together(self._generate_ahead(batches), self._train_twice(batches))
+
+    async def _generate_ahead(self, batches):
+        for prompts in self.remaining_prompts():
+            await batches.put(await self.generate(prompts))
+
+    async def _train_twice(self, batches):
+        total = self.total_steps
+        while self.global_step < total:
+            status = await self.train_on(await self.waiting("data", batches.get()))
+            if self.global_step % 2 == 0 or self.global_step == total:
+                await self.async_sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
+
+
+class TwoStepsExp(BasePPOExp):
+    def get_trainer(self, cfg, tracker, tokenizer, train_dataset, eval_dataset,
+                    inference_engine_client, generator, colocate_pg):  # fmt: skip
+        return TwoStepsPerSync.get_trainer(
+            cfg=cfg, tracker=tracker, tokenizer=tokenizer, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client, generator=generator, colocate_pg=colocate_pg,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(TwoStepsExp)

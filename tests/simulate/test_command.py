@@ -1,0 +1,67 @@
+"""``python -m skyasync.simulate``: the table, the advice, costs from a run, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyasync.simulate.__main__ import main
+from skyasync.simulate.advice import advise, best_split, read_costs
+from skyasync.simulate.run import simulate, work
+from tests.simulate.test_plans import config
+
+SMALL = [
+    "trainer.max_training_steps=30", "trainer.train_batch_size=16", "generator.n_samples_per_prompt=4",
+    "generator.num_inference_engines=2", "simulate.slots=8", "simulate.length_mean=100", "simulate.length_max=800",
+]  # fmt: skip
+
+
+def test_the_table_has_a_row_for_each_plan_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
+    main(SMALL)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith(("sync", "one_step_off", "fully_async"))}
+    assert float(rows["sync"][2]) == 1.0 < float(rows["one_step_off"][2]) < float(rows["fully_async"][2])
+    assert any("(G+T)/max(G,T)" in line for line in lines)
+    assert lines[-1].startswith("recommended: trainer.plan=fully_async trainer.max_staleness=")
+
+
+def test_an_impossible_setting_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, "simulate.slot=3"])
+    assert "did you mean simulate.slots" in capsys.readouterr().err
+
+
+def test_devices_are_split_where_the_work_is() -> None:
+    """Training costs a third of generation per device, so of 8 devices 6 generate."""
+    cfg = config(num_inference_engines=4, train_s_per_token=0.02 / 8 / 3)
+    cfg.trainer.placement.policy_num_gpus_per_node = 4
+    split = best_split(cfg)
+    assert (split.generator.num_inference_engines, split.trainer.placement.policy_num_gpus_per_node) == (6, 2)
+    assert work(split).generation_s == pytest.approx(work(split).training_s)
+
+
+def test_the_advised_staleness_is_enough_and_the_next_smaller_is_not() -> None:
+    cfg = config("lognormal", length_max=800)
+    advice = advise(cfg)
+    assert advice.max_staleness > 1
+    cfg.trainer.max_training_steps = 40
+    cfg.trainer.max_staleness = advice.max_staleness - 1
+    assert simulate(cfg, "fully_async").samples_per_s < advice.outcome.samples_per_s
+
+
+def test_a_synchronous_run_gives_the_costs_of_its_own_step(tmp_path: Path) -> None:
+    row = {"time/generate_s": 6.0, "time/train_s": 5.0, "time/sync_s": 0.5, "response/length_mean": 70.0,
+           "response/length_max": 100.0}  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **row}) for i in range(5)))
+    cfg = config(steps=20)
+    read_costs(cfg, tmp_path / "metrics.jsonl")
+    assert simulate(cfg, "sync").step_s == pytest.approx(11.5)
+    assert simulate(cfg, "one_step_off").step_s == pytest.approx(6.5, rel=0.02)
+
+
+def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, f"simulate.from_run={tmp_path}"])
+    assert "there is no" in capsys.readouterr().err
