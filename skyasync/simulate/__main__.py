@@ -18,7 +18,7 @@ _COLUMNS = "plan            samples/s  speed-up  of the bound  idle trainer  idl
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the program with one line on a user's error."""
     try:
-        cfg = load_config(sys.argv[1:] if argv is None else argv, schema=SimulationConfig)
+        cfg = load_config(sys.argv[1:] if argv is None else argv, schema=SimulationConfig, plan="fully_async")
         if not cfg.trainer.max_training_steps:
             raise UserError("trainer.max_training_steps=0 would never end here: set the steps to be simulated")
         if cfg.simulate.from_run:
