@@ -29,6 +29,10 @@ from skyasync.weight_sync.update import WeightUpdate
 #: The user's terminal shows the run's progress, not that of every library's loading.
 QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
 
+#: Calls that an engine's process serves at once: more than there can be. A paused engine answers no request, so if
+#: they could take all places, the call that resumes it would find none.
+CALLS = 1_000_000
+
 
 class _EngineActor:
     """Forwards to the engine it holds."""
@@ -71,7 +75,7 @@ class RayEngine:
         self.config = replace(self.config, threads=threads)
 
     async def start(self) -> None:
-        actor_class = ray.remote(_EngineActor).options(max_concurrency=1000, **self._options)
+        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self._options)
         self._actor = actor_class.remote(self.backend, self.config)
         try:
             async with asyncio.timeout(self._start_timeout_s):
