@@ -61,9 +61,13 @@ class ModelWorker:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def open_rendezvous(self, host: str) -> int:
-        """Rank 0 listens on a free port, which is returned; bound here, so nobody else can take it."""
-        self._store = dist.TCPStore(host, 0, self.world_size, is_master=True, wait_for_workers=False)
-        return self._store.port
+        """Rank 0 listens on a free port of ``host``, which is returned; bound here, so nobody else can take it."""
+        listener = socket.create_server((host, 0))  # left to itself the store would listen on every interface
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            host, port, self.world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return port
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Join the other ranks, if there are any, then load and shard the model."""
