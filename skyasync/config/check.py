@@ -53,6 +53,8 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
     return [
         *_check_plan(cfg, plan or cfg.trainer.plan, fixed=plan is not None),
         *_check_admission(cfg, plan or cfg.trainer.plan),
+        *_check_devices(cfg),
+        *_check_resuming(cfg),
         *_check_batches(cfg),
         *_check_lengths(cfg),
         *_check_algorithm(cfg),
@@ -106,6 +108,43 @@ def _check_admission(cfg: Config, plan: str) -> Iterator[str]:
             f"trainer.train_batch_size={batch} and the {most} prompts that trainer.max_staleness="
             f"{trainer.max_staleness} allows: change it, or raise trainer.max_staleness to "
             f"{max(ceil(generator.generate_batch_size / batch) - 1, trainer.max_staleness)}"
+        )
+
+
+def _check_devices(cfg: Config) -> Iterator[str]:
+    generator = cfg.generator
+    if generator.backend == "transformers" and generator.inference_engine_tensor_parallel_size > 1:
+        yield (
+            f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size} needs "
+            f"generator.backend=vllm: an engine of generator.backend=transformers runs on one device"
+        )
+    if generator.backend == "transformers" and generator.weight_sync_backend == "nccl":
+        yield (
+            "generator.weight_sync_backend=nccl needs generator.backend=vllm: with generator.backend=transformers use "
+            "generator.weight_sync_backend=shared_memory"
+        )
+    if not cfg.trainer.placement.colocate_all:
+        return
+    if generator.weight_sync_backend == "nccl":
+        yield (
+            "generator.weight_sync_backend=nccl broadcasts from one GPU to others, and "
+            "trainer.placement.colocate_all=true puts policy and engines on the same: use "
+            "generator.weight_sync_backend=shared_memory, or set trainer.placement.colocate_all=false"
+        )
+    if generator.inference_engine_tensor_parallel_size > 1:
+        yield (
+            f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size} needs "
+            f"as many GPUs per engine, and trainer.placement.colocate_all=true gives it a share of one: set the size "
+            f"to 1, or trainer.placement.colocate_all=false"
+        )
+
+
+def _check_resuming(cfg: Config) -> Iterator[str]:
+    trainer = cfg.trainer
+    if trainer.resume_mode == "latest" and not trainer.run_name and not trainer.ckpt_path:
+        yield (
+            "trainer.resume_mode=latest finds nothing in a run folder whose name is made anew at every start: set "
+            "trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its checkpoints"
         )
 
 
@@ -166,6 +205,13 @@ def _check_algorithm(cfg: Config) -> Iterator[str]:
             f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
             f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
             f"sample at least 2 per prompt, or choose an estimator without a group, such as reinforce++"
+        )
+    buffer = algorithm.overlong_buffer
+    if buffer.len and buffer.max_len < buffer.len:
+        yield (
+            f"trainer.algorithm.overlong_buffer.len={buffer.len} is longer than trainer.algorithm.overlong_buffer."
+            f"max_len={buffer.max_len}, which punishes every response: set max_len to the tokens at which the penalty "
+            f"is complete"
         )
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
