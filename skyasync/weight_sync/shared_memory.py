@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 import uuid
 from collections.abc import Mapping
@@ -39,7 +40,16 @@ def write_weights(weights: Mapping[str, Tensor]) -> str:
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """The tensors of a file, mapped rather than copied where the system can."""
+    """The tensors of a file, mapped rather than copied where the system can.
+
+    Raises:
+        FileNotFoundError: if it is not there; most likely its writer runs on another machine.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory needs policy and "
+            f"engines on one machine; with GPUs on several use generator.weight_sync_backend=nccl"
+        )
     return load_file(path)
 
 

@@ -97,3 +97,8 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         write_weights(WEIGHTS)
     assert not list(folder.iterdir())
+
+
+def test_weights_that_are_on_another_machine_are_an_error_that_names_the_key(folder):
+    with pytest.raises(FileNotFoundError, match=r"generator\.weight_sync_backend=nccl"):
+        read_weights(str(folder / "skyasync-weights-7-1-a.safetensors"))
