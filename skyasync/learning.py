@@ -58,7 +58,7 @@ class Learning:
             assert batch.reference_logprobs is not None
             batch.rewards, kl = penalize_rewards(
                 batch.rewards, batch.proximal_logprobs, batch.reference_logprobs, batch.loss_mask,
-                coef=self.kl_controller.value, estimator=algorithm.kl_estimator_type,
+                coef=self.kl_controller.value, estimator=algorithm.kl_estimator_type, bound=algorithm.kl_clamp,
             )  # fmt: skip
             self._metrics |= {"reward/kl": float(kl), "reward/kl_coef": self.kl_controller.value}
             self.kl_controller.update(float(kl), len(batch))

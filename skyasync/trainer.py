@@ -149,7 +149,8 @@ class RayPPOTrainer(Learning):
             yield
             self.phase_name = "finishing"
             if self.cfg.trainer.export_path:
-                await self.dispatch.export(Path(self.cfg.trainer.export_path))
+                async with self._limited("export"):
+                    await self.dispatch.export(Path(self.cfg.trainer.export_path))
             self._tell("on_train_end")
             self.phase_name = "finished"
 
@@ -254,7 +255,8 @@ class RayPPOTrainer(Learning):
         guards, ahead = (self.cfg.trainer.seed, self.dataset_size), sorted(self.ahead)
         state = TrainState(self.global_step, self.position, *guards, self.kl_controller.value, ahead)
         with self.timed("checkpoint", {}):
-            folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
+            async with self._limited("checkpoint"):
+                folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
         self._tell("on_checkpoint", folder)
         return folder
 
@@ -328,7 +330,8 @@ class RayPPOTrainer(Learning):
         if self.cfg.trainer.resume_mode == "none" or folder is None:
             return False
         state = load_state(folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
-        await self.dispatch.load(folder / "policy")
+        async with self._limited("loading of the checkpoint"):
+            await self.dispatch.load(folder / "policy")
         self.global_step, self.kl_controller.value = state.step, state.kl_coef
         self.position, self.ahead = state.position, frozenset(state.ahead)
         return True
