@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from skyasync.experiment import BasePPOExp
     from skyasync.main import main
     from skyasync.plans import PLANS
+    from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
     from skyasync.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.trainer import RayPPOTrainer
 
@@ -26,6 +27,7 @@ _HOMES = {
     "BaseTextEnv": "skyasync.envs",
     "BaseTextEnvStepOutput": "skyasync.envs",
     "Config": "skyasync.config",
+    "FullyAsyncRayPPOTrainer": "skyasync.plans.fully_async",
     "PLANS": "skyasync.plans",
     "RayPPOTrainer": "skyasync.trainer",
     "TrainerCallback": "skyasync.callbacks",
@@ -41,6 +43,7 @@ __all__ = [
     "BaseTextEnv",
     "BaseTextEnvStepOutput",
     "Config",
+    "FullyAsyncRayPPOTrainer",
     "RayPPOTrainer",
     "TrainerCallback",
     "UserError",
