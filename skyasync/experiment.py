@@ -167,6 +167,9 @@ class BasePPOExp:
         for name in ("ckpt_path", "export_path"):
             if getattr(trainer, name):
                 setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
+        # A cluster's processes work in another folder than the program.
+        for name in ("train_data", "val_data"):
+            setattr(self.cfg.data, name, [_absolute(source) for source in getattr(self.cfg.data, name)])
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
@@ -277,6 +280,12 @@ class BasePPOExp:
 
         cfg = self.cfg
         return load_prompts(sources, cfg.environment.env_class, self.get_tokenizer(), cfg.trainer.max_prompt_length)
+
+
+def _absolute(source: str) -> str:
+    """An existing file by its absolute path; anything else as it is."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.is_file() else source
 
 
 def model_path(path: str) -> str:

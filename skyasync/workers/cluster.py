@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from skyasync.errors import UserError
 from skyasync.workers.placement import plan_slots
 
+ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
 
 
@@ -59,10 +61,25 @@ def _prepare_environment() -> None:
 
 
 def _join(ray: Any, address: str) -> None:
+    if address != "auto":
+        _knock(address)
+    local = address.startswith(("127.", "localhost:"))  # one that `start_on_loopback` has started
     try:
-        ray.init(address=address, logging_level=logging.ERROR)
+        with _loopback_only() if local else nullcontext():
+            ray.init(address=address, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise UserError(f"ray.address={address!r}: no Ray cluster answers there ({error})") from error
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"ray.address={address!r} is neither 'auto' nor host:port")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
 
 
 def _start(cfg: Any, with_reference: bool) -> None:

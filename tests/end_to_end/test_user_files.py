@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
+from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Trained, arguments, outside_environment
 
 pytestmark = pytest.mark.slow
@@ -102,13 +104,16 @@ def test_a_loop_and_a_loss_in_a_users_file(tmp_path: Path, models: dict[str, str
     assert run.series("policy/my_calls") == [1, 2]  # one process holds the loss, and was asked once per step
 
 
-def test_environments_in_a_users_file_by_reference_and_by_name(tmp_path: Path, models: dict[str, str]) -> None:
+def test_environments_in_a_users_file_on_a_cluster_that_is_joined(
+    ray_session: None, tmp_path: Path, models: dict[str, str]
+) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(ROWS % (digit, digit) for digit in range(8)))
     run = run_program(
         ENVIRONMENTS, tmp_path, models["tied"],
         "environment.env_class=user_main:Short", "environment.env_config.best=0.5", "data.train_data=rows.jsonl",
-        "trainer.max_training_steps=2",
+        "trainer.max_training_steps=2", f"ray.address={ray.get_runtime_context().gcs_address}",
     )  # fmt: skip
+    assert leftovers.none_soon(leftovers.of_the_cluster) == []
     assert all(row["env/in_file"] == 1.0 and row["env/by_name"] == 2.5 for row in run.metrics)
     assert all(0 < row["reward/mean"] <= 0.5 for row in run.metrics)
     assert run.series("staleness/max") == [0, 1]

@@ -1,0 +1,75 @@
+"""What a user registers is told from what the library brought, and can be registered again elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from skyasync.algorithms import POLICY_LOSSES
+from skyasync.errors import UserError
+from skyasync.registry import REGISTRIES, Registry, add_user_parts, resolve_reference, user_parts
+
+LOSSES = "skyasync.algorithms:POLICY_LOSSES"
+
+
+def plain_loss() -> None:
+    """A user's part."""
+
+
+@pytest.fixture
+def losses() -> Iterator[Registry]:
+    """The real registry, put back afterwards."""
+    before = dict(POLICY_LOSSES)
+    yield POLICY_LOSSES
+    POLICY_LOSSES.clear()
+    POLICY_LOSSES.update(before)
+
+
+def test_every_registry_that_a_run_reads_is_listed() -> None:
+    program = (
+        "import gc, pkgutil, importlib, skyasync\n"
+        "for m in pkgutil.walk_packages(skyasync.__path__, 'skyasync.'):\n"
+        "    if 'vllm' not in m.name and '__main__' not in m.name: importlib.import_module(m.name)\n"
+        "from skyasync.registry import REGISTRIES, Registry, resolve_reference\n"
+        "listed = [resolve_reference(r, kind='registry') for r in REGISTRIES]\n"
+        "print(sorted(o.kind for o in gc.get_objects() if type(o) is Registry and not any(o is r for r in listed)))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "['preset']"  # read by the program alone
+
+
+@pytest.mark.parametrize("reference", REGISTRIES)
+def test_what_the_library_brought_is_not_the_users(reference: str) -> None:
+    found = resolve_reference(reference, kind="registry")
+    for name in found.names():
+        found[name]
+    assert [name for name in found.user_parts() if found[name].__module__.startswith("skyasync")] == []
+
+
+def test_new_and_replaced_parts_are_the_users(losses: Registry) -> None:
+    losses.register("plain")(plain_loss)
+    losses["gspo"] = plain_loss
+    assert losses["ppo"] is not plain_loss
+    added = losses.user_parts()
+    assert (added["plain"], added["gspo"]) == (plain_loss, plain_loss)
+    assert "ppo" not in added
+
+
+def test_added_parts_are_found_by_name(losses: Registry) -> None:
+    losses.register("plain")(plain_loss)
+    parts = user_parts()
+    assert parts[LOSSES]["plain"] is plain_loss
+    del losses["plain"]
+    with pytest.raises(UserError, match="unknown policy loss 'plain'"):
+        losses["plain"]
+    add_user_parts(parts)
+    assert losses["plain"] is plain_loss
+
+
+def test_listing_the_users_parts_imports_no_torch() -> None:
+    program = "import sys; from skyasync.registry import user_parts; user_parts(); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
