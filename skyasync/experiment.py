@@ -112,7 +112,7 @@ class BasePPOExp:
         """The way of the weights from the policy to the engines."""
         from skyasync.weight_sync.sync import WeightSync
 
-        tolerance = self.cfg.generator.weight_sync_tolerance or (1e-3 if self._all_float32() else 0.2)
+        tolerance = self.cfg.generator.weight_sync_tolerance or (1e-4 if self._all_float32() else 1.0)
         probe = probe if self.cfg.generator.verify_weight_sync else ()
         return WeightSync(dispatch, inference_engine_client, probe, tolerance)
 
@@ -167,12 +167,22 @@ class BasePPOExp:
         for name in ("ckpt_path", "export_path"):
             if getattr(trainer, name):
                 setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
+        self._refuse_foreign_checkpoints()
         # A cluster's processes work in another folder than the program.
         for name in ("train_data", "val_data"):
             setattr(self.cfg.data, name, [_absolute(source) for source in getattr(self.cfg.data, name)])
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
+
+    def _refuse_foreign_checkpoints(self) -> None:
+        trainer = self.cfg.trainer
+        fresh = trainer.resume_mode == "none" and trainer.ckpt_interval
+        if fresh and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
+            raise UserError(
+                f"trainer.ckpt_path={trainer.ckpt_path} holds another run's checkpoints, which this one would replace: "
+                f"set trainer.resume_mode=latest to go on with them, or choose another folder"
+            )
 
     def build(self) -> RayPPOTrainer:
         """Make every part. Blocks on Ray, so the controller calls it off its event loop."""

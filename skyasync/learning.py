@@ -89,13 +89,14 @@ class Learning:
         With one update per batch the policy before the update is the proximal one, and the update has its
         log-probabilities anyway.
         """
+        groups = len(batch.group_ids.unique())
         needs, early = self.objective.needs, self.objective.needs_before_update
         if "behaviour" in needs and batch.behaviour_logprobs is not None:
             self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
         if "reference" in needs:
             with self.timed("reference", self._metrics):
                 batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
-        if "proximal" in early or ("proximal" in needs and self.updates_per_batch() > 1):
+        if "proximal" in early or ("proximal" in needs and self.updates_per_batch(groups) > 1):
             with self.timed("logprobs", self._metrics):
                 batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
         return batch
@@ -110,11 +111,10 @@ class Learning:
                 f"trainer.algorithm.off_policy_correction=none"
             )
 
-    def updates_per_batch(self) -> int:
-        """Optimizer steps on each training batch."""
+    def updates_per_batch(self, groups: int) -> int:
+        """Optimizer steps on a batch of so many groups."""
         trainer = self.cfg.trainer
-        mini_batch = trainer.policy_mini_batch_size or trainer.train_batch_size
-        return trainer.update_epochs_per_batch * -(-trainer.train_batch_size // mini_batch)
+        return trainer.update_epochs_per_batch * -(-groups // (trainer.policy_mini_batch_size or groups))
 
     async def _update(self, batch: TrainingBatch) -> None:
         from skyasync.algorithms.objective import loss_weights
@@ -130,7 +130,8 @@ class Learning:
                     for name, value in (await self.dispatch.update_policy(part)).items():
                         seen.setdefault(name, []).append(value)
         self._metrics |= {f"policy/{name}": sum(values) / len(values) for name, values in seen.items()}
-        self._observe_staleness(part if self.updates_per_batch() == 1 else batch)
+        only_update = part if len(seen["loss"]) == 1 else batch
+        self._observe_staleness(only_update)
 
     def _observe_staleness(self, batch: TrainingBatch) -> None:
         """How far the proximal policy is from the one that sampled, also by staleness."""

@@ -82,6 +82,8 @@ class RayPPOTrainer(Learning):
             cfg.trainer.seed,
             prompts_of_run(cfg.trainer, self.dataset_size),
         )
+        if cfg.trainer.algorithm.advantage_estimator == "gae":
+            raise UserError("trainer.algorithm.advantage_estimator=gae needs a critic, and there is none: choose grpo")
         self.objective = Objective(cfg.trainer.algorithm)
         self.kl_controller = kl_controller(cfg.trainer.algorithm)
         if self.asynchronous and not self.objective.corrected and not cfg.trainer.allow_uncorrected:
@@ -135,7 +137,7 @@ class RayPPOTrainer(Learning):
     @property
     def total_updates(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.total_steps * self.updates_per_batch()
+        return self.total_steps * self.updates_per_batch(self.cfg.trainer.train_batch_size)
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
         """The batches that have not been trained."""
@@ -332,7 +334,9 @@ class RayPPOTrainer(Learning):
         state = load_state(folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
         async with self._limited("loading of the checkpoint"):
             await self.dispatch.load(folder / "policy")
-        self.global_step, self.kl_controller.value = state.step, state.kl_coef
+        self.global_step = state.step
+        if self.cfg.trainer.algorithm.kl_ctrl.type == "adaptive":
+            self.kl_controller.value = state.kl_coef
         self.position, self.ahead = state.position, frozenset(state.ahead)
         return True
 

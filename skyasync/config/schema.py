@@ -132,7 +132,7 @@ class TrainerConfig:
     project_name: str = key("skyasync", "Project name for external trackers.", open_ended=True)
     logger: list[str] = key(["jsonl"], "Trackers that receive the metrics.", registry="skyasync.observe:TRACKERS")
     progress: bool = key(True, "Show a progress bar where the terminal allows it.")
-    seed: int = key(42, "The one seed that governs the run.", low=0)
+    seed: int = key(42, "The one seed that governs the run; with vLLM, sampling depends on timing as well.", low=0)
     step_timeout_s: float = key(1800.0, "Seconds after which a step that has not ended is an error.", above=0.0)
     save_samples: int = key(4, "Trajectories written to samples.jsonl per step.", low=0)
 
@@ -186,7 +186,7 @@ class GeneratorConfig:
     )
     verify_weight_sync: bool = key(True, "After each sync compare probe log-probabilities, trainer against engine.")
     weight_sync_tolerance: float = key(
-        0.0, "Largest gap allowed in that check; 0 chooses by dtype: 1e-3 in float32, 0.2 in bfloat16.", low=0.0
+        0.0, "Largest gap allowed in that check; 0 chooses by dtype: 1e-4 in float32, 1 in bfloat16.", low=0.0
     )
     request_timeout_s: float = key(600.0, "Seconds after which an unanswered request is an error.", above=0.0)
     engine_start_timeout_s: float = key(300.0, "Seconds an engine may take to start.", above=0.0)

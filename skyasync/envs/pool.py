@@ -137,7 +137,8 @@ class EnvPool:
         await asyncio.shield(self._defined[name])
 
     async def _define_everywhere(self, name: str, factory: EnvFactory) -> None:
-        await asyncio.gather(*(call("define", name, factory) for call in self._workers))
+        async with asyncio.timeout(self._step_timeout_s):
+            await asyncio.gather(*(call("define", name, factory) for call in self._workers))
 
     async def _call(self, method: str, episode: str, *args: Any) -> Any:
         try:

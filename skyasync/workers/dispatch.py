@@ -75,7 +75,8 @@ class RayWorkerDispatch:
         if reference is not None:
             groups.append(RankGroup(ReferenceWorker, cfg, reference))
         try:
-            await asyncio.gather(*(group.start() for group in groups))
+            async with asyncio.timeout(cfg.trainer.step_timeout_s):
+                await asyncio.gather(*(group.start() for group in groups))
         except BaseException:
             for group in groups:
                 group.kill()

@@ -72,6 +72,7 @@ def consistent(config: Config) -> Config:
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
     trainer.allow_uncorrected = True
+    trainer.resume_mode = "none"
     trainer.partial_rollout = plain.trainer.partial_rollout
     trainer.async_generation_ratio, generator.generate_batch_size = 0.0, 0
     generator.n_samples_per_prompt = max(2, generator.n_samples_per_prompt)
