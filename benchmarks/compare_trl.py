@@ -82,7 +82,8 @@ def our_steps(model: str, plan: str, steps: int, folder: str, options: list[str]
     """Train with skyasync; returns the metrics of each step."""
     arguments = [
         "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={model}", f"trainer.plan={plan}",
-        f"trainer.policy.optimizer_config.lr={LEARNING_RATE}", f"trainer.train_batch_size={PROMPTS}",
+        f"trainer.policy.optimizer_config.lr={LEARNING_RATE}", "trainer.policy.optimizer_config.scheduler=constant",
+        f"trainer.train_batch_size={PROMPTS}",
         f"generator.n_samples_per_prompt={SAMPLES}", f"generator.sampling_params.max_generate_length={RESPONSE_TOKENS}",
         "generator.backend=transformers", f"trainer.max_training_steps={steps}", "trainer.eval_before_train=false",
         "trainer.eval_interval=0", f"trainer.runs_dir={folder}", "trainer.run_name=run", *options,

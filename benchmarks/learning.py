@@ -1,6 +1,6 @@
 """Does it learn, on every seed and in every plan? Held-out score before and after the laptop-sized run.
 
-    uv run -m benchmarks.learning [--seeds 0 1 2] [--plans sync one_step_off] [--backends transformers] [key=value ...]
+    uv run -m benchmarks.learning [key=value ...] [--seeds 0 1 2] [--plans sync one_step_off] [--backends transformers]
 
 Each run is the README's first command with another seed or plan: a fresh process tree, start-up included in its
 seconds. The model is made before the clock starts.

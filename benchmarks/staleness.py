@@ -110,7 +110,7 @@ def configuration(job: Job) -> Any:
         "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={build()}", "trainer.train_batch_size=32",
         "generator.n_samples_per_prompt=8", f"trainer.max_training_steps={job.steps}", f"trainer.seed={job.seed}",
         "trainer.eval_interval=10", "trainer.save_samples=0", "trainer.policy.threads=1",
-        "generator.backend=transformers",
+        "generator.backend=transformers", "trainer.policy.optimizer_config.scheduler=constant",
         f"trainer.async_queue_size={max(job.depth, 1)}", "trainer.allow_uncorrected=true", *settings, *job.options,
     ])  # fmt: skip
 

@@ -64,7 +64,7 @@ def tensor(values: Any) -> Tensor:
 
 
 def load_cases() -> list[Case]:
-    """The cases in the file that ``GOLDEN_CASES`` names (JSON, gzipped or not), by default the recorded ones beside this file."""
+    """The cases in the file that ``GOLDEN_CASES`` names (JSON, gzipped or not), by default those beside this file."""
     path = Path(os.environ.get("GOLDEN_CASES", HANDED_OUT))
     data = path.read_bytes()
     return [Case(raw) for raw in json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)]
