@@ -6,6 +6,7 @@ line is refused before torch is loaded.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
     from skyasync.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.trainer import RayPPOTrainer
+
+# Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew and that may lack
+# what this one has. Ray reads the variable when it is imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 _HOMES = {
     "AsyncRayPPOTrainer": "skyasync.plans.one_step_off",

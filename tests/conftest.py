@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
+
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:

@@ -55,8 +55,6 @@ def start_on_loopback(**options: Any) -> None:
 def _prepare_environment() -> None:
     """Before Ray is imported, which reads them then."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
