@@ -35,15 +35,19 @@ Keys of your own: subclass the dataclasses and pass the result to the loader.
 
 ```python
 from dataclasses import dataclass, field
+
 from skyasync.config import Config, key, load_config
+
 
 @dataclass
 class MyGroup:
     strength: float = key(0.5, "How much of it.", low=0.0)
 
+
 @dataclass
 class MyConfig(Config):
     mine: MyGroup = field(default_factory=MyGroup)
+
 
 cfg = load_config(["mine.strength=0.7"], schema=MyConfig)
 ```
