@@ -1,12 +1,13 @@
 """Trained samples per second beside TRL's ``GRPOTrainer``: same model, prompts, reward, batch and learning rate.
 
-    uv run --with trl==1.16.0 -m benchmarks.compare_trl [--steps 14] [--rounds 2]
+    uv run --with trl==1.16.0 -m benchmarks.compare_trl [--steps 14] [--rounds 2] [--colocated-vllm]
 
 Every contender trains the tiny model on sorting with 64 prompts x 16 samples, learning rate 3e-4, in a process
 tree of its own that may use the whole machine. A step's time is the distance between the ends of two steps, so
 nothing is left out; the first steps (compilation, warm caches) are. Rounds alternate the contenders, because
 shared machines drift; the figures are medians over all rounds. TRL generates with its own generation (``generate``
-of transformers), which is the faster of its modes on a CPU.
+of transformers), and with ``--colocated-vllm`` (which needs the cpu or vllm extra) in its other mode too. "Controller"
+is what remains of a step: tokenising, environments, batches, messages between processes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ PROMPTS, SAMPLES, LEARNING_RATE = 64, 16, 3e-4
 RESPONSE_TOKENS = 9
 WARM_UP = 4
 PHASES = ("generate", "logprobs", "update", "sync", "wait_data", "wait_generation")
+TRL, TRL_VLLM = "TRL", "TRL, colocated vLLM"
 
 
-def trl_step_times(model: str, steps: int) -> list[float]:
+def trl_step_times(model: str, steps: int, colocated_vllm: bool) -> list[float]:
     """Train with TRL in this process; returns the seconds of each step."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -66,6 +68,8 @@ def trl_step_times(model: str, steps: int) -> list[float]:
                 num_generations=SAMPLES,
                 max_completion_length=RESPONSE_TOKENS,
                 temperature=1.0,
+                use_vllm=colocated_vllm,
+                vllm_mode="colocate",
                 beta=0.0,
                 max_steps=steps,
                 logging_strategy="no",
@@ -94,8 +98,8 @@ def our_steps(model: str, plan: str, steps: int, folder: str, options: list[str]
     return [row for row in rows if row["step"] > 0]
 
 
-def trl_in_a_process(model: str, steps: int) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.compare_trl", "--trl", model, "--steps", str(steps)]
+def trl_in_a_process(model: str, steps: int, *mode: str) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.compare_trl", "--trl", model, "--steps", str(steps), *mode]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -105,18 +109,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", help="folder of the tiny model; by default it is made")
+    parser.add_argument("--colocated-vllm", action="store_true", help="run TRL's other mode too")
     parser.add_argument("--trl", metavar="MODEL", help=argparse.SUPPRESS)
     arguments, options = parser.parse_known_args()
     if arguments.trl:
-        print(json.dumps(trl_step_times(arguments.trl, arguments.steps)))
+        print(json.dumps(trl_step_times(arguments.trl, arguments.steps, arguments.colocated_vllm)))
         return
     from examples.tiny.model import build
 
     model = arguments.model or str(build())
-    seconds: dict[str, list[float]] = {"TRL": [], "sync": [], "one_step_off": []}
+    modes = {TRL: (), TRL_VLLM: ("--colocated-vllm",)} if arguments.colocated_vllm else {TRL: ()}
+    seconds: dict[str, list[float]] = {name: [] for name in (*modes, "sync", "one_step_off")}
     phases: dict[str, list[dict[str, float]]] = {"sync": [], "one_step_off": []}
     for _ in range(arguments.rounds):
-        seconds["TRL"] += trl_in_a_process(model, arguments.steps)[WARM_UP:]
+        for name, mode in modes.items():
+            seconds[name] += trl_in_a_process(model, arguments.steps, *mode)[WARM_UP:]
         for plan in ("sync", "one_step_off"):
             with tempfile.TemporaryDirectory() as folder:
                 steps = our_steps(model, plan, arguments.steps, folder, options)[WARM_UP:-1]
@@ -127,8 +134,8 @@ def main() -> None:
 
 def report(seconds: dict[str, list[float]], phases: dict[str, list[dict[str, float]]]) -> None:
     console, batch = Console(), PROMPTS * SAMPLES
-    base = median(seconds["TRL"])
-    table = Table("", "seconds per step", "samples/s", "times TRL")
+    base = min(median(values) for name, values in seconds.items() if name in (TRL, TRL_VLLM))
+    table = Table("", "seconds per step", "samples/s", "times TRL's better mode")
     for name, values in seconds.items():
         table.add_row(name, f"{median(values):.2f}", f"{batch / median(values):.0f}", f"{base / median(values):.2f}")
     console.print(table)
@@ -137,11 +144,18 @@ def report(seconds: dict[str, list[float]], phases: dict[str, list[dict[str, flo
         where.add_row(
             phase, *(f"{median(s.get(f'time/{phase}_s', 0.0) for s in steps):.2f}" for steps in phases.values())
         )
+    where.add_row("controller", *(f"{median(map(controller_s, steps)):.2f}" for steps in phases.values()))
     whole = {plan: median(seconds[plan]) for plan in phases}
     where.add_row("whole step", *(f"{value:.2f}" for value in whole.values()))
     for part in ("trainer", "engines"):
         where.add_row(f"{part} idle", *(f"{median(s[f'idle/{part}'] for s in steps):.0%}" for steps in phases.values()))
     console.print(where)
+
+
+def controller_s(step: dict[str, float]) -> float:
+    """What a step took beside its phases; generation counts where the trainer waits for it."""
+    phases = ("logprobs", "update", "sync", "wait_data" if "time/wait_data_s" in step else "generate")
+    return step["time/step_s"] - sum(step.get(f"time/{phase}_s", 0.0) for phase in phases)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import tempfile
 import uuid
@@ -17,19 +18,40 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyasync.errors import UserError
+
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
 
 
-def directory() -> Path:
-    """Shared memory where the system has it, else the folder for temporary files."""
-    shm = Path("/dev/shm")
-    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+def directories() -> tuple[Path, ...]:
+    """Shared memory where the system has it, then the folder for temporary files."""
+    shm, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
+    return (shm, temporary) if os.access(shm, os.W_OK) else (temporary,)
+
+
+def directory_for(size: int) -> Path:
+    """The first of ``directories()`` with room for ``size`` bytes: a container's shared memory may be 64 MB.
+
+    Raises:
+        UserError: if none has.
+    """
+    free = {folder: shutil.disk_usage(folder).free for folder in directories()}
+    for folder, room in free.items():
+        if room > size:
+            return folder
+    found = ", ".join(f"{folder} has {room >> 20} MiB" for folder, room in free.items())
+    raise UserError(f"the weights take {size >> 20} MiB on their way to the engines; free: {found}")
 
 
 def write_weights(weights: Mapping[str, Tensor]) -> str:
-    """Write full tensors (CPU, contiguous) and return the file's path."""
+    """Write full tensors (CPU, contiguous) and return the file's path.
+
+    Raises:
+        UserError: if there is no room for them.
+    """
     sweep()
-    path = directory() / f"{PREFIX}{os.getpid()}-{_namespace()}-{uuid.uuid4().hex[:8]}.safetensors"
+    size = sum(tensor.nbytes for tensor in weights.values())
+    path = directory_for(size) / f"{PREFIX}{os.getpid()}-{_namespace()}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
     try:
         save_file(dict(weights), unfinished)
@@ -62,7 +84,8 @@ def sweep() -> None:
 
     Containers may share the memory but not the numbers of processes, so those of other namespaces are left alone.
     """
-    for path in directory().glob(f"{PREFIX}*-{_namespace()}-*"):
+    pattern = f"{PREFIX}*-{_namespace()}-*"
+    for path in (path for folder in directories() for path in folder.glob(pattern)):
         writer = path.name.removeprefix(PREFIX).split("-")[0]
         if writer.isdigit() and not _alive(int(writer)):
             with contextlib.suppress(OSError):  # another user's, or swept by somebody else just now

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from skyasync.errors import UserError
-from skyasync.workers.placement import plan_slots
+from skyasync.workers.placement import missing, plan_slots, too_small
 
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
@@ -25,7 +25,8 @@ def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
     """Ray is up inside; yields whether there are GPUs.
 
     Raises:
-        UserError: if ``ray.address`` names no cluster that answers.
+        UserError: if ``ray.address`` names no cluster that answers, or this machine has too few devices. (A cluster
+            that is joined may grow, so it is asked.)
     """
     _prepare_environment()
     import ray
@@ -34,7 +35,11 @@ def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
     if mine:
         _join(ray, cfg.ray.address) if cfg.ray.address else _start(cfg, with_reference)
     try:
-        yield ray.cluster_resources().get("GPU", 0) > 0
+        gpus = ray.cluster_resources().get("GPU", 0) > 0
+        slots = plan_slots(cfg, gpus=gpus, with_reference=with_reference)
+        if mine and not cfg.ray.address and missing(slots):
+            raise too_small(slots, "on this machine")
+        yield gpus
     finally:
         if mine:
             ray.shutdown()

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from skyasync.config.schema import Config
+from skyasync.errors import UserError
 from skyasync.registry import user_parts
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.base import LOOPBACK, ModelWorker
@@ -115,6 +116,7 @@ class RayWorkerDispatch:
 
     async def save(self, folder: Path) -> None:
         await self._policy.call("save", str(folder))
+        _check_arrived(folder)
 
     async def load(self, folder: Path) -> None:
         await self._policy.call("load", str(folder))
@@ -130,6 +132,14 @@ class RayWorkerDispatch:
         self._policy.kill()
         if self._reference is not None:
             self._reference.kill()
+
+
+def _check_arrived(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"the policy's processes wrote {folder} on another machine, where this one cannot see it: "
+            f"trainer.ckpt_path must be a folder that all nodes share"
+        )
 
 
 def _broadcast(cfg: Config, policy: RankGroup) -> Broadcast | None:

@@ -118,20 +118,38 @@ def reserve(slots: Slots, timeout_s: float, name: str = "") -> Placement:
     Raises:
         UserError: saying what was asked for and what the cluster has, if it is not granted in time.
     """
-    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group([dict(b) for b in slots.bundles], strategy="PACK", name=name)
     if not group.wait(timeout_s):
         remove_placement_group(group)
-        asked = {name: sum(b.get(name, 0.0) for b in slots.bundles) for name in ("CPU", "GPU")}
-        there = {name: ray.cluster_resources().get(name, 0.0) for name in ("CPU", "GPU")}
-        raise UserError(
-            f"the cluster did not grant {asked} within {timeout_s:g} s (trainer.placement.timeout_s); it has {there} "
-            f"in all: use fewer ranks (trainer.placement.policy_num_gpus_per_node) or engines "
-            f"(generator.num_inference_engines)"
-        )
+        raise too_small(slots, f"within {timeout_s:g} s (trainer.placement.timeout_s)")
     return Placement(slots, group)
+
+
+def missing(slots: Slots) -> bool:
+    """Whether the cluster, were it idle, has less than the bundles ask for."""
+    asked, there = _totals(slots)
+    return any(asked[name] > there[name] for name in asked)
+
+
+def too_small(slots: Slots, when: str) -> UserError:
+    asked, there = _totals(slots)
+    return UserError(
+        f"Ray did not grant {asked} {when}; there are {there} in all: use fewer ranks "
+        f"(trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines), let them take "
+        f"turns on the same devices (trainer.placement.colocate_all=true, synchronous plan), or hide the GPUs "
+        f"(CUDA_VISIBLE_DEVICES=) to run on CPUs"
+    )
+
+
+def _totals(slots: Slots) -> tuple[dict[str, float], dict[str, float]]:
+    import ray
+
+    there = ray.cluster_resources()
+    names = ("CPU", "GPU")
+    asked = {name: sum(bundle.get(name, 0.0) for bundle in slots.bundles) for name in names}
+    return asked, {name: there.get(name, 0.0) for name in names}
 
 
 def release(name: str) -> None:

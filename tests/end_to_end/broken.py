@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from skyasync import BasePPOExp, BaseTextEnvStepOutput, TrainerCallback
-from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.losses.clipped import importance_sampling
 from skyasync.rollout.generator import EpisodeGenerator
 from tests.end_to_end.parts import Sevens
@@ -51,7 +50,6 @@ class BrokenEnvironment(Sevens):
         return super().step(action)
 
 
-@POLICY_LOSSES.register("broken")
 def broken_loss(current: Any, proximal: Any, behaviour: Any, advantages: Any) -> Any:
     broken_loss.calls += 1
     if broken_loss.calls > 1:

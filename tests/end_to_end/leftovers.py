@@ -39,7 +39,7 @@ def none_soon(look: Callable[[], list[str]]) -> list[str]:
 
 def _shared_weights() -> list[str]:
     """Files whose writer has gone; those of other runs on the machine have a living one."""
-    files = shared_memory.directory().glob(f"{shared_memory.PREFIX}*")
+    files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
     return [f.name for f in files if not _lives(int(f.name.removeprefix(shared_memory.PREFIX).split("-")[0]))]
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from skyasync import BasePPOExp
+from skyasync.algorithms import POLICY_LOSSES
 from tests.end_to_end import leftovers
-from tests.end_to_end.broken import EngineIsKilled, GeneratorBreaks, seconds_since_failure
+from tests.end_to_end.broken import EngineIsKilled, GeneratorBreaks, broken_loss, seconds_since_failure
 from tests.end_to_end.runs import Train
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,10 @@ FAILURES = {
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off"])
 @pytest.mark.parametrize("part", FAILURES)
-def test_a_failure_ends_the_run_with_its_traceback(part: str, plan: str, train: Train, tmp_path: Path) -> None:
+def test_a_failure_ends_the_run_with_its_traceback(
+    part: str, plan: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICY_LOSSES, "broken", broken_loss)
     experiment, settings, texts = FAILURES[part]
     with pytest.raises(Exception) as failure:
         train(f"trainer.plan={plan}", "trainer.max_training_steps=9", *settings, experiment=experiment)

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from skyasync.errors import UserError
 from skyasync.weight_sync import shared_memory
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights, sweep, write_weights
 
@@ -16,7 +18,7 @@ WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "directory", lambda: tmp_path)
+    monkeypatch.setattr(shared_memory, "directories", lambda: (tmp_path,))
     return tmp_path
 
 
@@ -102,3 +104,16 @@ def test_a_failed_write_leaves_nothing(folder, monkeypatch):
 def test_weights_that_are_on_another_machine_are_an_error_that_names_the_key(folder):
     with pytest.raises(FileNotFoundError, match=r"generator\.weight_sync_backend=nccl"):
         read_weights(str(folder / "skyasync-weights-7-1-a.safetensors"))
+
+
+def test_shared_memory_too_small_for_the_weights_is_passed_over(folder, monkeypatch):
+    """A container's is often 64 MB."""
+    small = folder / "small"
+    small.mkdir()
+    free = {small: 8, folder: 1 << 20}
+    monkeypatch.setattr(shared_memory, "directories", lambda: tuple(free))
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    assert Path(write_weights(WEIGHTS)).parent == folder
+    free[folder] = 8
+    with pytest.raises(UserError, match="the weights take 0 MiB"):
+        write_weights(WEIGHTS)

@@ -35,6 +35,18 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, problem: 
     assert problem in ended.stderr
 
 
+def test_a_machine_with_too_few_gpus_says_so_before_anything_loads() -> None:
+    program = (
+        "import ray; from skyasync.config import Config; from skyasync.workers import cluster\n"
+        "really = cluster.start_on_loopback\n"
+        "cluster.start_on_loopback = lambda **options: really(**options, num_gpus=1)\n"
+        "with cluster.cluster(Config(), with_reference=False): pass\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "UserError: Ray did not grant {'CPU': 2.0, 'GPU': 2.0} on this machine; there are" in ended.stderr
+    assert "trainer.placement.colocate_all=true" in ended.stderr
+
+
 def descendants(process_id: int) -> set[int]:
     children = {
         int(child) for task in Path(f"/proc/{process_id}/task").glob("*/children") for child in task.read_text().split()
