@@ -70,8 +70,9 @@ class Learning:
 
         assert batch.rewards is not None
         batch.advantages, _ = compute_advantages(
-            self.cfg.trainer.algorithm, batch.rewards, batch.loss_mask, batch.group_ids
-        )
+            self.cfg.trainer.algorithm, batch.rewards, batch.loss_mask, batch.group_ids,
+            trajectory_ids=batch.trajectory_ids,
+        )  # fmt: skip
         return batch
 
     async def learn_from(self, groups: list[Group]) -> None:
@@ -125,7 +126,9 @@ class Learning:
         with self.timed("update", self._metrics):
             for _ in range(trainer.update_epochs_per_batch):
                 for part in mini_batches(batch, trainer.policy_mini_batch_size):
-                    part.loss_weights = loss_weights(trainer.algorithm, part.loss_mask, part.group_ids)
+                    part.loss_weights = loss_weights(
+                        trainer.algorithm, part.loss_mask, part.group_ids, trajectory_ids=part.trajectory_ids
+                    )
                     part.selection = self.objective.prepare(part).get("selection")
                     for name, value in (await self.dispatch.update_policy(part)).items():
                         seen.setdefault(name, []).append(value)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.binding import bind, configured, setting
+from skyasync.algorithms.end_to_end import EndToEnd
 from skyasync.algorithms.masked import whiten
 from skyasync.algorithms.normalization import Pools, normalize
 from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
@@ -23,17 +24,23 @@ from skyasync.algorithms.shaping import shape_rewards
 Estimate = tuple[Tensor, Tensor]
 
 
-def compute_advantages(cfg: Any, rewards: Tensor, mask: Tensor, group_ids: Tensor,
-                       values: Tensor | None = None) -> Estimate:  # fmt: skip
+def compute_advantages(cfg: Any, rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None = None,
+                       trajectory_ids: Tensor | None = None) -> Estimate:  # fmt: skip
     """Shape the rewards, estimate, then whiten and clip, all as ``cfg`` says.
 
     Args:
         rewards: ``[batch, length]``, KL penalty already subtracted if there is one.
         values: the critic's ``[batch, length]``; needed by "gae" only.
+        trajectory_ids: ``[batch]``; rows that share one are laid end to end and estimated as one sample.
 
     Raises:
         ValueError: if the estimator needs values and there are none.
     """
+    if trajectory_ids is not None:
+        samples = EndToEnd(trajectory_ids)
+        whole = samples.join(values) if values is not None else None
+        estimate = compute_advantages(cfg, samples.join(rewards), samples.join(mask), samples.first(group_ids), whole)
+        return samples.split(estimate[0]), samples.split(estimate[1])
     estimator = bind(ADVANTAGE_ESTIMATORS[cfg.advantage_estimator], cfg)
     if "values" in estimator.inputs and values is None:
         raise ValueError(f"advantage estimator {cfg.advantage_estimator!r} needs a critic's values")

@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.binding import bind, configured
+from skyasync.algorithms.end_to_end import EndToEnd
 from skyasync.algorithms.registries import LOSS_REDUCTIONS
 
 
-def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split."""
+def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float32,
+                 trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
+    """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
+
+    Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence.
+    """
+    if trajectory_ids is not None:
+        samples = EndToEnd(trajectory_ids)
+        return samples.split(loss_weights(cfg, samples.join(mask), samples.first(group_ids), dtype))
     reduction = bind(LOSS_REDUCTIONS[cfg.loss_reduction], cfg)
     return reduction({"mask": mask, "group_ids": group_ids}).to(dtype)
 

@@ -1,6 +1,6 @@
 """Trajectories to tensors.
 
-Invariant: row order is group by group, sample by sample; see ``TrainingBatch`` for the layout.
+Invariant: row order is group by group, sample by sample, sequence by sequence; see ``TrainingBatch`` for the layout.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
-from skyasync.rollout.types import Group, Segment, Trajectory
+from skyasync.rollout.types import Group, Segment
 from skyasync.workers.batch import TrainingBatch
 
 
 def collate(groups: Sequence[Group], pad_token_id: int = 0) -> TrainingBatch:
     """All trajectories of the groups as one right-padded batch; ``group_ids`` number the groups from 0."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    rows = [_row(trajectory) for trajectory in trajectories]
+    trajectories = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+    rows = [_row(sequence) for _, t in trajectories for sequence in t.sequences]
+    group_ids = [g for g, t in trajectories for _ in t.sequences]
+    trajectory_ids = [i for i, (_, t) in enumerate(trajectories) for _ in t.sequences]
     length = max((len(row["tokens"]) for row in rows), default=0)
 
     def stack(name: str, filler: float, dtype: torch.dtype) -> torch.Tensor:
@@ -26,16 +28,17 @@ def collate(groups: Sequence[Group], pad_token_id: int = 0) -> TrainingBatch:
         tokens=stack("tokens", pad_token_id, torch.int64),
         attention_mask=stack("attention", 0, torch.bool),
         loss_mask=stack("action", 0, torch.bool),
-        group_ids=torch.tensor([g for g, group in enumerate(groups) for _ in group.trajectories], dtype=torch.int64),
+        group_ids=torch.tensor(group_ids, dtype=torch.int64),
+        trajectory_ids=torch.tensor(trajectory_ids) if len(trajectories) < len(rows) else None,
         behaviour_logprobs=stack("logprobs", 0.0, torch.float32),
         versions=stack("versions", -1, torch.int32),
         rewards=stack("rewards", 0.0, torch.float32),
     )
 
 
-def _row(trajectory: Trajectory) -> dict[str, list]:
+def _row(sequence: list[Segment]) -> dict[str, list]:
     row: dict[str, list] = {name: [] for name in ("tokens", "action", "logprobs", "versions", "rewards")}
-    for segment in trajectory.segments:
+    for segment in sequence:
         _append(row, segment)
     row["attention"] = [1] * len(row["tokens"])
     return row

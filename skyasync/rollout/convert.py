@@ -22,17 +22,23 @@ _OPTIONAL = ("rollout_logprobs", "rollout_versions", "trajectory_metrics")
 
 
 def generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
-    """The contract's form of finished trajectories."""
-    return {
-        "prompt_token_ids": [t.segments[0].tokens for t in trajectories],
-        "response_ids": [[token for s in t.segments[1:] for token in s.tokens] for t in trajectories],
-        "rewards": [_token_rewards(t) for t in trajectories],
-        "loss_masks": [[int(s.kind == "action") for s in t.segments[1:] for _ in s.tokens] for t in trajectories],
-        "stop_reasons": [t.stop_reason for t in trajectories],
-        "rollout_logprobs": [[p for s in t.segments[1:] for p in _or(s.logprobs, s, 0.0)] for t in trajectories],
-        "rollout_versions": [[v for s in t.segments[1:] for v in _or(s.versions, s, -1)] for t in trajectories],
-        "trajectory_metrics": [t.metrics for t in trajectories],
+    """The contract's form of finished trajectories, one row per sequence."""
+    owners = [t for t in trajectories for _ in t.sequences]
+    prompts = [sequence[0] for t in trajectories for sequence in t.sequences]
+    responses = [sequence[1:] for t in trajectories for sequence in t.sequences]
+    output: GeneratorOutput = {
+        "prompt_token_ids": [prompt.tokens for prompt in prompts],
+        "response_ids": [[token for s in response for token in s.tokens] for response in responses],
+        "rewards": [_token_rewards(response) for response in responses],
+        "loss_masks": [[int(s.kind == "action") for s in response for _ in s.tokens] for response in responses],
+        "stop_reasons": [t.stop_reason for t in owners],
+        "rollout_logprobs": [[p for s in response for p in _or(s.logprobs, s, 0.0)] for response in responses],
+        "rollout_versions": [[v for s in response for v in _or(s.versions, s, -1)] for response in responses],
+        "trajectory_metrics": [t.metrics for t in owners],
     }
+    if len(owners) > len(trajectories):
+        output["trajectory_ids"] = [t.id for t in owners]
+    return output
 
 
 def groups_from_output(output: GeneratorOutput, prompts: Sequence[Prompt], version: int, samples: int) -> list[Group]:
@@ -47,19 +53,38 @@ def groups_from_output(output: GeneratorOutput, prompts: Sequence[Prompt], versi
     Raises:
         UserError: naming the list or the trajectory that is wrong.
     """
-    _check_lengths(output, len(prompts) * samples)
-    identities = [TrajectoryId(prompt.id, repetition) for prompt in prompts for repetition in range(samples)]
-    trajectories = [_trajectory(output, row, identity, version) for row, identity in enumerate(identities)]
+    asked = [TrajectoryId(prompt.id, repetition) for prompt in prompts for repetition in range(samples)]
+    rows = _rows(output, asked)
+    _check_lengths(output, len(rows))
+    found: dict[TrajectoryId, Trajectory] = {}
+    for row, identity in enumerate(rows):
+        trajectory = _trajectory(output, row, identity, version)
+        if identity in found:
+            trajectory.branches = found[identity].sequences
+        found[identity] = trajectory
+    trajectories = [found[identity] for identity in asked]
     return [Group(prompt, trajectories[p * samples : (p + 1) * samples]) for p, prompt in enumerate(prompts)]
+
+
+def _rows(output: GeneratorOutput, asked: list[TrajectoryId]) -> list[TrajectoryId]:
+    """Which trajectory each row belongs to."""
+    rows = output.get("trajectory_ids")
+    if rows is None:
+        return asked
+    if set(rows) != set(asked):
+        missing, foreign = set(asked) - set(rows), set(rows) - set(asked)
+        problem = f"lack {min(missing)}" if missing else f"have {min(foreign)}, which was not asked for"
+        raise UserError(f"the generator's trajectory_ids {problem}")
+    return rows
 
 
 def _or(values: list, segment: Segment, filler: float) -> list:
     return values if segment.kind == "action" else [filler] * len(segment.tokens)
 
 
-def _token_rewards(trajectory: Trajectory) -> list[float]:
+def _token_rewards(response: list[Segment]) -> list[float]:
     rewards: list[float] = []
-    for segment in trajectory.segments[1:]:
+    for segment in response:
         rewards += [0.0] * len(segment.tokens)
         if segment.reward and segment.tokens:
             rewards[-1] = segment.reward

@@ -63,24 +63,34 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """One episode. ``stop_reason`` is that of the last action: "stop", "length" or "abort"."""
+    """One episode. ``stop_reason`` is that of the last action: "stop", "length" or "abort".
+
+    Most episodes are one sequence, ``segments``. One whose calls do not all extend each other (sub-agents, an edited
+    history) has the others in ``branches``, in the order in which they ended; ``segments`` is the one that ended last.
+    """
 
     id: TrajectoryId
     segments: list[Segment]
     stop_reason: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
+    branches: list[list[Segment]] = field(default_factory=list)
+
+    @property
+    def sequences(self) -> list[list[Segment]]:
+        """What training sees as a row each."""
+        return [*self.branches, self.segments]
 
     @property
     def reward(self) -> float:
-        return sum(s.reward for s in self.segments)
+        return sum(s.reward for sequence in self.sequences for s in sequence)
 
     @property
     def actions(self) -> list[Segment]:
-        return [s for s in self.segments if s.kind == "action"]
+        return [s for sequence in self.sequences for s in sequence if s.kind == "action"]
 
     @property
     def tokens(self) -> list[int]:
-        return [t for s in self.segments for t in s.tokens]
+        return [t for sequence in self.sequences for s in sequence for t in s.tokens]
 
     @property
     def response_length(self) -> int:
@@ -138,9 +148,14 @@ class _GeneratorOutput(TypedDict):
 
 
 class GeneratorOutput(_GeneratorOutput, total=False):
-    """What a generator returns; all lists run in parallel with the input's."""
+    """What a generator returns; all lists run in parallel with the input's.
+
+    With ``trajectory_ids`` they may be longer: rows of one id are the sequences of one trajectory, in the order in
+    which they ended. Its reward is the sum of theirs; its ``stop_reasons`` and ``trajectory_metrics`` are the last's.
+    """
 
     rollout_logprobs: list[list[float]]  # behaviour log-probability per response token, 0 on observations
     rollout_versions: list[list[int]]  # policy version per response token, -1 on observations
     rollout_metrics: dict[str, float]
     trajectory_metrics: list[dict[str, float]]
+    trajectory_ids: list[TrajectoryId]  # of each row; those of the input if it is left out

@@ -28,6 +28,7 @@ class TrainingBatch:
     attention_mask: Tensor  # bool
     loss_mask: Tensor  # bool
     group_ids: Tensor  # int64 [batch]: samples of one prompt share one
+    trajectory_ids: Tensor | None = None  # int64 [batch]: rows of one trajectory share one; None: a row each
     behaviour_logprobs: Tensor | None = None
     versions: Tensor | None = None  # int32
     rewards: Tensor | None = None  # each reward on the token that earned it

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 
 from skyasync.rollout.collate import collate
-from skyasync.rollout.types import Group, Segment
+from skyasync.rollout.types import Group, Segment, Trajectory
 from tests.rollout.episodes import action, prompt, trajectory
 from tests.rollout.test_convert import groups
 
@@ -41,11 +41,17 @@ def test_groups_are_numbered_in_order():
 @given(groups())
 def test_rows_say_exactly_what_the_trajectories_say(before):
     found = collate(before)
-    trajectories = [t for group in before for t in group.trajectories]
-    assert len(found) == len(trajectories)
+    rows = [
+        (trajectory, Trajectory(trajectory.id, sequence))  # each sequence as if it were alone
+        for trajectory in (t for group in before for t in group.trajectories)
+        for sequence in trajectory.sequences
+    ]
+    assert len(found) == len(rows)
+    ids = range(len(rows)) if found.trajectory_ids is None else found.trajectory_ids.tolist()
+    assert [owner is another for owner, _ in rows for another, _ in rows] == [i == j for i in ids for j in ids]
     assert not found.loss_mask[:, 0].any()
     assert not (found.loss_mask & ~found.attention_mask).any()
-    for row, t in enumerate(trajectories):
+    for row, (_, t) in enumerate(rows):
         assert found.tokens[row][found.attention_mask[row]].tolist() == t.tokens
         assert found.versions[row][found.loss_mask[row]].tolist() == t.versions
         assert (found.versions[row][~found.loss_mask[row]] == -1).all()

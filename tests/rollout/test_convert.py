@@ -39,6 +39,7 @@ def groups(draw):
             Trajectory(
                 TrajectoryId(PromptId(0, row), repetition), draw(segments()),
                 draw(st.sampled_from(["stop", "length"])), {"turns": draw(NUMBERS)},
+                draw(st.lists(segments(), max_size=2)),
             )
             for repetition in range(samples)
         ]  # fmt: skip
@@ -135,6 +136,23 @@ def test_a_malformed_output_is_refused_naming_the_list_or_the_trajectory(changed
 
 def test_what_an_observation_has_in_place_of_log_probabilities_does_not_matter():
     convert(output(rollout_logprobs=[[0.0, 0.0], [0.0, math.nan, 0.0]]))
+
+
+def test_the_sequences_of_one_trajectory_are_rows_of_its_id_and_their_rewards_add_up():
+    first, second = TrajectoryId(PromptId(0, 0), 0), TrajectoryId(PromptId(0, 1), 0)
+    found = generator_output([trajectory(action([t], 0.5), row=row) for row, t in enumerate([3, 4, 5])])
+    groups = convert({**found, "trajectory_ids": [first, second, first], "stop_reasons": ["stop", "stop", "length"]})
+    assert [g.rewards for g in groups] == [[1.0], [0.5]]
+    both = groups[0].trajectories[0]
+    assert [[s.tokens for s in sequence] for sequence in both.sequences] == [[[1, 2], [3]], [[1, 2], [5]]]
+    assert both.stop_reason == "length"
+
+
+@pytest.mark.parametrize(("ids", "problem"), [([0, 0], "lack e0-i1-r0"), ([0, 1, 2], "have e0-i2-r0, which was not")])
+def test_trajectory_ids_must_be_those_that_were_asked_for(ids, problem):
+    found = generator_output([trajectory(action([3])) for _ in ids])
+    with pytest.raises(UserError, match=problem):
+        convert({**found, "trajectory_ids": [TrajectoryId(PromptId(0, row), 0) for row in ids]})
 
 
 @pytest.mark.parametrize("samples", [0, 2, 3])
