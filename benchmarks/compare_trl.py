@@ -1,13 +1,13 @@
 """Trained samples per second beside TRL's ``GRPOTrainer``: same model, prompts, reward, batch and learning rate.
 
-    uv run --with trl==1.16.0 -m benchmarks.compare_trl [--steps 14] [--rounds 2] [--colocated-vllm]
+    uv run --with trl==1.16.0 -m benchmarks.compare_trl [--steps 14] [--rounds 2]
 
 Every contender trains the tiny model on sorting with 64 prompts x 16 samples, learning rate 3e-4, in a process
 tree of its own that may use the whole machine. A step's time is the distance between the ends of two steps, so
 nothing is left out; the first steps (compilation, warm caches) are. Rounds alternate the contenders, because
 shared machines drift; the figures are medians over all rounds. TRL generates with its own generation (``generate``
-of transformers), and with ``--colocated-vllm`` (which needs the cpu or vllm extra) in its other mode too. "Controller"
-is what remains of a step: tokenising, environments, batches, messages between processes.
+of transformers): its colocated vLLM does not survive its own weight update on a CPU, where vLLM 0.32 packs weights
+after loading them. "Controller" is what remains of a step: tokenising, environments, batches, messages.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ PROMPTS, SAMPLES, LEARNING_RATE = 64, 16, 3e-4
 RESPONSE_TOKENS = 9
 WARM_UP = 4
 PHASES = ("generate", "logprobs", "update", "sync", "wait_data", "wait_generation")
-TRL, TRL_VLLM = "TRL", "TRL, colocated vLLM"
 
 
-def trl_step_times(model: str, steps: int, colocated_vllm: bool) -> list[float]:
+def trl_step_times(model: str, steps: int) -> list[float]:
     """Train with TRL in this process; returns the seconds of each step."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -68,8 +67,6 @@ def trl_step_times(model: str, steps: int, colocated_vllm: bool) -> list[float]:
                 num_generations=SAMPLES,
                 max_completion_length=RESPONSE_TOKENS,
                 temperature=1.0,
-                use_vllm=colocated_vllm,
-                vllm_mode="colocate",
                 beta=0.0,
                 max_steps=steps,
                 logging_strategy="no",
@@ -98,8 +95,8 @@ def our_steps(model: str, plan: str, steps: int, folder: str, options: list[str]
     return [row for row in rows if row["step"] > 0]
 
 
-def trl_in_a_process(model: str, steps: int, *mode: str) -> list[float]:
-    command = [sys.executable, "-m", "benchmarks.compare_trl", "--trl", model, "--steps", str(steps), *mode]
+def trl_in_a_process(model: str, steps: int) -> list[float]:
+    command = [sys.executable, "-m", "benchmarks.compare_trl", "--trl", model, "--steps", str(steps)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -109,21 +106,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", help="folder of the tiny model; by default it is made")
-    parser.add_argument("--colocated-vllm", action="store_true", help="run TRL's other mode too")
     parser.add_argument("--trl", metavar="MODEL", help=argparse.SUPPRESS)
     arguments, options = parser.parse_known_args()
     if arguments.trl:
-        print(json.dumps(trl_step_times(arguments.trl, arguments.steps, arguments.colocated_vllm)))
+        print(json.dumps(trl_step_times(arguments.trl, arguments.steps)))
         return
     from examples.tiny.model import build
 
     model = arguments.model or str(build())
-    modes = {TRL: (), TRL_VLLM: ("--colocated-vllm",)} if arguments.colocated_vllm else {TRL: ()}
-    seconds: dict[str, list[float]] = {name: [] for name in (*modes, "sync", "one_step_off")}
+    seconds: dict[str, list[float]] = {"TRL": [], "sync": [], "one_step_off": []}
     phases: dict[str, list[dict[str, float]]] = {"sync": [], "one_step_off": []}
     for _ in range(arguments.rounds):
-        for name, mode in modes.items():
-            seconds[name] += trl_in_a_process(model, arguments.steps, *mode)[WARM_UP:]
+        seconds["TRL"] += trl_in_a_process(model, arguments.steps)[WARM_UP:]
         for plan in ("sync", "one_step_off"):
             with tempfile.TemporaryDirectory() as folder:
                 steps = our_steps(model, plan, arguments.steps, folder, options)[WARM_UP:-1]
@@ -134,8 +128,8 @@ def main() -> None:
 
 def report(seconds: dict[str, list[float]], phases: dict[str, list[dict[str, float]]]) -> None:
     console, batch = Console(), PROMPTS * SAMPLES
-    base = min(median(values) for name, values in seconds.items() if name in (TRL, TRL_VLLM))
-    table = Table("", "seconds per step", "samples/s", "times TRL's better mode")
+    base = median(seconds["TRL"])
+    table = Table("", "seconds per step", "samples/s", "times TRL")
     for name, values in seconds.items():
         table.add_row(name, f"{median(values):.2f}", f"{batch / median(values):.0f}", f"{base / median(values):.2f}")
     console.print(table)
