@@ -67,7 +67,7 @@ class Controller:
         return dict(self._trainer.last_metrics)
 
     async def _train(self) -> None:
-        async with afterwards(self._close):
+        async with afterwards(self._close, grace_s=2 * GRACE_S):  # which limits itself
             self._trainer = await asyncio.to_thread(self._experiment.build)
             self._recorder.total = self._trainer.total_steps
             self._trainer.callbacks.append(_Recording(self._recorder))

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from skyasync.config.load import dump_config
+from skyasync.config.paths import absolute_file, model_path
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import resolve_reference
@@ -168,9 +169,8 @@ class BasePPOExp:
             if getattr(trainer, name):
                 setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
         self._refuse_foreign_checkpoints()
-        # A cluster's processes work in another folder than the program.
         for name in ("train_data", "val_data"):
-            setattr(self.cfg.data, name, [_absolute(source) for source in getattr(self.cfg.data, name)])
+            setattr(self.cfg.data, name, [absolute_file(source) for source in getattr(self.cfg.data, name)])
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
@@ -210,8 +210,8 @@ class BasePPOExp:
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, at the same time, and hand them to the trainer."""
         from skyasync.observe.timeline import Timeline
-        from skyasync.plans.together import run_together
         from skyasync.rollout.chat import ChatTokenizer
+        from skyasync.together import run_together
 
         async def load_workers() -> None:
             self._dispatch = await self.get_dispatch(trainer.total_updates)
@@ -290,33 +290,3 @@ class BasePPOExp:
 
         cfg = self.cfg
         return load_prompts(sources, cfg.environment.env_class, self.get_tokenizer(), cfg.trainer.max_prompt_length)
-
-
-def _absolute(source: str) -> str:
-    """An existing file by its absolute path; anything else as it is."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.is_file() else source
-
-
-def model_path(path: str) -> str:
-    """A local folder's absolute path, a hub name as it is, or what ``module:function`` makes.
-
-    Raises:
-        UserError: if no model is named, or a local path has none.
-    """
-    if not path:
-        raise UserError(
-            "trainer.policy.model.path is empty: name a Hugging Face model, a local folder, or module:function"
-        )
-    if ":" in path and not Path(path).exists():
-        return str(resolve_reference(path, kind="trainer.policy.model.path")())
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"trainer.policy.model.path={path!r} is a folder without config.json")
-        return str(folder.resolve())
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UserError(
-            f"trainer.policy.model.path={path!r} is neither a local folder nor a Hugging Face name (owner/name)"
-        )
-    return path

@@ -8,11 +8,10 @@ the update), current (with gradient). A simulation replaces ``learn_from`` and n
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
+from skyasync.phases import Phases
 from skyasync.rollout.types import Group
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
@@ -22,10 +21,9 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
     from skyasync.workers.batch import TrainingBatch
 
 log = logging.getLogger(__name__)
-Metrics = dict[str, float]
 
 
-class Learning:
+class Learning(Phases):
     """What ``RayPPOTrainer`` inherits: the hooks that change an algorithm, and the steps between them."""
 
     cfg: Any
@@ -33,13 +31,6 @@ class Learning:
     objective: Objective
     kl_controller: Any
     global_step: int
-    _metrics: Metrics
-
-    @contextmanager
-    def timed(self, name: str, into: Metrics, track: str = "trainer", step: int | None = None) -> Iterator[None]:
-        """Measure a phase; see the trainer."""
-        raise NotImplementedError
-        yield
 
     def filter_groups(self, groups: list[Group]) -> list[Group]:
         """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps."""

@@ -7,30 +7,29 @@ takes its time from the event loop, so it runs on a cluster, in one process and 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
-from skyasync.learning import Learning, Metrics
+from skyasync.learning import Learning
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.usage import UsageMeter
+from skyasync.phases import Metrics
 from skyasync.rollout.convert import groups_from_output
 from skyasync.rollout.gate import Gate
 from skyasync.rollout.metrics import rollout_metrics, sample_records, staleness_metrics
 from skyasync.rollout.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Rollout
-from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
+from skyasync.state.checkpoint import Checkpoints
+from skyasync.state.saving import Saving
 
-T = TypeVar("T")
 
-
-class RayPPOTrainer(Learning):
+class RayPPOTrainer(Learning, Saving):
     """Generate, train, sync, one after the other: every sample is from the newest policy.
 
     | who waits      | for what                      | woken by                          |
@@ -250,18 +249,6 @@ class RayPPOTrainer(Learning):
         self._tell("on_evaluate", metrics)
         return metrics
 
-    async def save_checkpoint(self) -> Path | None:
-        """Model, optimizer, data position and versions; complete or absent."""
-        if self.checkpoints is None:
-            return None
-        guards, ahead = (self.cfg.trainer.seed, self.dataset_size), sorted(self.ahead)
-        state = TrainState(self.global_step, self.position, *guards, self.kl_controller.value, ahead)
-        with self.timed("checkpoint", {}):
-            async with self._limited("checkpoint"):
-                folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
-        self._tell("on_checkpoint", folder)
-        return folder
-
     # ---------------------------------------------------------------- hooks for algorithms
 
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
@@ -270,11 +257,6 @@ class RayPPOTrainer(Learning):
 
     # ---------------------------------------------------------------- for plans and steps
 
-    async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
-        """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
-        with self.timed(f"wait_{what}", self._metrics):
-            return await awaitable
-
     @asynccontextmanager
     async def without_rollouts(self) -> AsyncIterator[None]:
         """Let rollouts in flight end and none begin, for as long as the block takes."""
@@ -282,30 +264,7 @@ class RayPPOTrainer(Learning):
             await self.waiting("rollouts", stack.enter_async_context(self.gate.closed()))
             yield
 
-    @contextmanager
-    def timed(self, name: str, into: Metrics, track: str = "trainer", step: int | None = None) -> Iterator[None]:
-        """Measure a phase of a step, by default the current one: a span on the timeline and ``time/<name>_s``."""
-        start = self._now()
-        try:
-            with self.timeline.span(name, track, step=self._step if step is None else step):
-                yield
-        finally:
-            into[f"time/{name}_s"] = into.get(f"time/{name}_s", 0.0) + self._now() - start
-
     # ---------------------------------------------------------------- details
-
-    @asynccontextmanager
-    async def _limited(self, what: str) -> AsyncIterator[None]:
-        limit_s = self.cfg.trainer.step_timeout_s
-        try:
-            async with asyncio.timeout(limit_s) as timer:
-                yield
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise TimeoutError(
-                f"the {what} of step {self._step} did not end within {limit_s:g} s (trainer.step_timeout_s)"
-            ) from error
 
     async def _close(self) -> None:
         try:
@@ -326,20 +285,6 @@ class RayPPOTrainer(Learning):
         self._metrics, self.phase_name = {}, "training"
         self._step, self._step_started = self.global_step + 1, self._now()
 
-    async def _resume(self) -> bool:
-        """Go on from the newest checkpoint, if that is wanted and there is one."""
-        folder = self.checkpoints.latest() if self.checkpoints else None
-        if self.cfg.trainer.resume_mode == "none" or folder is None:
-            return False
-        state = load_state(folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
-        async with self._limited("loading of the checkpoint"):
-            await self.dispatch.load(folder / "policy")
-        self.global_step = state.step
-        if self.cfg.trainer.algorithm.kl_ctrl.type == "adaptive":
-            self.kl_controller.value = state.kl_coef
-        self.position, self.ahead = state.position, frozenset(state.ahead)
-        return True
-
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.global_step % interval == 0
 
@@ -351,7 +296,3 @@ class RayPPOTrainer(Learning):
     def _tell(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()

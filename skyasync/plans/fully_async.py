@@ -34,11 +34,12 @@ import asyncio
 from statistics import fmean
 from typing import Any
 
+from skyasync.phases import Metrics
 from skyasync.plans import PLANS
 from skyasync.plans.admission import Admission, Batch, Limits
-from skyasync.plans.together import run_together, together
 from skyasync.rollout.types import Group
-from skyasync.trainer import Metrics, RayPPOTrainer, Rollout
+from skyasync.together import run_together, together
+from skyasync.trainer import RayPPOTrainer, Rollout
 
 
 @PLANS.register("fully_async")

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 
 from skyasync.plans import PLANS
-from skyasync.plans.together import run_together
+from skyasync.together import run_together
 from skyasync.trainer import RayPPOTrainer, Rollout
 
 

@@ -11,9 +11,8 @@ here the controller hands them the message. Both ends meet inside NCCL, so they 
 | ``NCCLSender.send`` (a thread on each rank) | the engines' ``update_weights`` | NCCL; the first time the           |
 | an engine's ``update_weights``              | ``send`` on rank 0              | rendezvous, for at most 5 minutes  |
 
-A policy worker makes one sender per rank, announces with ``update`` and starts ``send`` in a thread in
-``publish_weights``, and joins that thread in ``release_weights``. Ranks: 0 is the trainer; engine i has
-``1 + i * workers_per_engine`` and the following.
+A policy worker makes one sender per rank and announces with ``update``; ``WeightSync`` runs ``send`` beside the
+engines' ``update_weights``. Ranks: 0 is the trainer; engine i has ``1 + i * workers_per_engine`` and the following.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyasync.cleanup import afterwards
+from skyasync.together import run_together
 from skyasync.weight_sync.update import WeightUpdate
 
 
@@ -20,6 +21,7 @@ class Source(Protocol):
     """What has the weights (the dispatch to the workers)."""
 
     async def publish_weights(self, version: int) -> WeightUpdate: ...
+    async def send_weights(self, update: WeightUpdate) -> None: ...
     async def release_weights(self, update: WeightUpdate) -> None: ...
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
 
@@ -50,10 +52,13 @@ class WeightSync:
     tolerance: float
 
     async def sync(self, version: int) -> None:
-        """Hand over the weights as ``version``; the engines are idle or paused."""
+        """Hand over the weights as ``version``; the engines are idle or paused.
+
+        Sender and engines may wait for each other (NCCL), so the first failure of either is raised at once.
+        """
         update = await self.source.publish_weights(version)
         async with afterwards(self.source.release_weights, update):
-            await self.destination.update_weights(update)
+            await run_together(self.source.send_weights(update), self.destination.update_weights(update))
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities; the engines are not paused. Returns metrics.

@@ -56,6 +56,9 @@ class LocalDispatch:
     async def publish_weights(self, version: int) -> WeightUpdate:
         return WeightUpdate(version, "shared_memory", {"path": await self._run(self._policy.publish)})
 
+    async def send_weights(self, update: WeightUpdate) -> None:
+        """Nothing: engines fetch the file."""
+
     async def release_weights(self, update: WeightUpdate) -> None:
         await self._run(lambda: self._policy.release(update.info["path"]))
 

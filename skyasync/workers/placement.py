@@ -93,7 +93,7 @@ class Placement:
 
     def ranks(self, role: str, threads: int) -> Any:
         """Where the ranks of a model go; None for a role that nothing needs."""
-        from skyasync.workers.dispatch import WorkerPlacement
+        from skyasync.workers.ranks import WorkerPlacement
 
         slots, share = getattr(self.slots, role), self.slots.share[role]
         if not slots:

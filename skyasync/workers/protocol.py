@@ -29,7 +29,10 @@ class WorkerDispatch(Protocol):
         """
 
     async def publish_weights(self, version: int) -> WeightUpdate:
-        """Make the policy's full weights available to engines on this machine (shared memory)."""
+        """Make the policy's full weights available: to engines on this machine (shared memory), or to be sent."""
+
+    async def send_weights(self, update: WeightUpdate) -> None:
+        """Send what must be sent (NCCL) while the engines take the update; nothing where they fetch it themselves."""
 
     async def release_weights(self, update: WeightUpdate) -> None:
         """Free what ``publish_weights`` made."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TrainingBatch
-from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.local import LocalDispatch
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -35,55 +32,33 @@ class OddBytes(BaseTextEnv):
         return {"observations": [], "reward": reward, "done": True, "metadata": {}}
 
 
-class LocalDispatch:
-    """One policy worker in a thread of its own; remembers what it was trained on."""
+class RecordingDispatch(LocalDispatch):
+    """Remembers what it was trained on, and lets one look at the weights."""
 
     def __init__(self, cfg: Config) -> None:
-        self._worker = PolicyWorker(cfg, threads=1)
-        self._worker.setup()
+        super().__init__(cfg)
         self.batches: list[TrainingBatch] = []
 
     async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
         self.batches.append(batch)
-        return await asyncio.to_thread(self._worker.update_policy, batch)
-
-    async def policy_logprobs(self, batch: TrainingBatch) -> Any:
-        return await asyncio.to_thread(self._worker.logprobs, batch)
-
-    async def publish_weights(self, version: int) -> WeightUpdate:
-        return WeightUpdate(version, "shared_memory", {"path": self._worker.publish()})
-
-    async def release_weights(self, update: WeightUpdate) -> None:
-        self._worker.release(update.info["path"])
-
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._worker.score(sequences)
-
-    async def save(self, folder: Path) -> None:
-        self._worker.save(str(folder))
-
-    async def load(self, folder: Path) -> None:
-        self._worker.load(str(folder))
-
-    async def stats(self) -> dict[str, float]:
-        return {"busy_s": 0.0}
+        return await super().update_policy(batch)
 
     def score_under(self, weights: dict[str, Any], tokens: list[int]) -> list[float]:
         """Log-probability of each token after the first under these weights."""
         now = self.weights()
         self._put(weights)
         try:
-            return self._worker.score([tokens])[0]
+            return self._policy.score([tokens])[0]
         finally:
             self._put(now)
 
     def _put(self, weights: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, parameter in self._worker.model.named_parameters():
+            for name, parameter in self._policy.model.named_parameters():
                 parameter.copy_(weights[name])
 
     def weights(self) -> dict[str, Any]:
-        return {name: parameter.detach().clone() for name, parameter in self._worker.model.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in self._policy.model.named_parameters()}
 
 
 class Rows:
@@ -101,7 +76,7 @@ class Rows:
 def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -> Config:
     """``steps``: 0 runs all epochs; ``train_length``: most tokens of a response in training."""
     cfg = Config()
-    cfg.trainer.policy.model.path = model
+    cfg.trainer.policy.model.path, cfg.trainer.policy.threads = model, 1
     cfg.trainer.policy.optimizer_config.lr = 1e-2
     cfg.trainer.train_batch_size, cfg.trainer.max_training_steps = 4, steps
     cfg.trainer.eval_before_train, cfg.trainer.eval_interval = False, 2
@@ -131,7 +106,7 @@ class LocalRun:
         tokenizer.chat_template = CHAT
         self.engine = TransformersEngine(EngineConfig(cfg.trainer.policy.model.path, threads=1, max_model_len=64))
         self.client = client([self.engine], 60)
-        self.dispatch, self.tracker = LocalDispatch(cfg), Rows()
+        self.dispatch, self.tracker = RecordingDispatch(cfg), Rows()
         self.trainer = plan.get_trainer(
             cfg=cfg,
             tracker=self.tracker,
@@ -149,5 +124,5 @@ class LocalRun:
         try:
             await self.trainer.train()
         finally:
-            await self.client.shutdown()
+            await asyncio.gather(self.client.shutdown(), self.dispatch.shutdown())
         return self

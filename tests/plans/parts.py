@@ -22,8 +22,8 @@ from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout.prompts import PromptStream
 from skyasync.rollout.types import Prompt, PromptId
+from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
-from tests.virtual_time import run_virtual
 
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer]
 EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, moved by these

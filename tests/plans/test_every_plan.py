@@ -10,17 +10,26 @@ from hypothesis import strategies as st
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
+from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout.types import PromptId
+from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
 from tests.plans.parts import PLANS, make_run, stream
-from tests.virtual_time import run_virtual
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
 
 
 class Broken(Exception):
     pass
+
+
+async def within(coroutine, *, seconds):
+    """Fails if it takes longer."""
+    try:
+        return await coroutine
+    finally:
+        assert asyncio.get_running_loop().time() <= seconds
 
 
 class Recorder(TrainerCallback):
@@ -317,6 +326,21 @@ def test_engines_that_cannot_resume_do_not_hide_why_the_weight_sync_failed(plan)
     with pytest.raises(Broken) as caught:
         run.train()
     assert caught.value is error
+
+
+@pytest.mark.parametrize("plan", [AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer])
+def test_engines_that_are_stuck_do_not_keep_back_why_the_weight_sync_failed(plan):
+    run = make_run(plan, prompts=12)
+    error = run.faults["sync", 2] = Broken("the sender is gone")
+
+    async def never():
+        await asyncio.sleep(1e9)
+
+    run.engines.resume = never
+    with pytest.raises(Broken) as caught:
+        run_virtual(within(run.trainer.train(), seconds=60))
+    assert caught.value is error
+    assert "TimeoutError" in "".join(error.__notes__)
 
 
 @every_plan

@@ -7,8 +7,9 @@ import shutil
 import pytest
 
 from skyasync.errors import UserError
+from skyasync.simulate.clock import run_virtual
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
-from tests.virtual_time import run_virtual, virtual_time
+from tests.virtual_time import virtual_time
 
 
 def state(step=1, **changed):

@@ -11,11 +11,17 @@ from tests.virtual_time import virtual_time
 
 
 class Trainer:
-    def __init__(self, scores=((-1.0, -2.0),)):
+    def __init__(self, scores=((-1.0, -2.0),), seconds=0.0, fault=None):
         self.scores, self.released = [list(s) for s in scores], []
+        self.seconds, self.fault = seconds, fault
 
     async def publish_weights(self, version):
         return WeightUpdate(version, "memory", {"path": "p"})
+
+    async def send_weights(self, update):
+        await asyncio.sleep(self.seconds)
+        if self.fault:
+            raise self.fault
 
     async def release_weights(self, update):
         self.released.append(update.version)
@@ -25,11 +31,13 @@ class Trainer:
 
 
 class Engines:
-    def __init__(self, *scores, fault=None):
-        self.scores, self.fault, self.updates = [[list(s) for s in e] for e in scores], fault, []
+    def __init__(self, *scores, seconds=0.0, fault=None):
+        self.scores, self.updates = [[list(s) for s in e] for e in scores], []
+        self.seconds, self.fault = seconds, fault
 
     async def update_weights(self, update):
         self.updates.append(update)
+        await asyncio.sleep(self.seconds)
         if self.fault:
             raise self.fault
 
@@ -101,9 +109,31 @@ async def test_weights_are_released_after_a_failure_and_cancellation():
     trainer = Trainer()
     with pytest.raises(ConnectionError):
         await sync(trainer, Engines(fault=ConnectionError("engine died"))).sync(1)
+    task = asyncio.create_task(sync(trainer, Engines(seconds=1000.0)).sync(2))
+    await asyncio.sleep(1)
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await sync(trainer, Engines(fault=asyncio.CancelledError())).sync(2)
+        await task
     assert trainer.released == [1, 2]
+
+
+@pytest.mark.parametrize("part", ["sender", "engines"])
+def test_if_sender_and_engines_wait_for_each_other_the_first_failure_of_either_is_raised_at_once(part):
+    """As inside NCCL, where neither knows of the other's end."""
+
+    @virtual_time
+    async def run():
+        error = ConnectionError(part)
+        stuck = {"seconds": 1800.0}
+        trainer = Trainer(**(stuck if part == "engines" else {"fault": error}))
+        engines = Engines(**(stuck if part == "sender" else {"fault": error}))
+        with pytest.raises(ConnectionError) as caught:
+            await sync(trainer, engines).sync(1)
+        assert caught.value is error
+        assert asyncio.get_running_loop().time() == 0
+        assert trainer.released == [1]
+
+    run()
 
 
 @virtual_time

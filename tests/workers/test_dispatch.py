@@ -14,8 +14,9 @@ from ray.util.placement_group import PlacementGroup
 from skyasync.config.schema import Config
 from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.workers.batch import TrainingBatch
-from skyasync.workers.dispatch import RayWorkerDispatch, WorkerPlacement, split_for_ranks
+from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
+from skyasync.workers.ranks import WorkerPlacement, split_for_ranks
 from tests.workers.conftest import config_for, make_batch
 
 

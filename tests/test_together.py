@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from skyasync.plans.together import run_together
+from skyasync.together import run_together
 from tests.virtual_time import virtual_time
 
 

@@ -1,0 +1,38 @@
+"""Paths and names in settings, resolved once, in the program: a cluster's processes work in another folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyasync.errors import UserError
+from skyasync.registry import resolve_reference
+
+
+def absolute_file(source: str) -> str:
+    """An existing file by its absolute path; anything else as it is."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.is_file() else source
+
+
+def model_path(path: str) -> str:
+    """A local folder's absolute path, a hub name as it is, or what ``module:function`` makes.
+
+    Raises:
+        UserError: if no model is named, or a local path has none.
+    """
+    if not path:
+        raise UserError(
+            "trainer.policy.model.path is empty: name a Hugging Face model, a local folder, or module:function"
+        )
+    if ":" in path and not Path(path).exists():
+        return str(resolve_reference(path, kind="trainer.policy.model.path")())
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"trainer.policy.model.path={path!r} is a folder without config.json")
+        return str(folder.resolve())
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(
+            f"trainer.policy.model.path={path!r} is neither a local folder nor a Hugging Face name (owner/name)"
+        )
+    return path

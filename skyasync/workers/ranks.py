@@ -1,0 +1,169 @@
+"""The ranks of one model as Ray actors: called together, failing together.
+
+Invariant: the event loop never waits for Ray, and a rank that fails ends the call with that rank's own traceback: the
+others, which may be stuck in a collective with it, are killed first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from skyasync.config.schema import Config
+from skyasync.workers.base import LOOPBACK, ModelWorker
+from skyasync.workers.batch import TrainingBatch
+
+DEATH_NOTICE_S = 2.0
+"""Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
+
+
+@dataclass(frozen=True)
+class WorkerPlacement:
+    """Where the ranks of one model run: ``ranks`` bundles of a placement group, from ``first_bundle`` on.
+
+    Args:
+        num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share one.
+        threads: CPU threads per rank; 0 takes ``num_cpus``, at least one.
+    """
+
+    group: PlacementGroup
+    ranks: int = 1
+    first_bundle: int = 0
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    threads: int = 0
+
+
+class RankGroup:
+    """The actors of one model. Every call goes to all ranks in the same order, so that collectives line up.
+
+    ``busy_s`` is the wall time with at least one call under way.
+    """
+
+    def __init__(self, worker: type[ModelWorker], cfg: Config, placement: WorkerPlacement, **options: Any) -> None:
+        self.ranks = placement.ranks
+        self._placement = placement
+        self._finished_s = 0.0
+        self._running = 0
+        self._since = 0.0
+        self._failure: BaseException | None = None
+        actor_class = ray.remote(max_restarts=0)(worker)
+        device = "cuda" if placement.num_gpus else "cpu"
+        threads = placement.threads or max(1, int(placement.num_cpus))
+        self._actors: list[Any] = [
+            actor_class.options(
+                num_cpus=placement.num_cpus,
+                num_gpus=placement.num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=placement.group, placement_group_bundle_index=placement.first_bundle + rank
+                ),
+            ).remote(cfg, rank, placement.ranks, device, threads, **options)
+            for rank in range(placement.ranks)
+        ]
+
+    async def start(self) -> None:
+        """Let the ranks find each other and load the model."""
+        if self.ranks == 1:
+            await self.call("setup")
+            return
+        nodes = await self.call("node")
+        host = nodes[0][1] if len({node for node, _ in nodes}) > 1 else LOOPBACK
+        port = await self.call_first("open_rendezvous", host)
+        await self.call("setup", host, port)
+
+    @property
+    def busy_s(self) -> float:
+        return self._finished_s + (time.monotonic() - self._since if self._running else 0.0)
+
+    async def logprobs(self, batch: TrainingBatch) -> Tensor:
+        shards = split_for_ranks(batch, self.ranks)
+        asked = TrainingBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
+        return joined(batch, shards, await self.call_each("logprobs", [asked.select(rows).trim() for rows in shards]))
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """The same call on every rank; results by rank."""
+        return await self._gather([getattr(actor, method).remote(*args) for actor in self._alive()])
+
+    async def call_each(self, method: str, shards: Sequence[TrainingBatch]) -> list[Any]:
+        """One shard per rank; results by rank."""
+        actors = self._alive()
+        puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in shards])
+        return await self._gather([getattr(a, method).remote(p) for a, p in zip(actors, puts, strict=True)])
+
+    async def call_first(self, method: str, *args: Any) -> Any:
+        """A call that needs no other rank."""
+        return (await self._gather([getattr(self._alive()[0], method).remote(*args)]))[0]
+
+    def kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _alive(self) -> list[Any]:
+        if not self._actors:
+            raise RuntimeError("the workers have been stopped") from self._failure
+        return self._actors
+
+    async def _gather(self, references: list[Any]) -> list[Any]:
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            return await self._first_failure_or_all(references)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._finished_s += time.monotonic() - self._since
+
+    async def _first_failure_or_all(self, references: list[Any]) -> list[Any]:
+        tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
+        try:
+            finished, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting and any(task.exception() for task in finished):
+                # A rank whose process died makes the others' collectives fail at once: learn of both.
+                await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
+        finally:
+            # Cancelled: the calls go on in the actors, whose results nobody will ask for.
+            unfinished = [task for task in tasks if not task.done()]
+            for task in unfinished:
+                task.cancel()
+        failures = [failure for task in tasks if task not in unfinished and (failure := task.exception())]
+        if failures:
+            deaths = [failure for failure in failures if isinstance(failure, ray.exceptions.RayActorError)]
+            self._failure = (deaths or failures)[0]
+            self.kill()
+            raise self._failure
+        return [task.result() for task in tasks]
+
+
+def joined(batch: TrainingBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
+    """Per-token values of the shards in the batch's rows, ``[batch, length]``."""
+    result = torch.zeros(batch.tokens.shape)
+    for rows, piece in zip(shards, pieces, strict=True):
+        result[rows, : piece.shape[1]] = piece
+    return result
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def split_for_ranks(batch: TrainingBatch, ranks: int) -> list[Tensor]:
+    """Rows (int64) for each rank: about equally many tokens, samples of a prompt together where possible.
+
+    A rank may get no rows if there are fewer rows than ranks.
+    """
+    order = torch.argsort(batch.group_ids, stable=True)
+    lengths = batch.attention_mask.sum(1)[order]
+    middle = lengths.cumsum(0).double() - lengths / 2
+    rank = (middle * ranks / max(1, int(lengths.sum()))).long().clamp(max=ranks - 1)
+    return [order[rank == r] for r in range(ranks)]
