@@ -119,11 +119,22 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
         if isinstance(error.cause, UserError | SyntaxError):  # Python shows nothing of Ray's kind of SyntaxError
             raise error.cause from None
         raise
+    except KeyboardInterrupt:
+        if experiment.cfg.trainer.ckpt_on_exit:
+            print("stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)")
+        raise
     finally:
-        with contextlib.suppress(Exception):
-            ray.get(controller.stop.remote(), timeout=GRACE_S + 5)
-        ray.kill(controller)
-        release(experiment.placement_name)
+        try:
+            with contextlib.suppress(Exception):
+                ray.get(controller.stop.remote(), timeout=_patience_s(experiment.cfg.trainer))
+        finally:
+            ray.kill(controller)
+            release(experiment.placement_name)
+
+
+def _patience_s(trainer: Any) -> float:
+    """How long the controller may take to stop: its parts' shutdown, and what ``ckpt_on_exit`` finishes before it."""
+    return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit else 0)
 
 
 def _await_process(ray: Any, controller: Any) -> None:

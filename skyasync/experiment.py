@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from skyasync.config.load import dump_config
-from skyasync.config.paths import absolute_file, model_path
+from skyasync.config.paths import absolute_file, model_path, refuse_foreign_checkpoints
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import resolve_reference
@@ -78,17 +78,17 @@ class BasePPOExp:
         from skyasync.engines.client import InferenceClient
         from skyasync.engines.ray_engine import RayEngine
 
-        generator = self.cfg.generator
+        generator, config = self.cfg.generator, self.engine_config()
         engines = [
             RayEngine(
                 self.engine_backend(),
-                replace(self.engine_config(), extra={"engine_index": index}),
+                replace(config, extra={**config.extra, "engine_index": index}),
                 self._placement.options("engines", index),
                 generator.engine_start_timeout_s,
             )
             for index in range(generator.num_inference_engines)
         ]
-        return InferenceClient(engines, generator.request_timeout_s)
+        return InferenceClient(engines, generator.request_timeout_s, self.get_tokenizer())
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What turns prompts into trajectories."""
@@ -168,21 +168,12 @@ class BasePPOExp:
         for name in ("ckpt_path", "export_path"):
             if getattr(trainer, name):
                 setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
-        self._refuse_foreign_checkpoints()
+        refuse_foreign_checkpoints(trainer)
         for name in ("train_data", "val_data"):
             setattr(self.cfg.data, name, [absolute_file(source) for source in getattr(self.cfg.data, name)])
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
-
-    def _refuse_foreign_checkpoints(self) -> None:
-        trainer = self.cfg.trainer
-        fresh = trainer.resume_mode == "none" and trainer.ckpt_interval
-        if fresh and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
-            raise UserError(
-                f"trainer.ckpt_path={trainer.ckpt_path} holds another run's checkpoints, which this one would replace: "
-                f"set trainer.resume_mode=latest to go on with them, or choose another folder"
-            )
 
     def build(self) -> RayPPOTrainer:
         """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
@@ -260,7 +251,18 @@ class BasePPOExp:
             kv_cache_gb=generator.kv_cache_gb,
             seed=trainer.seed,
             weight_sync_backend=self.weight_sync_backend(),
+            extra={"sleep_mode": self.engines_sleep()},
         )
+
+    def engines_sleep(self) -> bool:
+        """Whether the engines give their devices away while the policy is trained."""
+        colocated = self.cfg.trainer.placement.colocate_all
+        if colocated and not self.gpus and self.engine_backend() == "vllm":
+            raise UserError(
+                "trainer.placement.colocate_all=true puts engines to sleep during training, which vLLM cannot do on a "
+                "CPU: set generator.backend=transformers, or trainer.placement.colocate_all=false"
+            )
+        return colocated
 
     def weight_sync_backend(self) -> str:
         backend = self.cfg.generator.weight_sync_backend

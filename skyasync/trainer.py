@@ -8,13 +8,14 @@ takes its time from the event loop, so it runs on a cluster, in one process and 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
+from skyasync.handover import HandOver
 from skyasync.learning import Learning
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.usage import UsageMeter
@@ -24,12 +25,12 @@ from skyasync.rollout.gate import Gate
 from skyasync.rollout.metrics import rollout_metrics, sample_records, staleness_metrics
 from skyasync.rollout.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
-from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Rollout
+from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
 from skyasync.state.saving import Saving
 
 
-class RayPPOTrainer(Learning, Saving):
+class RayPPOTrainer(Learning, HandOver, Saving):
     """Generate, train, sync, one after the other: every sample is from the newest policy.
 
     | who waits      | for what                      | woken by                          |
@@ -147,7 +148,8 @@ class RayPPOTrainer(Learning, Saving):
         """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened."""
         async with afterwards(self._close):
             await self._begin()
-            yield
+            async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
+                yield
             self.phase_name = "finishing"
             if self.cfg.trainer.export_path:
                 async with self._limited("export"):
@@ -167,7 +169,7 @@ class RayPPOTrainer(Learning, Saving):
         async with self.gate.entered():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
-                output: GeneratorOutput = await self.generator.generate(train_request(prompts, self.cfg.generator))
+                output = await self._play("generation", train_request(prompts, self.cfg.generator))
         groups = groups_from_output(output, prompts, version, self.cfg.generator.n_samples_per_prompt)
         return groups, metrics | (output.get("rollout_metrics") or {})
 
@@ -180,46 +182,26 @@ class RayPPOTrainer(Learning, Saving):
         """Groups to advantages to one or more updates; the policy is then one step newer."""
         self._metrics |= rollout.metrics | staleness_metrics(rollout.groups, self.global_step)
         with self.timed("train", self._metrics):
-            async with self._limited("update"):
-                groups = self.filter_groups(rollout.groups)
-                if groups:
-                    await self.learn_from(groups)
+            await self.make_way_for_training()
+            await self.whole(self._advance(rollout))
+        return self._metrics
+
+    async def _advance(self, rollout: Rollout) -> None:
+        async with self._limited("update"):
+            groups = self.filter_groups(rollout.groups)
+            if groups:
+                await self.learn_from(groups)
         self.global_step += 1
         self.position, self.ahead = rollout.position, rollout.ahead
         self._trained_samples = sum(len(group.trajectories) for group in rollout.groups)
         self._save_samples(rollout.groups)
-        return self._metrics
-
-    async def sync_policy_weights_to_inference_engines(self) -> None:
-        """Hand the newest weights to engines that are idle."""
-        async with self._syncing():
-            await self.weight_sync.sync(self.global_step)
-
-    async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        """Hand the newest weights to engines that are busy; ``partial_rollout`` says what is in flight meanwhile."""
-        client, partial_rollout = self.inference_engine_client, self.cfg.trainer.partial_rollout
-        if partial_rollout == "wait":
-            async with self.without_rollouts():
-                return await self.sync_policy_weights_to_inference_engines()
-        async with self._syncing():
-            await (client.cut() if partial_rollout == "recompute" else client.pause("keep"))
-            async with afterwards(client.resume):
-                await self.weight_sync.sync(self.global_step)
-
-    @asynccontextmanager
-    async def _syncing(self) -> AsyncIterator[None]:
-        """Around a hand-over of weights; behind it, when the engines compute again, it is verified."""
-        with self.timed("sync", self._metrics):
-            async with self._limited("weight sync"):
-                yield
-                self.policy_version = self.global_step
-                self._metrics |= await self.weight_sync.verify(self.global_step)
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, save, log, call back: the same in every plan."""
         self._metrics |= status  # a plan's status may be a copy
         status, is_last = self._metrics, self.global_step >= self.total_steps
-        status |= await self._usage.lap(self._now() - self._step_started, self._trained_samples)
+        async with self._limited("report of the engines"):
+            status |= await self._usage.lap(self._now() - self._step_started, self._trained_samples)
         if self._due(self.cfg.trainer.eval_interval) or is_last:
             status |= await self.evaluate()
         self._tell("on_step_end", status)
@@ -240,7 +222,7 @@ class RayPPOTrainer(Learning, Saving):
             with self.timed("eval", metrics, track="evaluation"):
                 for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
                     prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
-                    output = await self.generator.generate(eval_request(prompts, self.cfg.generator))
+                    output = await self._play("evaluation", eval_request(prompts, self.cfg.generator))
                     samples = self.cfg.generator.eval_n_samples_per_prompt
                     groups += groups_from_output(output, prompts, self.policy_version, samples)
         found = rollout_metrics(groups)
@@ -255,16 +237,12 @@ class RayPPOTrainer(Learning, Saving):
         """Change trajectories or their rewards before anything is computed from them."""
         return groups
 
-    # ---------------------------------------------------------------- for plans and steps
-
-    @asynccontextmanager
-    async def without_rollouts(self) -> AsyncIterator[None]:
-        """Let rollouts in flight end and none begin, for as long as the block takes."""
-        async with AsyncExitStack() as stack:
-            await self.waiting("rollouts", stack.enter_async_context(self.gate.closed()))
-            yield
-
     # ---------------------------------------------------------------- details
+
+    async def _play(self, what: str, request: GeneratorInput) -> GeneratorOutput:
+        self.check_awake()
+        async with self._limited(what):
+            return await self.generator.generate(request)
 
     async def _close(self) -> None:
         try:

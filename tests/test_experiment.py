@@ -103,6 +103,21 @@ def test_the_plan_is_chosen_by_name_or_reference(plan, name):
     assert (trainer if name == "mine" else type(trainer).__name__) == name
 
 
+def test_sleeping_engines_are_refused_where_vllm_cannot_sleep():
+    cfg = Config()
+    cfg.trainer.placement.colocate_all = True
+    experiment = BasePPOExp(cfg)
+    cfg.generator.backend = "vllm"
+    with pytest.raises(UserError, match=r"colocate_all=true.*generator\.backend=transformers"):
+        experiment.engine_config()
+    experiment.gpus = True
+    assert experiment.engine_config().extra == {"sleep_mode": True}
+    cfg.generator.backend, experiment.gpus = "transformers", False
+    assert experiment.engine_config().extra == {"sleep_mode": True}
+    cfg.trainer.placement.colocate_all = False
+    assert experiment.engine_config().extra == {"sleep_mode": False}
+
+
 def test_an_unknown_plan_is_refused_with_the_nearest():
     cfg = Config()
     cfg.trainer.plan = "one_step"

@@ -117,6 +117,10 @@ class TrainerConfig:
     eval_interval: int = key(5, "Evaluate every so many steps; 0 only at the end.", low=0)
     eval_before_train: bool = key(True, "Evaluate the starting policy.")
     ckpt_interval: int = key(0, "Save a checkpoint every so many steps; 0 saves none.", low=0)
+    ckpt_on_exit: bool = key(
+        False,
+        "Save one however the run ends (Ctrl-C, an error); an update under way is finished first.",
+    )
     ckpt_keep: int = key(2, "Newest checkpoints to keep; 0 keeps all.", low=0)
     ckpt_path: str = key("", "Folder of the checkpoints; empty is <run folder>/checkpoints.", open_ended=True)
     resume_mode: str = key(

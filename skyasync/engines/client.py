@@ -6,7 +6,8 @@ one turn of the event loop travel to their engine in one message.
 
 A request that ``cut`` has ended early is continued here: prompt and tokens so far are sent as a new request,
 which the engines start under whatever weights they have after ``resume``. Its caller sees one answer, with the
-pieces' tokens, log-probabilities and versions joined.
+pieces' tokens, log-probabilities and versions joined. A stop string that begins in one piece and ends in the next is
+seen by no engine: the client finds it, and drops what was made behind it.
 
 | who waits                | for what                      | woken by                                   |
 |--------------------------|-------------------------------|--------------------------------------------|
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyasync.engines.protocol import (
     EngineStats,
@@ -28,7 +29,11 @@ from skyasync.engines.protocol import (
     InferenceEngine,
     PauseMode,
 )
+from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from skyasync.engines.stop_strings import StopStrings
 
 REMEMBERED_SESSIONS = 65_536  # those used last; a conversation between two turns has no request in flight
 
@@ -39,13 +44,18 @@ class InferenceClient:
     Args:
         engines: at least one; they hold the same weights.
         request_timeout_s: how long a request may go unanswered, pauses of the engines included.
+        tokenizer: the model's; needed where requests with stop strings are cut.
     """
 
-    def __init__(self, engines: Sequence[InferenceEngine], request_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, engines: Sequence[InferenceEngine], request_timeout_s: float = 600.0, tokenizer: Any = None
+    ) -> None:
         if not engines:
             raise ValueError("an inference client needs at least one engine")
         self.engines = list(engines)
         self.request_timeout_s = request_timeout_s
+        self._tokenizer = tokenizer
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._in_flight = [0] * len(engines)
         self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
         self._outbox: dict[int, list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]] = {}
@@ -67,9 +77,35 @@ class InferenceClient:
         answer = await self._piece(request, request.request_id)
         while answer.finish_reason == "abort" and answer.request_id in self._cut:
             self._cut.discard(answer.request_id)
-            answer = join(answer, await self._piece(continuation(request, answer), request.request_id))
+            more = await self._piece(continuation(request, answer), request.request_id)
+            answer = self._ended(request, join(answer, more), seen=len(answer.token_ids))
         self._cut.discard(answer.request_id)
         return replace(answer, request_id=request.request_id)
+
+    def _ended(self, request: GenerationRequest, answer: GenerationOutput, seen: int) -> GenerationOutput:
+        """The answer up to the first stop string that ends behind its ``seen`` tokens."""
+        sampling = request.sampling
+        for count in range(max(seen, sampling.min_tokens) + 1, len(answer.token_ids) + 1 if sampling.stop else 0):
+            if self._stops(request).completed_by_last(answer.token_ids[:count]):
+                return GenerationOutput(
+                    answer.request_id,
+                    answer.token_ids[:count],
+                    answer.logprobs[:count],
+                    answer.versions[:count],
+                    "stop",
+                )
+        return answer
+
+    def _stops(self, request: GenerationRequest) -> StopStrings:
+        from skyasync.engines.stop_strings import StopStrings
+
+        if self._tokenizer is None:
+            raise UserError(
+                f"request {request.request_id} has stop strings and was cut by a weight sync: the inference client "
+                f"needs the model's tokenizer to find one that spans the cut, or set trainer.partial_rollout=keep"
+            )
+        strings = request.sampling.stop
+        return self._stop_strings.setdefault(strings, StopStrings(self._tokenizer, strings))
 
     async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
         """What an engine answers to a request or to its continuation."""
@@ -129,9 +165,10 @@ class InferenceClient:
         return await self._everywhere(lambda engine: engine.stats())
 
     async def shutdown(self) -> None:
-        for task in self._carriers:
+        carriers = list(self._carriers)
+        for task in carriers:
             task.cancel()
-        await asyncio.gather(*(engine.shutdown() for engine in self.engines), return_exceptions=True)
+        await asyncio.gather(*carriers, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
 
     async def _everywhere(self, call: Callable[[InferenceEngine], Awaitable[Any]]) -> list[Any]:
         return list(await asyncio.gather(*(call(engine) for engine in self.engines)))

@@ -96,7 +96,9 @@ def make_trainer(cfg: SimulationConfig, plan: type[Any]) -> Any:
     """The plan with all its parts, on the running (virtual) event loop. Takes ``cfg`` over."""
     settings, generator = cfg.simulate, cfg.generator
     cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
-    cfg.trainer.save_samples, cfg.trainer.resume_mode, cfg.trainer.ckpt_interval = 0, "none", 0
+    cfg.trainer.save_samples, cfg.trainer.resume_mode = 0, "none"
+    cfg.trainer.ckpt_interval, cfg.trainer.ckpt_on_exit = 0, False
+    cfg.trainer.placement.colocate_all = False  # virtual devices are no shared ones
     client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in range(generator.num_inference_engines)])
     trainer = simulated(plan).get_trainer(
         cfg=cfg,

@@ -104,6 +104,8 @@ class PolicyWorker(ModelWorker):
             raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
         metrics["grad_norm"] = self._clip()
         metrics["lr"] = self._step()
+        if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the engine that wakes on this GPU
         return metrics
 
     def update_shard(self, batch: TrainingBatch) -> tuple[dict[str, float], Tensor | None]:

@@ -76,6 +76,12 @@ def test_an_uncorrected_asynchronous_run_has_ways_out(way_out: str) -> None:
     load_config([*UNCORRECTED, way_out])
 
 
+def test_sharing_devices_is_for_plans_that_take_turns() -> None:
+    load_config(["trainer.placement.colocate_all=true"])
+    with pytest.raises(ConfigError, match="colocate_all"):
+        load_config(["trainer.placement.colocate_all=true", "trainer.plan=fully_async", "trainer.max_staleness=0"])
+
+
 def test_a_synchronous_run_needs_no_correction() -> None:
     load_config(["trainer.algorithm.off_policy_correction=none"])
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyasync.engines.client import InferenceClient, continuation
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
@@ -91,6 +92,32 @@ async def test_requests_made_while_cut_start_after_resume(client: InferenceClien
     assert not task.done()
     await client.resume()
     assert len((await task).token_ids) == LENGTH
+
+
+async def test_a_stop_string_that_spans_cuts_ends_the_response_where_it_would_without_them(
+    client: InferenceClient, untied_model: str
+) -> None:
+    """Greedy, so that the same tokens come again; each response has 24 characters of its own as its stop string."""
+    tokenizer = client._tokenizer = AutoTokenizer.from_pretrained(untied_model)
+    greedy = SamplingParams(max_tokens=LENGTH, min_tokens=40, ignore_eos=True, temperature=0.0)
+    prompts = {f"s{i}": [1 + i, 2, 3 + i] for i in range(16)}
+    free = await asyncio.gather(*(client.generate(GenerationRequest(n, p, greedy)) for n, p in prompts.items()))
+    stops = [tokenizer.decode(answer.token_ids[50 : 50 + 24]) for answer in free]
+    asked = [
+        GenerationRequest(name, prompt, replace(greedy, stop=(stop,)))
+        for (name, prompt), stop in zip(prompts.items(), stops, strict=True)
+    ]
+    whole = await asyncio.gather(*map(client.generate, asked))
+    assert any(40 < len(answer.token_ids) < LENGTH for answer in whole)
+    before, tasks = (await client.stats())[0].generated_tokens, [asyncio.create_task(client.generate(r)) for r in asked]
+    for cut in range(1, 12):
+        await until_all_run(client, before + cut * 6 * len(asked))
+        await client.cut()
+        await client.resume()
+    for answer, expected in zip(await asyncio.gather(*tasks), whole, strict=True):
+        assert (answer.token_ids, answer.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert len(answer.versions) == len(answer.token_ids)
 
 
 def test_a_continuation_asks_for_what_is_missing_under_a_stream_of_its_own() -> None:

@@ -90,6 +90,12 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
     return cfg
 
 
+def without_times(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """What does not depend on the clock, nor is known to one plan alone."""
+    foreign = ("time/", "idle/", "throughput/", "rollout/")
+    return {step: {k: v for k, v in row.items() if not k.startswith(foreign)} for step, row in rows.items()}
+
+
 def prompts(count: int) -> list[Prompt]:
     env = f"{__name__}:OddBytes"
     return [

@@ -16,7 +16,7 @@ from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout.types import Group, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config
+from tests.plans.local_run import LocalRun, config, without_times
 
 EVERY_PARTIAL_ROLLOUT = pytest.mark.parametrize("partial_rollout", ["keep", "recompute", "wait"])
 
@@ -48,12 +48,6 @@ class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
 
 
 class RememberingSync(Memory): ...
-
-
-def without_times(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """What does not depend on the clock, nor is known to one plan alone."""
-    foreign = ("time/", "idle/", "throughput/", "rollout/")
-    return {step: {k: v for k, v in row.items() if not k.startswith(foreign)} for step, row in rows.items()}
 
 
 # ---------------------------------------------------------------- the synchronous plan as a limit
