@@ -68,9 +68,9 @@ class Learning(Phases):
 
     async def learn_from(self, groups: list[Group]) -> None:
         """The tensor part of ``train_on``, which a simulation replaces."""
-        from skyasync.rollout.collate import collate
+        from skyasync.rollout.collate import collate_in_turns
 
-        batch = await self._with_logprobs(collate(groups))
+        batch = await self._with_logprobs(await collate_in_turns(groups))
         batch = self.apply_reward_kl_penalty(batch)
         batch = self.compute_advantages_and_returns(batch)
         await self._update(batch)

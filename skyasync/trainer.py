@@ -197,7 +197,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         self._save_samples(rollout.groups)
 
     async def end_step(self, status: Metrics) -> None:
-        """Evaluate, save, log, call back: the same in every plan."""
+        """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
         self._metrics |= status  # a plan's status may be a copy
         status, is_last = self._metrics, self.global_step >= self.total_steps
         async with self._limited("report of the engines"):
@@ -205,10 +205,10 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         if self._due(self.cfg.trainer.eval_interval) or is_last:
             status |= await self.evaluate()
         self._tell("on_step_end", status)
-        self.tracker.log(status, step=self.global_step)
-        self.last_metrics, self._metrics = {**self.last_metrics, **status}, {}
         if self._due(self.cfg.trainer.ckpt_interval) or (is_last and self.cfg.trainer.ckpt_interval):
             await self.save_checkpoint()
+        self.tracker.log(status, step=self.global_step)
+        self.last_metrics, self._metrics = {**self.last_metrics, **status}, {}
         self.phase_name, self._step, self._step_started = "training", self.global_step + 1, self._now()
 
     async def evaluate(self) -> Metrics:

@@ -200,6 +200,12 @@ def _check_lengths(cfg: Config) -> Iterator[str]:
 
 def _check_algorithm(cfg: Config) -> Iterator[str]:
     algorithm, samples = cfg.trainer.algorithm, cfg.generator.n_samples_per_prompt
+    if algorithm.advantage_estimator == "gae":
+        preset = f" (trainer.algorithm.preset={algorithm.preset})" if algorithm.preset == "ppo" else ""
+        yield (
+            f"trainer.algorithm.advantage_estimator=gae{preset} needs a critic, and there is none yet: choose an "
+            f"estimator without one, trainer.algorithm.advantage_estimator=reinforce++ (no groups) or grpo"
+        )
     if samples == 1 and algorithm.advantage_estimator in GROUP_ESTIMATORS:
         yield (
             f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="

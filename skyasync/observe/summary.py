@@ -104,12 +104,18 @@ def limit(summary: Summary) -> str:
     if engines is None:
         verdict = "generation" if trainer > 0.5 else "training"
         return f"{verdict} is the bottleneck: the trainer waited {trainer:.0%} of the time"
-    return _weigh(trainer, engines)
+    return _weigh(trainer, engines, overlapping=waited is not None)
 
 
-def _weigh(trainer: float, engines: float) -> str:
+def _weigh(trainer: float, engines: float, *, overlapping: bool) -> str:
+    """``overlapping``: the plan lets both work at once, since its trainer waits for data."""
     idle = f"the trainer waited {trainer:.0%} of the time, the engines {engines:.0%}"
     if trainer + engines >= 0.9:
+        if overlapping:
+            return (
+                f"trainer and engines mostly wait for each other, though the plan lets them overlap: {idle}; generating "
+                f"further ahead (trainer.max_staleness, trainer.async_queue_size) would help"
+            )
         longer = "training" if engines > trainer else "generation"
         return f"trainer and engines take turns, {longer} longer: {idle}; an asynchronous plan would overlap them"
     if abs(trainer - engines) < BALANCED:

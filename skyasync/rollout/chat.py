@@ -6,6 +6,7 @@ tokenised on its own, framed by the chat template as it would be after an assist
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from skyasync.envs.base import Conversation
@@ -19,12 +20,12 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._cache: dict[tuple[tuple[tuple[str, str], ...], ...], list[int]] = {}
+        self._cache: dict[str, list[int]] = {}  # by the conversation as JSON
         self._ends: int | None = None  # end-of-message tokens up to the end of the model's message in _BEFORE
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """The tokens that the model continues: the conversation and the opening of its own message."""
-        key = tuple(tuple(sorted(message.items())) for message in conversation)
+        key = json.dumps(conversation, sort_keys=True, default=repr)
         if key not in self._cache:
             if len(self._cache) > 8192:
                 self._cache.clear()
@@ -55,9 +56,24 @@ class ChatTokenizer:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _frame(self, conversation: Conversation, *, generation: bool) -> list[int]:
+        messages = [
+            {**m, "content": _as_text(m["content"])} if isinstance(m.get("content"), list) else m for m in conversation
+        ]
         return self.tokenizer.apply_chat_template(
-            conversation, tokenize=True, add_generation_prompt=generation, return_dict=False
+            messages, tokenize=True, add_generation_prompt=generation, return_dict=False
         )
+
+
+def _as_text(content: list[Any]) -> str:
+    """OpenAI's list of content parts as the text they make together, which is what templates expect.
+
+    Raises:
+        UserError: for a part that is not text.
+    """
+    kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
+    if other := sorted({kind for kind in kinds if kind != "text"}):
+        raise UserError(f"a message's content has parts of type {', '.join(other)}: only parts of type text can be read")
+    return "".join(part["text"] for part in content)
 
 
 def _behind(tokens: list[int], end: int, count: int) -> list[int]:

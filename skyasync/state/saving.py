@@ -60,7 +60,7 @@ class Saving(Phases):
             return None
         guards, ahead = (self.cfg.trainer.seed, self.dataset_size), sorted(self.ahead)
         state = TrainState(self.global_step, self.position, *guards, self.kl_controller.value, ahead)
-        with self.timed("checkpoint", {}):
+        with self.timed("checkpoint", self._metrics):
             async with self._limited("checkpoint"):
                 folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
         self._saved_step = self.global_step

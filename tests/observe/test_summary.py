@@ -72,6 +72,12 @@ def test_phases_are_means_over_all_steps_longest_first():
             "an asynchronous plan would overlap them",
         ),
         (
+            {"idle__trainer": 0.6, "idle__engines": 0.4, "time__wait_data_s": 1.0},
+            "trainer and engines mostly wait for each other, though the plan lets them overlap: the trainer waited 60% "
+            "of the time, the engines 40%; generating further ahead (trainer.max_staleness, trainer.async_queue_size) "
+            "would help",
+        ),
+        (
             {"time__wait_generation_s": 1.0, "time__wait_data_s": 0.2, "idle__engines": 0.1},
             "generation is the bottleneck: the trainer waited 60% of the time, the engines 10%; "
             "more devices for engines would help",

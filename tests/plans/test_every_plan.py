@@ -225,6 +225,12 @@ def test_the_last_checkpoint_is_numbered_with_the_last_step(plan, tmp_path):
 
 
 @every_plan
+def test_the_time_of_a_checkpoint_is_logged_at_its_step(plan, tmp_path):
+    run = make_run(plan, prompts=16, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=2).train()
+    assert sorted(run.tracker.of("time/checkpoint_s")) == [2, 4]
+
+
+@every_plan
 def test_no_checkpoint_is_written_unless_asked_for(plan, tmp_path):
     make_run(plan, prompts=8, trainer__ckpt_path=str(tmp_path)).train()
     assert not list(tmp_path.iterdir())

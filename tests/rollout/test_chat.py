@@ -36,6 +36,19 @@ def test_a_prompt_ends_where_the_model_begins_to_write():
     assert tokenizer().decode(found) == "<|im_start|>user\nadd 2 and 3<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_content_parts_are_the_text_they_make_together():
+    parts = [{"type": "text", "text": "add 2 "}, {"type": "text", "text": "and 3"}]
+    found = chat()
+    assert found.prompt([user(parts)]) == found.prompt([user("add 2 and 3")])
+    end = [tokenizer().eos_token_id]
+    assert found.observation([user(parts)], end) == found.observation([user("add 2 and 3")], end)
+
+
+def test_a_content_part_that_is_no_text_is_named():
+    with pytest.raises(UserError, match="parts of type image_url: only parts of type text"):
+        chat().prompt([user([{"type": "image_url", "image_url": {"url": "x"}}])])
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=3), st.text(max_size=12))
 def test_prompt_actions_and_observations_in_a_row_are_the_conversation_as_the_template_frames_it(answers, reply):

@@ -1,12 +1,20 @@
 """Trajectories to tensors: aligned with the tokens, padded on the right."""
 
+import asyncio
+
 import torch
 from hypothesis import given
 
+<<<<<<< HEAD
 from skyasync.rollout.collate import collate
 from skyasync.rollout.types import Group, Segment, Trajectory
+=======
+from skyasync.rollout.collate import collate, collate_in_turns
+from skyasync.rollout.types import Group, Segment
+>>>>>>> 3e03174 (A checkpoint's time is logged; gae is refused at once; content parts in chats; collate gives way to other tasks; summary of overlapping plans)
 from tests.rollout.episodes import action, prompt, trajectory
 from tests.rollout.test_convert import groups
+from tests.virtual_time import virtual_time
 
 
 def batch():
@@ -19,6 +27,23 @@ def batch():
         ],
         pad_token_id=77,
     )
+
+
+@virtual_time
+async def test_other_tasks_have_their_turn_after_each_group():
+    turns = []
+
+    async def other():
+        while True:
+            turns.append(0)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    groups = [Group(prompt(i), [trajectory(action([3, 4], 1.0))]) for i in range(5)]
+    found = await collate_in_turns(groups)
+    task.cancel()
+    assert len(turns) == 5
+    assert torch.equal(found.tokens, collate(groups).tokens)
 
 
 def test_every_column_belongs_to_its_token():
