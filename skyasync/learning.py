@@ -8,6 +8,7 @@ the update), current (with gradient). A simulation replaces ``learn_from`` and n
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
@@ -38,6 +39,32 @@ class Learning(Phases):
 
         keep = group_filter(self.cfg.trainer.algorithm)
         return [group for group in groups if keep(group.rewards)]
+
+    def drop_truncated(self, groups: list[Group]) -> list[Group]:
+        """The groups without trajectories that did not end by themselves, if ``truncated_responses=drop``."""
+        if self.cfg.trainer.algorithm.truncated_responses != "drop":
+            return groups
+        kept = [replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"]) for g in groups]
+        dropped = sum(len(group.trajectories) for group in groups) - sum(len(group.trajectories) for group in kept)
+        self._metrics["response/dropped"] = float(dropped)
+        return [group for group in kept if group.trajectories]
+
+    def shape_rewards(self, batch: TrainingBatch) -> TrainingBatch:
+        """Truncation, length penalty, scale, clip, normalisation; truncated responses leave the loss, if asked for."""
+        from skyasync.algorithms.shaping import overlong_filter, shape_rewards
+
+        assert batch.rewards is not None and batch.truncated is not None
+        algorithm, before = self.cfg.trainer.algorithm, batch.rewards
+        batch.rewards = shape_rewards(
+            algorithm, before, batch.loss_mask, truncated=batch.truncated, group_ids=batch.group_ids,
+            trajectory_ids=batch.trajectory_ids,
+        )  # fmt: skip
+        if batch.rewards is not before:
+            rows = len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
+            self._metrics["reward/shaped_mean"] = float(batch.rewards.sum()) / rows
+        if algorithm.truncated_responses == "mask":
+            batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated)
+        return batch
 
     def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
         """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
@@ -70,7 +97,8 @@ class Learning(Phases):
         """The tensor part of ``train_on``, which a simulation replaces."""
         from skyasync.rollout.collate import collate_in_turns
 
-        batch = await self._with_logprobs(await collate_in_turns(groups))
+        batch = self.shape_rewards(await collate_in_turns(groups))
+        batch = await self._with_logprobs(batch)
         batch = self.apply_reward_kl_penalty(batch)
         batch = self.compute_advantages_and_returns(batch)
         await self._update(batch)

@@ -188,7 +188,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     async def _advance(self, rollout: Rollout) -> None:
         async with self._limited("update"):
-            groups = self.filter_groups(rollout.groups)
+            groups = self.drop_truncated(self.filter_groups(rollout.groups))
             if groups:
                 await self.learn_from(groups)
         self.global_step += 1

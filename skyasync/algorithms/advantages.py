@@ -19,17 +19,16 @@ from skyasync.algorithms.masked import whiten
 from skyasync.algorithms.normalization import Pools, normalize
 from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.returns import discounted_returns, gae
-from skyasync.algorithms.shaping import shape_rewards
 
 Estimate = tuple[Tensor, Tensor]
 
 
 def compute_advantages(cfg: Any, rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None = None,
                        trajectory_ids: Tensor | None = None) -> Estimate:  # fmt: skip
-    """Shape the rewards, estimate, then whiten and clip, all as ``cfg`` says.
+    """Estimate, then whiten and clip, all as ``cfg`` says.
 
     Args:
-        rewards: ``[batch, length]``, KL penalty already subtracted if there is one.
+        rewards: ``[batch, length]``, shaped (``shape_rewards``), KL penalty already subtracted if there is one.
         values: the critic's ``[batch, length]``; needed by "gae" only.
         trajectory_ids: ``[batch]``; rows that share one are laid end to end and estimated as one sample.
 
@@ -44,7 +43,6 @@ def compute_advantages(cfg: Any, rewards: Tensor, mask: Tensor, group_ids: Tenso
     estimator = bind(ADVANTAGE_ESTIMATORS[cfg.advantage_estimator], cfg)
     if "values" in estimator.inputs and values is None:
         raise ValueError(f"advantage estimator {cfg.advantage_estimator!r} needs a critic's values")
-    rewards = shape_rewards(cfg, rewards, mask)
     advantages, returns = estimator({"rewards": rewards, "mask": mask, "group_ids": group_ids, "values": values})
     if setting(cfg, "advantage_batch_normalize", False):
         advantages = whiten(advantages, mask)

@@ -1,7 +1,7 @@
-"""What happens to rewards before they become advantages: scale, clip, length penalties.
+"""What happens to rewards before they become advantages: truncation, length penalties, scale, clip, normalisation.
 
-Invariant: a penalty is put on the last loss token of its sample, so that a sample's score is the shaped reward and
-discounting sees it at the end.
+Invariant: a change is put on the last loss token of its sample, so that a sample's score is the shaped reward and
+discounting sees it at the end. Shaping sees what the environment gave: a KL penalty is subtracted after it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,51 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.binding import setting
+from skyasync.algorithms.end_to_end import EndToEnd
+from skyasync.algorithms.normalization import normalize
 
 
-def shape_rewards(cfg: Any, rewards: Tensor, mask: Tensor) -> Tensor:
-    """Apply ``overlong_buffer``, ``reward_bias``, ``reward_scale`` and ``reward_clip`` to token rewards, in that order.
+def shape_rewards(cfg: Any, rewards: Tensor, mask: Tensor, *, truncated: Tensor | None = None,
+                  group_ids: Tensor | None = None, trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Token rewards ``[batch, length]`` with every sample's score shaped; the very same tensor if nothing is asked for.
 
-    Scale, bias and clip act on a sample's score; the difference is put on its last loss token.
+    In this order: ``truncated_responses=zero`` or ``stop_properly_penalty_coef``, ``overlong_buffer``,
+    ``reward_bias``, ``reward_scale``, ``reward_clip``, ``reward_normalization``.
+
+    Args:
+        mask: loss tokens; their number is a sample's length.
+        truncated: bool ``[batch]``, the response did not end by itself; needed by the first two.
+        group_ids: ``[batch]``, needed by the last.
+        trajectory_ids: ``[batch]``; rows that share one are one sample.
     """
-    buffer = setting(cfg, "overlong_buffer.len", 0)
-    change = torch.zeros_like(rewards[:, 0])
-    if buffer:
-        factor = setting(cfg, "overlong_buffer.penalty_factor", 1.0)
-        change = overlong_penalty(mask.sum(1), setting(cfg, "overlong_buffer.max_len", 0), buffer, factor=factor)
-    bias, scale, clip = (setting(cfg, f"reward_{k}", d) for k, d in (("bias", 0.0), ("scale", 1.0), ("clip", 0.0)))
+    if trajectory_ids is not None:
+        samples = EndToEnd(trajectory_ids)
+        per_sample = [None if x is None else samples.first(x) for x in (truncated, group_ids)]
+        shaped = shape_rewards(
+            cfg, samples.join(rewards), samples.join(mask), truncated=per_sample[0], group_ids=per_sample[1]
+        )
+        return samples.split(shaped)
     score = rewards.sum(1)
-    shaped = scale_and_clip(score + change, bias=bias, scale=scale, clip=clip)
-    if not buffer and (bias, scale, clip) == (0.0, 1.0, 0.0):
-        return rewards
-    return add_at_end(rewards, shaped - score, mask)
+    shaped = _score(cfg, score, mask.sum(1), truncated, group_ids)
+    return rewards if shaped is score else add_at_end(rewards, shaped - score, mask)
+
+
+def _score(cfg: Any, score: Tensor, lengths: Tensor, truncated: Tensor | None, group_ids: Tensor | None) -> Tensor:
+    """The shaped scores ``[batch]``; ``score`` itself where nothing is asked for."""
+    coef = 0.0 if setting(cfg, "truncated_responses", "train") == "zero" else None
+    coef = setting(cfg, "stop_properly_penalty_coef", 1.0) if coef is None else coef
+    if coef != 1.0 and truncated is not None:
+        score = stop_properly_penalty(score, truncated, coef)
+    if buffer := setting(cfg, "overlong_buffer.len", 0):
+        factor = setting(cfg, "overlong_buffer.penalty_factor", 1.0)
+        score = score + overlong_penalty(lengths, setting(cfg, "overlong_buffer.max_len", 0), buffer, factor=factor)
+    bias, scale, clip = (setting(cfg, f"reward_{k}", d) for k, d in (("bias", 0.0), ("scale", 1.0), ("clip", 0.0)))
+    if (bias, scale, clip) != (0.0, 1.0, 0.0):
+        score = scale_and_clip(score, bias=bias, scale=scale, clip=clip)
+    pool = setting(cfg, "reward_normalization", "none")
+    if pool != "none" and group_ids is not None:
+        score = normalize(score, group_ids, mean=pool, std=pool)
+    return score
 
 
 def scale_and_clip(scores: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float = 0.0) -> Tensor:
@@ -71,10 +98,15 @@ def stop_properly_penalty(scores: Tensor, truncated: Tensor, coef: float) -> Ten
     return torch.where(truncated, scores * coef if coef >= 0 else torch.full_like(scores, coef), scores)
 
 
-def overlong_filter(mask: Tensor, stop_reasons: Sequence[str]) -> Tensor:
-    """The mask without samples that did not stop by themselves. Source: DAPO; SkyRL ``apply_overlong_filtering``."""
-    stopped = torch.tensor([reason == "stop" for reason in stop_reasons], device=mask.device)
-    return mask & stopped.unsqueeze(1)
+def overlong_filter(mask: Tensor, stop_reasons: Sequence[str] | Tensor) -> Tensor:
+    """The mask without samples that did not stop by themselves. Source: DAPO; SkyRL ``apply_overlong_filtering``.
+
+    Args:
+        stop_reasons: one per row, or bool ``[batch]``: it was truncated.
+    """
+    if not isinstance(stop_reasons, Tensor):
+        stop_reasons = torch.tensor([reason != "stop" for reason in stop_reasons], device=mask.device)
+    return mask & ~stop_reasons.unsqueeze(1)
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:

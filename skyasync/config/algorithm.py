@@ -195,9 +195,23 @@ class AlgorithmConfig:
     )
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     # Rewards and groups
+    truncated_responses: str = key(
+        "train",
+        "Responses that did not end by themselves: train as they are, mask from the loss (they stay in their group's "
+        "baseline), zero their reward, or drop from their group.",
+        choices=("train", "mask", "zero", "drop"),
+    )
+    stop_properly_penalty_coef: float = key(
+        1.0, "Multiplies the reward of such responses; a negative one takes the reward's place."
+    )
     reward_bias: float = key(0.0, "Added to each trajectory's reward.")
     reward_scale: float = key(1.0, "Each trajectory's reward, bias added, is multiplied by this.")
     reward_clip: float = key(0.0, "Clamp each trajectory's scaled reward to plus or minus this; 0 is off.", low=0.0)
+    reward_normalization: str = key(
+        "none",
+        "Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation 1, before KL in reward.",
+        choices=("none", "group", "batch"),
+    )
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     extra: dict[str, Any] = key(

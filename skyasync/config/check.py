@@ -219,6 +219,12 @@ def _check_algorithm(cfg: Config) -> Iterator[str]:
             f"max_len={buffer.max_len}, which punishes every response: set max_len to the tokens at which the penalty "
             f"is complete"
         )
+    if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
+        yield (
+            f"trainer.algorithm.truncated_responses={algorithm.truncated_responses} and trainer.algorithm."
+            f"stop_properly_penalty_coef={algorithm.stop_properly_penalty_coef:g} both decide about the reward of a "
+            f"truncated response: leave the one at train, or the other at 1"
+        )
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             "trainer.algorithm.use_kl_loss and trainer.algorithm.use_kl_in_reward are both true, which counts the "

@@ -113,8 +113,8 @@ def _weigh(trainer: float, engines: float, *, overlapping: bool) -> str:
     if trainer + engines >= 0.9:
         if overlapping:
             return (
-                f"trainer and engines mostly wait for each other, though the plan lets them overlap: {idle}; generating "
-                f"further ahead (trainer.max_staleness, trainer.async_queue_size) would help"
+                f"trainer and engines mostly wait for each other, though the plan lets them overlap: {idle}; "
+                f"generating further ahead (trainer.max_staleness, trainer.async_queue_size) would help"
             )
         longer = "training" if engines > trainer else "generation"
         return f"trainer and engines take turns, {longer} longer: {idle}; an asynchronous plan would overlap them"

@@ -56,24 +56,25 @@ class ChatTokenizer:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _frame(self, conversation: Conversation, *, generation: bool) -> list[int]:
-        messages = [
-            {**m, "content": _as_text(m["content"])} if isinstance(m.get("content"), list) else m for m in conversation
-        ]
+        messages = [{**message, **_text_of(message)} for message in conversation]
         return self.tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=generation, return_dict=False
         )
 
 
-def _as_text(content: list[Any]) -> str:
+def _text_of(message: Any) -> dict[str, str]:
     """OpenAI's list of content parts as the text they make together, which is what templates expect.
 
     Raises:
         UserError: for a part that is not text.
     """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {}
     kinds = [part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content]
     if other := sorted({kind for kind in kinds if kind != "text"}):
-        raise UserError(f"a message's content has parts of type {', '.join(other)}: only parts of type text can be read")
-    return "".join(part["text"] for part in content)
+        raise UserError(f"a message's content has parts of type {', '.join(other)}: only parts of type text are read")
+    return {"content": "".join(part["text"] for part in content)}
 
 
 def _behind(tokens: list[int], end: int, count: int) -> list[int]:

@@ -45,6 +45,7 @@ def _blank(groups: Sequence[Group], pad_token_id: int) -> TrainingBatch:
         loss_mask=torch.zeros(shape, dtype=torch.bool),
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
         trajectory_ids=torch.tensor(trajectory_ids) if len(trajectories) < len(lengths) else None,
+        truncated=torch.tensor([t.stop_reason != "stop" for _, t in trajectories for _ in t.sequences]),
         behaviour_logprobs=torch.zeros(shape),
         versions=torch.full(shape, -1, dtype=torch.int32),
         rewards=torch.zeros(shape),

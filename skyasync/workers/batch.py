@@ -31,6 +31,7 @@ class TrainingBatch:
     trajectory_ids: Tensor | None = None  # int64 [batch]: rows of one trajectory share one; None: a row each
     behaviour_logprobs: Tensor | None = None
     versions: Tensor | None = None  # int32
+    truncated: Tensor | None = None  # bool [batch]: the response did not end by itself
     rewards: Tensor | None = None  # each reward on the token that earned it
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None

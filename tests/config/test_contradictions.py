@@ -51,6 +51,8 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["generator.weight_sync_backend=nccl", "trainer.placement.colocate_all=true", "shared_memory"]),
         (["trainer.placement.colocate_all=true", "generator.inference_engine_tensor_parallel_size=2"],
          ["generator.inference_engine_tensor_parallel_size=2", "trainer.placement.colocate_all=true"]),
+        (["trainer.algorithm.truncated_responses=zero", "trainer.algorithm.stop_properly_penalty_coef=0.5"],
+         ["truncated_responses=zero", "stop_properly_penalty_coef=0.5", "leave the one at train"]),
         (["trainer.algorithm.preset=ppo"],
          ["trainer.algorithm.advantage_estimator=gae", "preset=ppo", "needs a critic", "reinforce++"]),
         (["trainer.policy.optimizer_config.adam_betas=[0.9]"], ["adam_betas has 1 entries", "[0.9,0.999]"]),

@@ -75,6 +75,7 @@ class ScriptedGenerator:
     engines: Engines
     seconds: Callable[[], float]
     stamps: bool = True
+    truncated: frozenset[int] = frozenset()  # repetitions whose response is cut by its length
     asked: list[PromptId] = field(default_factory=list)
     started: list[tuple[float, int]] = field(default_factory=list)  # (when, engine's version)
     cancelled: int = 0
@@ -100,7 +101,7 @@ class ScriptedGenerator:
             "response_ids": [[7, 8] for _ in ids],
             "rewards": [float(i.repetition % 2) for i in ids],
             "loss_masks": [[1, 1] for _ in ids],
-            "stop_reasons": ["stop" for _ in ids],
+            "stop_reasons": ["length" if i.repetition in self.truncated else "stop" for i in ids],
             "rollout_logprobs": [[-0.5, -0.5] for _ in ids],
         }
         return output | ({"rollout_versions": [[version, self.engines.version] for _ in ids]} if self.stamps else {})

@@ -45,7 +45,7 @@ def test_content_parts_are_the_text_they_make_together():
 
 
 def test_a_content_part_that_is_no_text_is_named():
-    with pytest.raises(UserError, match="parts of type image_url: only parts of type text"):
+    with pytest.raises(UserError, match="parts of type image_url: only parts of type text are read"):
         chat().prompt([user([{"type": "image_url", "image_url": {"url": "x"}}])])
 
 

@@ -5,13 +5,8 @@ import asyncio
 import torch
 from hypothesis import given
 
-<<<<<<< HEAD
-from skyasync.rollout.collate import collate
-from skyasync.rollout.types import Group, Segment, Trajectory
-=======
 from skyasync.rollout.collate import collate, collate_in_turns
-from skyasync.rollout.types import Group, Segment
->>>>>>> 3e03174 (A checkpoint's time is logged; gae is refused at once; content parts in chats; collate gives way to other tasks; summary of overlapping plans)
+from skyasync.rollout.types import Group, Segment, Trajectory
 from tests.rollout.episodes import action, prompt, trajectory
 from tests.rollout.test_convert import groups
 from tests.virtual_time import virtual_time
