@@ -209,7 +209,7 @@ class AlgorithmConfig:
     reward_clip: float = key(0.0, "Clamp each trajectory's scaled reward to plus or minus this; 0 is off.", low=0.0)
     reward_normalization: str = key(
         "none",
-        "Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation 1, before KL in reward.",
+        "Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation 1.",
         choices=("none", "group", "batch"),
     )
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
