@@ -59,7 +59,7 @@ class EpisodeGenerator:
                 strict=True,
             )
         ]
-        return generator_output(await _all_or_error(episodes))
+        return generator_output(await all_or_error(episodes))
 
     async def _episode(
         self,
@@ -121,7 +121,7 @@ class EpisodeGenerator:
         return action
 
 
-async def _all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order; at the first error the others are cancelled and it is raised as it was."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -1,0 +1,1 @@
+"""Agents as programs: a calculator agent that learns to use its tool, through the OpenAI-compatible endpoint."""

@@ -1,0 +1,68 @@
+"""Products of two-digit numbers, which a tiny model cannot do in its head but a calculator can.
+
+Invariant: training and held-out products are disjoint: a checksum of the question decides which side it is on.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+Split = Literal["train", "held_out"]
+HELD_OUT_ONE_IN = 5
+
+CALCULATOR: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "The product of two whole numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "for example 12*34"}},
+            "required": ["expression"],
+        },
+    },
+}
+_PRODUCT = re.compile(r"\s*(\d{1,6})\s*\*\s*(\d{1,6})\s*")
+
+
+def calculate(expression: Any) -> str:
+    """What the tool says."""
+    found = _PRODUCT.fullmatch(expression) if isinstance(expression, str) else None
+    return str(int(found[1]) * int(found[2])) if found else "error"
+
+
+def questions(split: Split, seed: int) -> Iterator[tuple[int, int]]:
+    """Endless pairs of factors of one side; the same seed gives the same ones."""
+    rng = random.Random(seed)
+    while True:
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        held_out = zlib.crc32(text(a, b).encode()) % HELD_OUT_ONE_IN == 0
+        if held_out == (split == "held_out"):
+            yield a, b
+
+
+def text(a: int, b: int) -> str:
+    return f"{a} * {b} ="
+
+
+def prompts(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+    """``count`` different rows of one side."""
+    found: dict[str, str] = {}
+    for a, b in questions(split, seed):
+        found.setdefault(text(a, b), str(a * b))
+        if len(found) == count:
+            break
+    return [{"prompt": [{"role": "user", "content": question}], "answer": found[question]} for question in found]
+
+
+def train_prompts() -> list[dict[str, Any]]:
+    return prompts("train", count=2048, seed=1)
+
+
+def val_prompts() -> list[dict[str, Any]]:
+    """Products that neither the warm start nor reinforcement learning has trained on."""
+    return prompts("held_out", count=128, seed=2)

@@ -1,0 +1,90 @@
+"""The calls of one episode, as training sequences.
+
+Invariant: what is trained is what was sampled. Every call's tokens, log-probabilities and versions stand in exactly one
+sequence, as one action, behind exactly the tokens that the engine had read; nothing is made again from text.
+
+    calls (prompt | reply)           sequences
+    p | a                            p a o b             a call that begins with all of an earlier one extends it;
+    p a o | b                        p a o q c d         the first to do so goes on with its sequence. Any other call
+    p a o q | c                        (p a o q is       begins a sequence of its own, in which it learns from its
+    p a o q c | d                       context here)    own tokens alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from skyasync.rollout.types import Segment
+
+
+@dataclass(frozen=True)
+class Call:
+    """One answered request: what the engine read, what it wrote, and why it stopped."""
+
+    prompt: list[int]
+    action: Segment
+    stop_reason: str = "stop"
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.action.tokens
+
+
+class Recorder:
+    """Remembers calls in the order of their answers, and which conversation each of them leads to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._led_to: dict[tuple[Hashable, ...], Call] = {}
+
+    def record(self, call: Call, conversation: Sequence[Hashable] = ()) -> None:
+        """Add a call.
+
+        Args:
+            conversation: the messages that were asked with, and the reply behind them; empty if there are none.
+        """
+        self.calls.append(call)
+        if conversation:
+            self._led_to[tuple(conversation)] = call
+
+    def extended_by(self, conversation: Sequence[Hashable]) -> tuple[Call, int] | None:
+        """The call whose conversation is the longest beginning of this one, and that beginning's length."""
+        for length in range(len(conversation), 0, -1):
+            call = self._led_to.get(tuple(conversation[:length]))
+            if call is not None:
+                return call, length
+        return None
+
+
+def sequences(calls: Sequence[Call]) -> list[list[Segment]]:
+    """The training sequences, in the order in which they ended: the last one has the last call."""
+    chains: list[list[Call]] = []
+    for call in calls:
+        extended = max(_extended(chains, call), key=lambda chain: len(chain[-1].tokens), default=None)
+        if extended is None:
+            chains.append([call])
+        else:
+            chains.remove(extended)
+            chains.append([*extended, call])
+    return [_segments(chain) for chain in chains]
+
+
+def _extended(chains: list[list[Call]], call: Call) -> Iterator[list[Call]]:
+    """The chains all of whose tokens the call's prompt begins with."""
+    for chain in chains:
+        tokens = chain[-1].tokens
+        if call.prompt[: len(tokens)] == tokens:
+            yield chain
+
+
+def _segments(chain: list[Call]) -> list[Segment]:
+    found: list[Segment] = []
+    done = 0
+    for call in chain:
+        between = call.prompt[done:]
+        if between:
+            found.append(Segment("observation" if found else "prompt", between))
+        found.append(call.action)
+        done = len(call.tokens)
+    return found
