@@ -84,7 +84,7 @@ async def train(job: Job) -> dict[str, Any]:
     cfg = configuration(job)
     path = cfg.trainer.policy.model.path
     tokenizer = AutoTokenizer.from_pretrained(path)
-    datasets = [load_prompts(s, "", tokenizer, 32) for s in (cfg.data.train_data, cfg.data.val_data)]
+    datasets = [load_prompts(s, cfg, tokenizer) for s in (cfg.data.train_data, cfg.data.val_data)]
     engine = TransformersEngine(EngineConfig(path, max_model_len=64, threads=1, seed=job.seed))
     client, dispatch, memory = InferenceClient([engine]), LocalDispatch(cfg), Memory()
     await client.start()

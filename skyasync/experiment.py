@@ -16,10 +16,12 @@ from typing import Any
 from uuid import uuid4
 
 from skyasync.config.load import dump_config
-from skyasync.config.paths import absolute_file, model_path, refuse_foreign_checkpoints
+from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import resolve_reference
+from skyasync.rewards.settings import settle_references
+from skyasync.rollout.sources import absolute
 from skyasync.trainer import RayPPOTrainer
 
 PROBES = 8  # prompts whose log-probabilities prove a weight sync
@@ -53,7 +55,7 @@ class BasePPOExp:
         return self._prompts(self.cfg.data.train_data)
 
     def get_eval_dataset(self) -> Sequence[Any] | None:
-        return self._prompts(self.cfg.data.val_data) if self.cfg.data.val_data else None
+        return self._prompts(self.cfg.data.val_data, held_out=True) if self.cfg.data.val_data else None
 
     def get_tracker(self) -> Any:
         from skyasync.observe.trackers import MultiTracker
@@ -93,12 +95,18 @@ class BasePPOExp:
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What turns prompts into trajectories."""
         from skyasync.envs.ray_pool import ray_pool
+        from skyasync.rewards.settings import env_settings
         from skyasync.rollout.generator import EpisodeGenerator
 
         environment = cfg.environment
-        pool = ray_pool(environment.env_config, environment.num_workers, environment.step_timeout_s)
+        pool = ray_pool(env_settings(environment), environment.num_workers, environment.step_timeout_s)
         return EpisodeGenerator(
-            inference_engine_client, pool, tokenizer, self.engine_config().max_model_len, cfg.generator.max_turns
+            inference_engine_client,
+            pool,
+            tokenizer,
+            self.engine_config().max_model_len,
+            cfg.generator.max_turns,
+            cfg.data.apply_chat_template,
         )
 
     async def get_dispatch(self, total_steps: int) -> Any:
@@ -170,16 +178,20 @@ class BasePPOExp:
                 setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
         refuse_foreign_checkpoints(trainer)
         for name in ("train_data", "val_data"):
-            setattr(self.cfg.data, name, [absolute_file(source) for source in getattr(self.cfg.data, name)])
+            setattr(self.cfg.data, name, [absolute(source) for source in getattr(self.cfg.data, name)])
+        settle_references(self.cfg.environment)
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
 
     def build(self) -> RayPPOTrainer:
         """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
+        from skyasync.rollout.datasets import warn_of_overlap
+
         cfg = self.cfg
         tokenizer = self.get_tokenizer()
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
+        warn_of_overlap(train_dataset, eval_dataset or [])
         tracker = self._tracker = self.get_tracker()
         self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
         self._client = self.get_inference_client()
@@ -208,7 +220,7 @@ class BasePPOExp:
             self._dispatch = await self.get_dispatch(trainer.total_updates)
 
         await run_together(self._client.start(), load_workers())
-        chat = ChatTokenizer(trainer.tokenizer)
+        chat = ChatTokenizer(trainer.tokenizer, self.cfg.data.apply_chat_template)
         probe = [chat.prompt(trainer.prompts.prompt(p).messages) for p in range(min(PROBES, trainer.dataset_size))]
         weight_sync = self.get_weight_sync(self._dispatch, self._client, probe)
         assert self.run_dir is not None
@@ -287,8 +299,7 @@ class BasePPOExp:
             if hasattr(part, "set_threads"):
                 part.set_threads(engine)
 
-    def _prompts(self, sources: Sequence[str]) -> Sequence[Any]:
+    def _prompts(self, sources: Sequence[str], *, held_out: bool = False) -> Sequence[Any]:
         from skyasync.rollout.datasets import load_prompts
 
-        cfg = self.cfg
-        return load_prompts(sources, cfg.environment.env_class, self.get_tokenizer(), cfg.trainer.max_prompt_length)
+        return load_prompts(sources, self.cfg, self.get_tokenizer(), held_out=held_out)

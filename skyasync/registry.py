@@ -11,10 +11,14 @@ process that looks parts up sends ``user_parts()``, and that process begins with
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from skyasync.errors import UserError, unknown
+from skyasync.errors import UserError, nearest, unknown
 
 T = TypeVar("T")
 
@@ -29,8 +33,10 @@ REGISTRIES = (
     "skyasync.envs:ENVS",
     "skyasync.observe:TRACKERS",
     "skyasync.plans:PLANS",
+    "skyasync.rewards:REWARDS",
 )
 UserParts = dict[str, dict[str, Any]]
+_FILE_MODULES: dict[Path, ModuleType] = {}
 
 
 class Registry(dict[str, Any]):
@@ -73,22 +79,27 @@ class Registry(dict[str, Any]):
 
 
 def resolve_reference(reference: str, *, kind: str) -> Any:
-    """The object behind ``"package.module:attribute"``.
+    """The object behind ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
 
     Raises:
         UserError: if the module cannot be imported or has no such attribute.
     """
-    module_name, _, attribute = reference.partition(":")
+    module_name, _, attribute = reference.rpartition(":")
+    if module_name.endswith(".py"):
+        return _attribute(_file_module(module_name, f"{kind} {reference!r}"), attribute, f"{kind} {reference!r}")
     if not module_name or module_name.startswith("."):
         raise UserError(f"{kind} {reference!r} must be module:attribute, with the module's full name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UserError(f"{kind} {reference!r}: {error}") from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise UserError(f"{kind} {reference!r}: {unknown('attribute', attribute, vars(module))}") from None
+    return _attribute(module, attribute, f"{kind} {reference!r}")
+
+
+def absolute_reference(reference: str) -> str:
+    """``path/to/file.py:attribute`` with the file's absolute path, for processes that work in another folder."""
+    file, colon, attribute = reference.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{attribute}" if colon and file.endswith(".py") else reference
 
 
 def user_parts() -> UserParts:
@@ -100,6 +111,37 @@ def add_user_parts(parts: UserParts) -> None:
     """Register here what ``user_parts`` found in another process."""
     for reference, added in parts.items():
         resolve_reference(reference, kind="registry").update(added)
+
+
+def _attribute(module: ModuleType, name: str, what: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise UserError(f"{what}: {unknown('attribute', name, vars(module))}") from None
+
+
+def _file_module(file: str, what: str) -> ModuleType:
+    """The module that a file makes, once per process; it finds the files beside it, as a program does.
+
+    It stays out of ``sys.modules``: what it defines then travels to other processes as it is, not by a module's name.
+    """
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        close = nearest(path.name, [beside.name for beside in path.parent.glob("*.py")], count=1)
+        raise UserError(f"{what}: {file} does not exist{f'; did you mean {close[0]!r}?' if close else ''}")
+    if path not in _FILE_MODULES:
+        name = f"{path.stem}@{path}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for it while it loads
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            del sys.modules[name]
+        _FILE_MODULES[path] = module
+    return _FILE_MODULES[path]
 
 
 def _is_ours(part: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
+from skyasync.config.domains import proportions_of
 from skyasync.errors import UserError
 from skyasync.handover import HandOver
 from skyasync.learning import Learning
@@ -22,7 +23,7 @@ from skyasync.observe.usage import UsageMeter
 from skyasync.phases import Metrics
 from skyasync.rollout.convert import groups_from_output
 from skyasync.rollout.gate import Gate
-from skyasync.rollout.metrics import rollout_metrics, sample_records, staleness_metrics
+from skyasync.rollout.metrics import eval_name, rollout_metrics, sample_records, staleness_metrics
 from skyasync.rollout.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, Rollout
@@ -81,6 +82,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
             cfg.trainer.train_batch_size,
             cfg.trainer.seed,
             prompts_of_run(cfg.trainer, self.dataset_size),
+            proportions_of(cfg.environment.domains),
         )
         if cfg.trainer.algorithm.advantage_estimator == "gae":
             raise UserError("trainer.algorithm.advantage_estimator=gae needs a critic, and there is none: choose grpo")
@@ -226,8 +228,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
                     samples = self.cfg.generator.eval_n_samples_per_prompt
                     groups += groups_from_output(output, prompts, self.policy_version, samples)
         found = rollout_metrics(groups)
-        metrics |= {"eval/score": found.pop("reward/mean"), "eval/version": float(self.policy_version)}
-        metrics |= {f"eval/{name.replace('/', '_')}": value for name, value in found.items()}
+        metrics |= {eval_name(name): value for name, value in found.items()}
+        metrics["eval/version"] = float(self.policy_version)
         self._tell("on_evaluate", metrics)
         return metrics
 

@@ -6,12 +6,14 @@ Invariant: each problem is one line that names the keys concerned and the way ou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil
 from operator import attrgetter
 
 from skyasync.config.algorithm import AlgorithmConfig
-from skyasync.config.schema import Config
+from skyasync.config.domains import check_domains, check_weights
+from skyasync.config.schema import Config, DataConfig, EnvironmentConfig
+from skyasync.errors import unknown
 
 #: Built-in plans that train on samples of an older policy.
 ASYNCHRONOUS_PLANS = frozenset({"one_step_off", "fully_async"})
@@ -29,6 +31,9 @@ ANCHORLESS_LOSSES = BEHAVIOUR_LOSSES | BEHAVIOUR_SELECTING_LOSSES | {"vanilla"}
 #: Advantage estimators whose baseline is the rest of the group: a group of one has advantage zero.
 GROUP_ESTIMATORS = frozenset({"dr_grpo", "grpo", "grpo_passk", "maxrl", "opo", "reinforce++_baseline", "rloo"})
 
+
+#: What names a procedural task among ``data.train_data`` and ``data.val_data``.
+TASK_SOURCE = "reasoning_gym:"
 
 #: Pairs of keys under ``trainer.algorithm`` that bound an interval (clip ranges are distances from 1, no such pair).
 INTERVALS = (
@@ -60,6 +65,10 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
         *_check_algorithm(cfg),
         *_check_intervals(cfg.trainer.algorithm),
         *_check_lists(cfg),
+        *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
+        *check_domains(cfg.environment.domains),
+        *_check_environment(cfg.environment),
+        *_check_tasks(cfg.data),
     ]
 
 
@@ -146,6 +155,24 @@ def _check_resuming(cfg: Config) -> Iterator[str]:
             "trainer.resume_mode=latest finds nothing in a run folder whose name is made anew at every start: set "
             "trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its checkpoints"
         )
+
+
+def _check_environment(environment: EnvironmentConfig) -> Iterator[str]:
+    if environment.env_class not in ("", "reward") and environment.reward_funcs:
+        yield (
+            f"environment.reward_funcs are called by environment.env_class=reward, not by {environment.env_class}: "
+            f"leave environment.env_class empty, or environment.reward_funcs"
+        )
+
+
+def _check_tasks(data: DataConfig) -> Iterator[str]:
+    sources = [source for source in [*data.train_data, *data.val_data] if source.startswith(TASK_SOURCE)]
+    tasks = {source.removeprefix(TASK_SOURCE) for source in sources}
+    for task, options in data.reasoning_gym.items():
+        if task not in tasks:
+            yield f"data.reasoning_gym.{task} is for no task in data.train_data: {unknown('task', str(task), tasks)}"
+        elif not isinstance(options, Mapping):
+            yield f"data.reasoning_gym.{task} must be a mapping of options, found {options!r}"
 
 
 def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:

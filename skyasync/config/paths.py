@@ -9,12 +9,6 @@ from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 
 
-def absolute_file(source: str) -> str:
-    """An existing file by its absolute path; anything else as it is."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.is_file() else source
-
-
 def model_path(path: str) -> str:
     """A local folder's absolute path, a hub name as it is, or what ``module:function`` makes.
 

@@ -207,14 +207,48 @@ class EnvironmentConfig:
     num_workers: int = key(1, "Processes that run environments.", low=1)
     step_timeout_s: float = key(60.0, "Seconds an environment's step may take.", above=0.0)
     env_config: dict[str, Any] = key({}, "Free settings, handed to the environment.")
+    env_class_from_rows: bool = key(True, "Rows may name their own env_class; false: environment.env_class for all.")
+    reward_funcs: list[str] = key(
+        [],
+        "Functions that judge a response (environment.env_class=reward): registered names, module:function, or "
+        "path/to/file.py:function.",
+        registry="skyasync.rewards:REWARDS",
+        open_ended=True,
+    )
+    reward_weights: list[float] = key([], "Factors of the functions' scores in their sum; none weighs all 1.")
+    reward_timeout_s: float = key(10.0, "Seconds a reward function may take for one response.", above=0.0)
+    reward_unjudged: str = key(
+        "zero",
+        "A response whose reward function takes longer, or crashes its process, earns 0 from it and is counted, or "
+        "ends the run.",
+        choices=("zero", "raise"),
+    )
+    domains: dict[str, Any] = key(
+        {},
+        "Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the "
+        "training prompts).",
+    )
 
 
 @dataclass
 class DataConfig:
     train_data: list[str] = key(
-        [], "Training prompts: parquet or JSON-lines files, or module:function.", open_ended=True
+        [],
+        "Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names (owner/name#config:split), "
+        "reasoning_gym:task, or module:function.",
+        open_ended=True,
     )
     val_data: list[str] = key([], "Held-out prompts, in the same forms.", open_ended=True)
+    prompt_key: str = key("prompt", "Column with the prompt: a conversation, or a string.", open_ended=True)
+    label_key: str = key(
+        "label", "Column with the right answer, the environment's label; a.b is b in column a.", open_ended=True
+    )
+    domain_key: str = key("domain", "Column with the row's domain.", open_ended=True)
+    apply_chat_template: bool = key(True, "Frame prompts by the chat template; false takes text prompts as they are.")
+    system_prompt: str = key("", "Put in front of conversations that have no system message.", open_ended=True)
+    reasoning_gym: dict[str, Any] = key(
+        {}, "Per reasoning_gym task: size, seed, val_size, val_seed, and the task's own options."
+    )
 
 
 @dataclass

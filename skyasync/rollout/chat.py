@@ -16,10 +16,16 @@ _BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant",
 
 
 class ChatTokenizer:
-    """A Hugging Face tokenizer with a chat template, remembering what it has framed."""
+    """A Hugging Face tokenizer with a chat template, remembering what it has framed.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        apply_chat_template: false takes the messages' texts as they are, one behind the other; a prompt then begins
+            with the tokens that the tokenizer puts in front of any text (a beginning-of-sequence token).
+    """
+
+    def __init__(self, tokenizer: Any, apply_chat_template: bool = True) -> None:
         self.tokenizer = tokenizer
+        self._framed = apply_chat_template
         self._cache: dict[str, list[int]] = {}  # by the conversation as JSON
         self._ends: int | None = None  # end-of-message tokens up to the end of the model's message in _BEFORE
 
@@ -40,6 +46,8 @@ class ChatTokenizer:
         Raises:
             UserError: if the template does not end a message with the tokenizer's end-of-sequence token.
         """
+        if not self._framed:
+            return self.tokenizer.encode(_joined(messages), add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
         if self._ends is None:
             self._ends = self._frame(_BEFORE, generation=False).count(eos)
@@ -57,6 +65,8 @@ class ChatTokenizer:
 
     def _frame(self, conversation: Conversation, *, generation: bool) -> list[int]:
         messages = [{**message, **_text_of(message)} for message in conversation]
+        if not self._framed:
+            return self.tokenizer.encode(_joined(messages))
         return self.tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=generation, return_dict=False
         )
@@ -75,6 +85,10 @@ def _text_of(message: Any) -> dict[str, str]:
     if other := sorted({kind for kind in kinds if kind != "text"}):
         raise UserError(f"a message's content has parts of type {', '.join(other)}: only parts of type text are read")
     return {"content": "".join(part["text"] for part in content)}
+
+
+def _joined(messages: Conversation) -> str:
+    return "".join(message["content"] for message in messages)
 
 
 def _behind(tokens: list[int], end: int, count: int) -> list[int]:

@@ -37,14 +37,21 @@ class EpisodeGenerator:
         tokenizer: a Hugging Face tokenizer with a chat template.
         max_model_len: an episode ends before its tokens would exceed this.
         max_turns: an episode ends after so many actions even if its environment is not done.
+        apply_chat_template: see ``ChatTokenizer``.
     """
 
     def __init__(
-        self, client: InferenceClient, environments: EnvPool, tokenizer: Any, max_model_len: int, max_turns: int = 1
+        self,
+        client: InferenceClient,
+        environments: EnvPool,
+        tokenizer: Any,
+        max_model_len: int,
+        max_turns: int = 1,
+        apply_chat_template: bool = True,
     ) -> None:
         self._client = client
         self._environments = environments
-        self._chat = ChatTokenizer(tokenizer)
+        self._chat = ChatTokenizer(tokenizer, apply_chat_template)
         self._max_model_len = max_model_len
         self._max_turns = max_turns
 

@@ -24,8 +24,31 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_mean": fmean(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
+        **domain_metrics(groups),
         **{f"env/{name}": value for name, value in environment_metrics(trajectories).items()},
     }
+
+
+def domain_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Per domain: the mean reward, the share of groups with different rewards, and the share of all prompts."""
+    domains: dict[str, list[Group]] = {}
+    for group in groups:
+        if domain := group.prompt.extras.get("domain"):
+            domains.setdefault(str(domain), []).append(group)
+    metrics: dict[str, float] = {}
+    for domain, own in sorted(domains.items()):
+        metrics[f"reward/mean/{domain}"] = fmean(r for group in own for r in group.rewards)
+        metrics[f"reward/mixed_groups/{domain}"] = fmean(len(set(group.rewards)) > 1 for group in own)
+        metrics[f"reward/prompts/{domain}"] = len(own) / len(groups)
+    return metrics
+
+
+def eval_name(name: str) -> str:
+    """What a rollout's metric is called in evaluation: the reward is the score, over all and per domain."""
+    score, mean, domain = name.partition("reward/mean")
+    if mean and not score and (not domain or domain.startswith("/")):
+        return f"eval/score{domain}"
+    return f"eval/{name.replace('/', '_')}"
 
 
 def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -7,14 +7,13 @@ a batch may run over the end of an epoch, and the last batch may be smaller.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from skyasync.errors import UserError
+from skyasync.rollout.mixture import Order
 from skyasync.rollout.types import Prompt, PromptId
 
 
@@ -33,13 +32,21 @@ class PromptStream:
     Args:
         dataset: prompts whose ``id.row`` is their row; ``id.epoch`` is set here.
         total: prompts of the whole run, over all epochs.
+        proportions: domain -> share of the prompts; see ``skyasync.rollout.mixture``.
     """
 
-    def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int, total: int) -> None:
+    def __init__(
+        self,
+        dataset: Sequence[Prompt],
+        batch_size: int,
+        seed: int,
+        total: int,
+        proportions: Mapping[str, float] | None = None,
+    ) -> None:
         if not dataset:
             raise UserError("there are no training prompts (data.train_data)")
-        self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
-        self._order: tuple[int, np.ndarray] | None = None
+        self._dataset, self._batch_size, self.total = dataset, batch_size, total
+        self._order = Order(dataset, seed, proportions)
 
     def steps(self, position: int = 0, ahead: Collection[int] = ()) -> int:
         """How many batches are left when all before ``position`` and those in ``ahead`` are done."""
@@ -53,14 +60,9 @@ class PromptStream:
             yield PromptBatch([self.prompt(p) for p in batch], done, frozenset(p for p in ahead if p >= done))
 
     def prompt(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self._dataset))
-        row = self._dataset[int(self._epoch_order(epoch)[offset])]
+        epoch, offset = self._order.at(position)
+        row = self._dataset[offset]
         return Prompt(PromptId(epoch, row.id.row), row.messages, row.env_class, row.extras)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._dataset)))
-        return self._order[1]
 
 
 def prompts_of_run(trainer_cfg: Any, dataset_size: int) -> int:

@@ -79,6 +79,8 @@ def consistent(config: Config) -> Config:
     generator.max_model_len = 0
     generator.sampling_params.min_tokens = plain.generator.sampling_params.min_tokens
     generator.eval_sampling_params.min_tokens = plain.generator.eval_sampling_params.min_tokens
+    config.environment.reward_funcs, config.environment.reward_weights, config.environment.domains = [], [], {}
+    config.data.reasoning_gym = {}
     return config
 
 

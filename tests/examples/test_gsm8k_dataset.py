@@ -7,6 +7,7 @@ from datasets import load_dataset
 
 from examples.gsm8k.gsm8k_dataset import prepare
 from examples.tiny.model import Recipe, make_tokenizer
+from skyasync import load_config
 from skyasync.envs import env_factory
 from skyasync.errors import UserError
 from skyasync.rollout.datasets import load_prompts
@@ -56,7 +57,8 @@ def test_every_reference_solution_of_the_real_data_set_earns_the_reward(tmp_path
         pytest.skip("SKYASYNC_GSM8K names no folder with GSM8K's train.jsonl and test.jsonl")
     files = prepare(tmp_path, Path(os.environ["SKYASYNC_GSM8K"]))
     for name, count in (("train", 7473), ("validation", 1319)):
-        prompts = load_prompts([str(files[name])], "", make_tokenizer(Recipe()), max_prompt_length=10_000)
+        cfg = load_config(["trainer.policy.model.path=a/b", "trainer.max_prompt_length=10000"])
+        prompts = load_prompts([str(files[name])], cfg, make_tokenizer(Recipe()))
         assert len(prompts) == count
         for prompt in prompts:
             env = env_factory(prompt.env_class)({}, prompt.extras)

@@ -112,3 +112,9 @@ def test_messages_that_differ_in_any_field_are_framed_apart():
 
 def test_text_leaves_out_special_tokens():
     assert chat().text([*tokens_of("sort 3 1"), tokenizer().eos_token_id]) == "sort 3 1"
+
+
+def test_without_a_template_text_goes_as_it_is():
+    raw = ChatTokenizer(tokenizer(), apply_chat_template=False)
+    assert tokenizer().decode(raw.prompt([user("2 + 2 =")])) == "2 + 2 ="
+    assert tokenizer().decode(raw.observation([user("\nnext: "), user("x")], tokens_of("4"))) == "\nnext: x"

@@ -1,13 +1,15 @@
-"""Rows from files or functions to prompts."""
+"""Rows to prompts: which column is what, and what is refused."""
 
-import json
 import logging
 
 import pytest
 
+from skyasync import load_config
 from skyasync.errors import UserError
-from skyasync.rollout.datasets import load_prompts
+from skyasync.rollout.datasets import load_prompts, warn_of_overlap
 from tests.rollout.episodes import tokenizer
+
+HERE = "tests.rollout.test_datasets"
 
 
 def rows_of_a_function():
@@ -15,88 +17,136 @@ def rows_of_a_function():
 
 
 def no_prompt():
-    return [{"prompt": "fine"}, {"question": "x", "answer": 1}]
+    return [{"prompt": "fine"}, {"promt": "x", "answer": 1}]
+
+
+def problems():
+    return [{"problem": "2 + 2", "solution": {"final": "4", "steps": "none"}, "subject": "sums", "prompt": "other"}]
+
+
+def no_conversation():
+    return [{"prompt": ["not", "messages"]}]
+
+
+def two_domains():
+    return [{"prompt": f"q{i}", "domain": "even" if i % 2 == 0 else "odd"} for i in range(4)]
+
+
+def all_name_an_environment():
+    return [{"prompt": "q", "env_class": "gsm8k"}]
 
 
 def fails():
     raise KeyError("inside the user's function")
 
 
-HERE = "tests.rollout.test_datasets"
+def load(function, *settings, held_out=False):
+    cfg = load_config(["trainer.policy.model.path=a/b", *settings])
+    return load_prompts([f"{HERE}:{function}"], cfg, tokenizer(), held_out=held_out)
 
 
-def load(*sources, env="default", longest=100):
-    return load_prompts(list(sources), env, tokenizer(), longest)
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+GSM8K = "environment.env_class=gsm8k"
+REWARD = "environment.reward_funcs=[exact_match]"
 
 
 def test_a_functions_rows_become_prompts_with_an_identity_and_extras():
-    first, second = load(f"{HERE}:rows_of_a_function")
+    first, second = load("rows_of_a_function", GSM8K)
     assert first.messages == [{"role": "user", "content": "sort 3 1"}]
-    assert (first.env_class, second.env_class) == ("default", "own")
+    assert (first.env_class, second.env_class) == ("gsm8k", "own")
     assert first.extras == {"answer": "1 3"}
     assert [p.id.row for p in (first, second)] == [0, 1]
 
 
-def test_json_lines_and_parquet_say_the_same(tmp_path):
-    import datasets
-
-    rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "reward_spec": {"ground_truth": str(i)}} for i in (0, 1)]
-    lines = write(tmp_path / "d.jsonl", rows)
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "d.parquet"))
-    assert load(lines) == load(str(tmp_path / "d.parquet"))
-    assert load(lines)[1].extras == {"reward_spec": {"ground_truth": "1"}}
-
-
-def test_sources_are_joined_and_rows_numbered_through(tmp_path):
-    lines = write(tmp_path / "d.jsonl", [{"prompt": "q"}])
-    assert [p.id.row for p in load(lines, f"{HERE}:rows_of_a_function", lines)] == [0, 1, 2, 3]
-
-
 def test_prompts_that_are_too_long_are_left_out_and_counted(caplog):
     with caplog.at_level(logging.WARNING):
-        kept = load(f"{HERE}:rows_of_a_function", longest=12)
+        kept = load("rows_of_a_function", GSM8K, "trainer.max_prompt_length=12")
     assert [p.id.row for p in kept] == [1]
     assert "1 of 2 prompts have more than trainer.max_prompt_length=12 tokens" in caplog.text
 
 
 def test_if_none_is_short_enough_that_is_an_error():
     with pytest.raises(UserError, match=r"trainer\.max_prompt_length=2"):
-        load(f"{HERE}:rows_of_a_function", longest=2)
+        load("rows_of_a_function", GSM8K, "trainer.max_prompt_length=2")
+
+
+def test_columns_of_other_names():
+    (found,) = load("problems", REWARD, "data.prompt_key=problem", "data.label_key=solution.final",
+                    "data.domain_key=subject")  # fmt: skip
+    assert found.messages == [{"role": "user", "content": "2 + 2"}]
+    assert (found.extras["label"], found.extras["domain"]) == ("4", "sums")
+    assert found.extras["prompt"] == "other"  # the row's own columns stay
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("setting", "message"),
     [
-        ("missing.jsonl", "data file 'missing.jsonl' does not exist"),
-        ("missing.csv", "neither a .parquet, .jsonl or .json file nor module:function"),
-        (f"{HERE}:rows_of_a_functon", "did you mean 'rows_of_a_function'"),
-        ("no.such.module:rows", "No module named"),
-        (":rows", "must be module:attribute"),
-        (f"{HERE}:no_prompt", "data row 1 has no column 'prompt'; it has: question, answer"),
+        ("data.prompt_key=problm", r"'problm' \(data.prompt_key\); it has: .*; did you mean 'problem'\?"),
+        ("data.label_key=solution.fnal", r"'solution.fnal' \(data.label_key\); .* did you mean 'solution.final'\?"),
+        ("data.domain_key=subjects", r"'subjects' \(data.domain_key\); .* did you mean 'subject'\?"),
     ],
 )
-def test_a_wrong_source_or_row_is_refused_by_name(source, message):
-    with pytest.raises(UserError, match=message):
-        load(source)
+def test_a_wrong_column_name_is_answered_with_the_nearest(setting, message):
+    with pytest.raises(UserError, match=f"data row 0 has no column {message}"):
+        load("problems", REWARD, setting)
 
 
-def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
-    for name in ("bad.jsonl", "bad.parquet"):
-        (tmp_path / name).write_text("{not json\n")
-        with pytest.raises(UserError, match=name):
-            load(str(tmp_path / name))
+def test_a_row_without_a_prompt_is_named():
+    with pytest.raises(UserError, match=r"data row 1 has no column 'prompt' .*; it has: promt, answer; .* 'promt'"):
+        load("no_prompt", GSM8K)
 
 
-def test_a_row_without_an_environment_needs_a_default(tmp_path):
+def test_a_prompt_that_is_no_conversation_is_refused():
+    with pytest.raises(UserError, match="data row 0: 'prompt' must be a string, or a list of messages"):
+        load("no_conversation", GSM8K)
+
+
+def test_reward_functions_are_the_environment_of_rows_that_name_none():
+    assert [p.env_class for p in load("rows_of_a_function", REWARD)] == ["reward", "own"]
+
+
+def test_a_domains_reward_functions_are_the_environment_too():
+    rows = load("two_domains", *(f"environment.domains.{name}.reward_funcs=gsm8k" for name in ("even", "odd")))
+    assert {p.env_class for p in rows} == {"reward"}
+
+
+def test_reward_functions_that_would_judge_no_row_are_refused():
+    with pytest.raises(UserError, match=r"exact_match would judge no row.*\(gsm8k\).*env_class_from_rows=false"):
+        load("all_name_an_environment", REWARD)
+    (found,) = load("all_name_an_environment", REWARD, "environment.env_class_from_rows=false")
+    assert found.env_class == "reward"
+
+
+def test_a_row_without_an_environment_needs_a_default():
     with pytest.raises(UserError, match=r"data row 0 names no env_class and environment\.env_class is empty"):
-        load(write(tmp_path / "d.jsonl", [{"prompt": "q"}]), env="")
+        load("rows_of_a_function")
+
+
+def test_a_system_prompt_stands_in_front_where_there_is_none():
+    found = load("rows_of_a_function", GSM8K, "data.system_prompt=Be brief.")
+    assert [[m["role"] for m in p.messages] for p in found] == [["system", "user"]] * 2
+
+
+def test_raw_text_takes_no_conversation():
+    assert load("two_domains", GSM8K, "data.apply_chat_template=false")
+    with pytest.raises(UserError, match=r"data row 1 holds a conversation, and data\.apply_chat_template=false"):
+        load("rows_of_a_function", GSM8K, "data.apply_chat_template=false")
+
+
+def test_a_domain_with_settings_must_be_some_rows_domain():
+    settings = [GSM8K, "environment.domains.evn.scale=2"]
+    with pytest.raises(UserError, match=r"environment.domains.evn is no training row's domain.*did you mean 'even'"):
+        load("two_domains", *settings)
+    assert load("two_domains", *settings, held_out=True)  # a held-out set need not have them all
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(caplog):
+    train, other = load("two_domains", GSM8K), load("rows_of_a_function", GSM8K)
+    with caplog.at_level(logging.WARNING):
+        assert warn_of_overlap(train, [*train[:2], *other]) == 2
+    assert "2 of 4 held-out prompts are also training prompts" in caplog.text
+    assert warn_of_overlap(train, other) == 0
 
 
 def test_an_error_in_the_users_function_is_raised_as_it_is():
     with pytest.raises(KeyError, match="inside the user's function"):
-        load(f"{HERE}:fails")
+        load("fails", GSM8K)

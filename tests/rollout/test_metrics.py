@@ -1,6 +1,6 @@
 import pytest
 
-from skyasync.rollout.metrics import environment_metrics, rollout_metrics, sample_records, staleness_metrics
+from skyasync.rollout.metrics import environment_metrics, eval_name, rollout_metrics, sample_records, staleness_metrics
 from skyasync.rollout.types import Group, Segment
 from tests.rollout.episodes import action, prompt, trajectory
 
@@ -50,4 +50,22 @@ def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
     assert found == [
         {"prompt_id": "e0-i0-r0", "prompt": "question 0", "response": "[3, 9, 4]", "reward": 1.0,
          "stop_reason": "stop", "versions": [0]}
+    ]  # fmt: skip
+
+
+def test_rewards_are_told_per_domain_as_well():
+    groups = [group(0.0, 1.0), group(1.0, 1.0), group(0.0, 0.0), group(0.5, 0.5)]
+    for found, domain in zip(groups, ("a", "a", "b", None), strict=True):
+        found.prompt.extras["domain"] = domain
+    found = rollout_metrics(groups)
+    assert {name: found[name] for name in sorted(found) if name.endswith(("/a", "/b"))} == {
+        "reward/mean/a": 0.75, "reward/mean/b": 0.0, "reward/mixed_groups/a": 0.5, "reward/mixed_groups/b": 0.0,
+        "reward/prompts/a": 0.5, "reward/prompts/b": 0.25,
+    }  # fmt: skip
+
+
+def test_in_evaluation_the_reward_is_the_score():
+    names = ("reward/mean", "reward/mean/sums", "reward/mean_other", "reward/std", "env/exact_match")
+    assert [eval_name(name) for name in names] == [
+        "eval/score", "eval/score/sums", "eval/reward_mean_other", "eval/reward_std", "eval/env_exact_match",
     ]  # fmt: skip

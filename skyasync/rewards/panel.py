@@ -1,0 +1,142 @@
+"""Several reward functions on one response.
+
+Invariant: every function's verdict is there, in order, within its limit: quick ones are called directly, coroutines
+run side by side on a loop of their own, everything else in the judge's process. So it works in any thread, also
+where an event loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from skyasync.errors import UserError, nearest
+from skyasync.rewards.judge import Judge, Unjudged, portable
+from skyasync.rewards.registry import find
+from skyasync.rewards.score import Score, as_score
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1.0  # for a coroutine that keeps its loop from ending it
+
+
+@dataclass(frozen=True)
+class Member:
+    """A reward function, ready to be called. ``accepts``: the names of its parameters; None takes all."""
+
+    name: str
+    function: Callable[..., Any]
+    accepts: frozenset[str] | None
+    needs: frozenset[str]
+    asynchronous: bool
+    portable: bytes | None  # for the judge; None is called here
+
+    @classmethod
+    def of(cls, reference: str, function: Callable[..., Any] | None = None) -> Member:
+        """The function behind a name.
+
+        Raises:
+            UserError: if there is none, or it takes arguments without names.
+        """
+        found = find(reference) if function is None else function
+        if not callable(found):
+            raise UserError(f"reward function {reference!r} cannot be called: it is {found!r}")
+        parameters = inspect.signature(found).parameters.values()
+        unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        if unnamed:
+            raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
+        anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        asynchronous = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
+        here = asynchronous or getattr(found, "quick", False)
+        return cls(
+            reference,
+            found,
+            None if anything else frozenset(p.name for p in named),
+            frozenset(p.name for p in named if p.default is p.empty),
+            asynchronous,
+            None if here else portable(found, reference),
+        )
+
+    def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the known values that the function takes.
+
+        Raises:
+            UserError: if one that it needs is not known.
+        """
+        for name in sorted(self.needs - known.keys()):
+            close = nearest(name, known, count=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise UserError(f"reward function {self.name} needs {name!r}: {hint}the row gives: {', '.join(known)}")
+        return {name: value for name, value in known.items() if self.accepts is None or name in self.accepts}
+
+
+def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -> list[Score]:
+    """One score per function; coroutines run while the others are called.
+
+    Raises:
+        UserError: for what a function returned or lacks.
+        Exception: what a function raised, with a note that names it.
+    """
+    started = [_start(member, known, limit_s) if member.asynchronous else None for member in members]
+    scores = []
+    for member, running in zip(members, started, strict=True):
+        try:
+            scores.append(_verdict(member, running, known, limit_s))
+        except Unjudged as problem:
+            log.warning("reward function %s gave no verdict: %s", member.name, problem)
+            scores.append(Score(0.0, unjudged=True))
+        except UserError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised by reward function {member.name}")
+            raise
+    return scores
+
+
+def _verdict(member: Member, running: Future[Any] | None, known: Mapping[str, Any], limit_s: float) -> Score:
+    if running is not None:
+        try:
+            return as_score(member.name, running.result(limit_s + GRACE_S))
+        except TimeoutError:
+            if running.done():
+                raise  # the function's own
+            raise Unjudged(f"it kept its event loop for more than {limit_s:g} s") from None
+    arguments = member.arguments(known)
+    if member.portable is None:
+        return as_score(member.name, member.function(**arguments))
+    return _judge().call(member.name, member.portable, arguments, limit_s)
+
+
+def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[Any]:
+    async def limited() -> Any:
+        try:
+            async with asyncio.timeout(limit_s) as timer:
+                return await member.function(**member.arguments(known))
+        except TimeoutError:
+            if not timer.expired():
+                raise  # the function's own
+            raise Unjudged(f"it did not return within {limit_s:g} s") from None
+
+    return asyncio.run_coroutine_threadsafe(limited(), _loop())
+
+
+@cache
+def _judge() -> Judge:
+    """The judge of this process."""
+    return Judge()
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process's coroutines, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop

@@ -1,0 +1,104 @@
+"""Procedural tasks of ``reasoning-gym``: their questions as rows, and each task's own scorer as a reward.
+
+Invariant: training and held-out questions come from seeds of their own. The n-th question is made from seed + n, so
+neighbouring seeds would give almost the same questions: the two ranges are kept apart.
+
+Some of its scorers run ``eval`` on the answer, and some never return on odd ones: the reward is not ``quick``, so it
+runs in the judge's process, which is no sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+from skyasync.errors import MissingExtraError, UserError, unknown
+from skyasync.rewards.registry import REWARDS
+
+SIZE, HELD_OUT_SIZE = 500, 100
+_OURS = ("size", "seed", "val_size", "val_seed")
+
+
+def rows(task: str, options: Mapping[str, Any], seed: int, *, held_out: bool) -> list[dict[str, Any]]:
+    """Questions of one task.
+
+    Args:
+        options: ``size``, ``seed``, ``val_size``, ``val_seed``, and the task's own.
+        seed: of the training questions where the options name none.
+
+    Raises:
+        UserError: for an unknown task or option, or seeds whose questions would overlap.
+    """
+    sizes, own = {name: options[name] for name in _OURS if name in options}, _without(options, _OURS)
+    size, val_size = int(sizes.get("size", SIZE)), int(sizes.get("val_size", HELD_OUT_SIZE))
+    first = int(sizes.get("seed", seed))
+    val_first = int(sizes.get("val_seed", (first + 2**31) % 2**32))
+    if first < val_first + val_size and val_first < first + size:
+        raise UserError(
+            f"data.reasoning_gym.{task}: {size} questions from seed {first} and {val_size} held-out ones from "
+            f"val_seed {val_first} overlap: set val_seed to {first + size} or more"
+        )
+    start, count = (val_first, val_size) if held_out else (first, size)
+    dataset = make(task, own, seed=start, size=count)
+    return [
+        {
+            "prompt": entry["question"],
+            "label": entry["answer"],
+            "domain": task,
+            "env_class": "reward",
+            "reward_funcs": ["reasoning_gym"],
+            "reasoning_gym": {"task": task, "options": json.dumps(own, sort_keys=True), "entry": entry},
+        }
+        for entry in (dataset[index] for index in range(count))
+    ]
+
+
+def make(task: str, options: Mapping[str, Any], **more: Any) -> Any:
+    """The task's data set.
+
+    Raises:
+        UserError: for an unknown task, an unknown option, or a value that the task refuses.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("reasoning-gym", "reasoning-gym") from error
+    tasks = sorted(set(DATASETS) - {"composite"})  # a mixture: name the tasks themselves
+    if task not in tasks:
+        raise UserError(unknown("reasoning_gym task", task, tasks))
+    allowed = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
+    for name in options:
+        if name not in allowed:
+            raise UserError(f"data.reasoning_gym.{task}: {unknown('option', name, [*allowed, *_OURS])}")
+    try:
+        return create_dataset(task, **options, **more)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"data.reasoning_gym.{task}: {error or 'a value that the task refuses'}") from error
+
+
+@REWARDS.register("reasoning_gym")
+def score(response: str, reasoning_gym: dict[str, Any]) -> float:
+    """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the whole response.
+
+    An answer on which the scorer fails is worth 0, like any other that it cannot read.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    task = _task(reasoning_gym["task"], reasoning_gym["options"])
+    answer = extract_answer(response)
+    try:
+        return float(task.score_answer(response.strip() if answer is None else answer, reasoning_gym["entry"]))
+    except Exception:
+        return 0.0
+
+
+@lru_cache(maxsize=256)
+def _task(name: str, options: str) -> Any:
+    return make(name, json.loads(options))
+
+
+def _without(mapping: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name not in names}

@@ -1,0 +1,45 @@
+"""Reward functions by name: a registered one, ``module:function``, or ``path/to/file.py:function``.
+
+A reward function is called with keyword arguments of which it takes the ones it names (all, with ``**extra``):
+``prompt`` (the last message's text), ``response`` (what the model wrote), ``label`` (the row's), ``messages`` (the
+whole conversation), and every other column of the row. It returns what ``skyasync.rewards.score`` accepts. It may
+be ``async``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from skyasync.registry import Registry, resolve_reference
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+REWARDS = Registry(
+    "reward function",
+    {
+        "skyasync.rewards.text": "exact_match gsm8k gsm8k_format",
+        "skyasync.rewards.mathematics": "math_verify",
+        "skyasync.rewards.reasoning": "reasoning_gym",
+    },
+)
+
+
+def register(name: str) -> Callable[[F], F]:
+    """Make ``environment.reward_funcs=name`` mean the decorated function."""
+    return REWARDS.register(name)
+
+
+def quick(function: F) -> F:
+    """Mark a function that returns at once whatever the response is: it is called directly, without a limit."""
+    function.__dict__["quick"] = True
+    return function
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function behind a name.
+
+    Raises:
+        UserError: if there is none, listing the nearest names.
+    """
+    return resolve_reference(name, kind="reward function") if ":" in name else REWARDS[name]

@@ -1,0 +1,59 @@
+"""What a reward function may return.
+
+Invariant: behind ``as_score`` a reward and its metrics are finite floats; anything else has been refused by the
+function's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from skyasync.errors import UserError, nearest
+
+REWARD_KEYS = ("reward", "score")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One function's verdict, not yet weighted. ``unjudged``: it came to none, and counts as 0."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    unjudged: bool = False
+
+
+def as_score(function: str, returned: Any) -> Score:
+    """A number, or a mapping with ``reward`` (or ``score``) and further numbers, which become metrics.
+
+    Raises:
+        UserError: naming the function and what it returned.
+    """
+    if not isinstance(returned, Mapping):
+        return Score(_number(f"reward function {function}", returned, " or a mapping with the key 'reward'"))
+    key = next((key for key in REWARD_KEYS if key in returned), None)
+    if key is None:
+        close = nearest("reward", map(str, returned), count=1)
+        hint = f" (did you mean 'reward' by {close[0]!r}?)" if close else ""
+        raise UserError(
+            f"reward function {function} returned a mapping without 'reward' or 'score'{hint}; it has: "
+            f"{', '.join(map(str, returned)) or 'nothing'}"
+        )
+    numbers = {str(name): _number(f"{name!r} of reward function {function}", v) for name, v in returned.items()}
+    reward = numbers.pop(key)
+    return Score(reward, numbers)
+
+
+def _number(what: str, value: Any, alternative: str = "") -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
+        raise UserError(f"{what} is {_shown(value)}: {hint}")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,46 @@
+"""Rewards that compare text. All of them return at once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from skyasync.errors import UserError
+from skyasync.rewards.registry import REWARDS, quick
+
+FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
+_NUMBER_AT_THE_END = re.compile(r"####\s*-?[\d,]*\.?\d+\s*")
+
+
+def final_number(text: str) -> str | None:
+    """The last number that follows ``####``, without thousands separators; None if there is none."""
+    found = FINAL_NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+@REWARDS.register("exact_match")
+@quick
+def exact_match(response: str, label: Any) -> float:
+    """1 if the response is the label, leaving aside spaces and newlines around both."""
+    return float(response.strip() == str(_known(label, "exact_match")).strip())
+
+
+@REWARDS.register("gsm8k")
+@quick
+def gsm8k(response: str, label: Any) -> float:
+    """1 if the last number behind ``####`` is the label, or the one behind ``####`` in the label."""
+    truth = str(_known(label, "gsm8k"))
+    return float(final_number(response) == (final_number(truth) or truth.strip().replace(",", "")))
+
+
+@REWARDS.register("gsm8k_format")
+@quick
+def gsm8k_format(response: str) -> float:
+    """1 if the response ends with ``####`` and a number, and has no other ``####``."""
+    return float(response.count("####") == 1 and bool(_NUMBER_AT_THE_END.fullmatch(response[response.find("####") :])))
+
+
+def _known(label: Any, function: str) -> Any:
+    if label is None:
+        raise UserError(f"reward function {function} needs the right answer, and the row has none: set data.label_key")
+    return label

@@ -1,0 +1,68 @@
+"""Reward functions, weights and domains: everything wrong is told before a process starts."""
+
+import pytest
+
+from skyasync.config.domains import Domain, check_domains, domains_of, proportions_of
+from skyasync.config.load import ConfigError, load_config
+
+
+def load(*overrides):
+    return load_config(["trainer.policy.model.path=a/b", *(f"environment.{o}" for o in overrides)]).environment
+
+
+def test_domains_are_read_from_a_free_mapping():
+    environment = load(
+        "domains.sums.reward_funcs=math_verify", "domains.sums.scale=2", "domains.sums.proportion=0.25",
+        "domains.text={reward_funcs: [exact_match, 'my.module:f'], reward_weights: [1, 0.5]}",
+    )  # fmt: skip
+    assert domains_of(environment.domains) == {
+        "sums": Domain(("math_verify",), (), 2, 0.25),
+        "text": Domain(("exact_match", "my.module:f"), (1, 0.5)),
+    }
+    assert proportions_of(environment.domains) == {"sums": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward_funcs=[exact_mach]"], "'exact_mach': did you mean 'exact_match'"),
+        (
+            ["reward_funcs=[gsm8k]", "reward_weights=[1,2]"],
+            "reward_weights has 2 entries for 1 of environment.reward_f",
+        ),
+        (["reward_weights=[1]"], "reward_weights has 1 entries for 0"),
+        (["reward_funcs=[gsm8k,gsm8k]"], "environment.reward_funcs names gsm8k twice"),
+        (["reward_funcs=[gsm8k]", "env_class=gsm8k"], "reward_funcs are called by environment.env_class=reward, not"),
+        (["domains.a=3"], "environment.domains.a must be a mapping with some of reward_funcs, .*, found 3"),
+        (["domains.a.reward_func=[gsm8k]"], "domains.a.reward_func: unknown entry .*: did you mean 'reward_funcs'"),
+        (["domains.a.reward_funcs=[gsm8]"], "domains.a.reward_funcs: unknown reward function 'gsm8': .* 'gsm8k'"),
+        (["domains.a.reward_funcs=3"], "domains.a.reward_funcs: expected a list of names, found 3"),
+        (["domains.a={reward_funcs: [gsm8k], reward_weights: [1, 2]}"], "domains.a.reward_weights has 2 entries for 1"),
+        (["domains.a.reward_weights=1"], "domains.a.reward_weights: expected a list of numbers, found 1"),
+        (["domains.a.scale=much"], "domains.a.scale: expected a number, found 'much'"),
+        (["domains.a.scale=true"], "domains.a.scale: expected a number, found True"),
+        (["domains.a.proportion=0"], "domains.a.proportion: must be greater than 0 and at most 1, found 0"),
+        (["domains.a.proportion=0.7", "domains.b.proportion=0.4"], "environment.domains add up to 1.1"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_the_way_out(overrides, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(*overrides)
+    assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("chain_sm.size=3", r"data.reasoning_gym.chain_sm is for no task in data.train_data: .* 'chain_sum'"),
+        ("chain_sum=3", r"data.reasoning_gym.chain_sum must be a mapping of options, found 3"),
+    ],
+)
+def test_options_are_for_tasks_that_are_asked_for(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(["trainer.policy.model.path=a/b", "data.train_data=reasoning_gym:chain_sum",
+                     f"data.reasoning_gym.{override}"])  # fmt: skip
+
+
+def test_several_problems_are_told_at_once():
+    assert len(list(check_domains({"a": {"scale": "x", "weight": 1}, "b": None}))) == 3

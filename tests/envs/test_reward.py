@@ -1,0 +1,122 @@
+"""The environment of reward functions: who judges a row, weights, metrics."""
+
+import pytest
+
+from skyasync import load_config
+from skyasync.envs import env_factory
+from skyasync.envs.pool import local_pool
+from skyasync.envs.reward import right_answer
+from skyasync.errors import UserError
+from skyasync.rewards import REWARDS
+from skyasync.rewards.settings import env_settings, settle_references, short_names
+
+HERE = "tests.rewards.functions"
+
+
+def settings(*overrides):
+    return load_config(["trainer.policy.model.path=a/b", *(f"environment.{o}" for o in overrides)]).environment
+
+
+def judged(response, *overrides, **row):
+    env = env_factory("reward")(env_settings(settings(*overrides)), row)
+    env.init([{"role": "user", "content": "question"}])
+    step = env.step(response)
+    assert step["done"] and step["observations"] == []
+    return step["reward"], env.get_metrics()
+
+
+def test_weighted_rewards_are_summed_and_each_is_logged_unweighted():
+    reward, metrics = judged(
+        "7", f"reward_funcs=[exact_match,{HERE}:length]", "reward_weights=[2,-0.5]", label="7", domain=""
+    )
+    assert reward == 2 * 1.0 - 0.5 * 0.1
+    assert metrics == {"exact_match": 1.0, "exact_match/unjudged": 0.0, "length": 0.1, "length/unjudged": 0.0}
+
+
+def test_without_weights_all_weigh_one():
+    assert judged("7", f"reward_funcs=[exact_match,{HERE}:length]", label="7")[0] == 1.1
+
+
+def test_numbers_beside_the_reward_become_metrics():
+    reward, metrics = judged("7", f"reward_funcs={HERE}:everything", label="7", source="book")
+    assert (reward, metrics["everything/prompt_length"], metrics["everything/columns"]) == (1.0, 8.0, 2.0)
+
+
+def test_a_domain_has_functions_weights_and_scale_of_its_own():
+    overrides = (
+        "reward_funcs=[exact_match]",
+        "domains.text.scale=0.5",
+        f"domains.maths.reward_funcs=[math_verify,{HERE}:length]",
+        "domains.maths.reward_weights=[1,0.1]",
+        "domains.maths.scale=2",
+    )
+    assert judged("1/2", *overrides, label="0.5")[0] == 0.0
+    assert judged("0.5", *overrides, label="0.5", domain="text")[0] == 0.5
+    reward, metrics = judged("1/2", *overrides, label="0.5", domain="maths")
+    assert reward == pytest.approx(2 * (1 + 0.1 * 0.3))
+    assert metrics["maths/math_verify"] == metrics["math_verify"] == 1.0
+
+
+def test_a_rows_own_functions_come_before_the_runs_and_after_its_domains():
+    row = {"label": "7", "domain": "sums", "reward_funcs": ["exact_match"]}
+    assert judged("7.0", "reward_funcs=[math_verify]", **row)[0] == 0.0
+    assert judged("7.0", "domains.sums.reward_funcs=math_verify", **row)[0] == 1.0
+
+
+def test_nobody_to_judge_a_row_is_an_error():
+    with pytest.raises(UserError, match=r"a row without a domain: set environment.reward_funcs$"):
+        judged("7")
+    with pytest.raises(UserError, match=r"unknown domain 'math': did you mean 'maths'.*reward_funcs is empty"):
+        judged("7", "domains.maths.reward_funcs=[exact_match]", domain="math")
+
+
+def test_no_verdict_in_time_is_counted_or_ends_the_run():
+    short = (f"reward_funcs={HERE}:hangs", "reward_timeout_s=0.5")
+    assert judged("hang", *short) == (0.0, {"hangs": 0.0, "hangs/unjudged": 1.0})
+    with pytest.raises(TimeoutError, match=r"functions:hangs gave no verdict within 0.5 s \(environment.reward_timeo"):
+        judged("hang", *short, "reward_unjudged=raise")
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({"label": 0, "answer": 1}, 0),
+        ({"reward_spec": {"ground_truth": "72"}, "answer": 1}, "72"),
+        ({"reward_spec": None, "answer": 1}, 1),
+        ({"question": "?"}, None),
+    ],
+)
+def test_the_right_answer_of_a_row(row, label):
+    assert right_answer(row) == label
+
+
+def test_a_metric_bears_the_functions_short_name_where_it_is_the_only_one():
+    assert short_names(["gsm8k", "a.b:f", "c:g"]) == ["gsm8k", "f", "g"]
+    assert short_names(["a.b:f", "c:f"]) == ["a.b:f", "c:f"]
+
+
+def test_functions_are_found_before_anything_starts(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def good(response):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    environment = settings("reward_funcs=mine.py:good", "domains.a.reward_funcs=mine.py:good")
+    settle_references(environment)
+    assert environment.reward_funcs == [f"{tmp_path}/mine.py:good"] == environment.domains["a"]["reward_funcs"]
+    for wrong in ("reward_funcs=mine.py:god", "domains.a.reward_funcs=[mine.py:god]"):
+        with pytest.raises(UserError, match="did you mean 'good'"):
+            settle_references(settings(wrong))
+    with pytest.raises(UserError, match=r"mne.py does not exist; did you mean 'mine.py'"):
+        settle_references(settings("reward_funcs=mne.py:good"))
+
+
+async def test_a_function_that_the_program_registers_is_the_environments_too():
+    def mine(response):
+        return float(response == "mine")
+
+    REWARDS["of_a_test"] = mine
+    try:
+        pool = local_pool(env_settings(settings("reward_funcs=[of_a_test]", "env_config.colour=red")))
+    finally:
+        del REWARDS["of_a_test"]  # as in another process, where nobody registers it
+    await pool.init("e", "reward", {}, [{"role": "user", "content": "q"}])
+    step = await pool.step("e", "mine")
+    assert (step["reward"], step["metrics"]) == (1.0, {"of_a_test": 1.0, "of_a_test/unjudged": 0.0})

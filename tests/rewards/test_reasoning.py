@@ -1,0 +1,35 @@
+"""The scorers of reasoning-gym's tasks."""
+
+import pytest
+
+from skyasync.rewards import REWARDS
+from skyasync.rewards.judge import Judge, Unjudged, portable
+from skyasync.rewards.reasoning import rows
+
+score = REWARDS["reasoning_gym"]
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "number_sorting", "countdown", "prime_factorization", "knights_knaves"])
+def test_the_tasks_own_answer_is_right_bare_and_in_an_answer_element(task):
+    for row in rows(task, {"size": 3}, 1, held_out=False):
+        answer = row["label"]
+        for response in (answer, f" {answer}\n", f"I think 0. <answer>{answer}</answer> Sure."):
+            assert score(response=response, reasoning_gym=row["reasoning_gym"]) == 1.0
+
+
+def test_a_scorer_that_fails_on_an_answer_gives_nothing():
+    (row,) = rows("prime_factorization", {"size": 1}, 1, held_out=False)
+    assert score(response="not even a number", reasoning_gym=row["reasoning_gym"]) == 0.0
+
+
+def test_a_scorer_that_runs_the_answer_loses_no_more_than_the_judges_process():
+    (row,) = rows("spiral_matrix", {"size": 1}, 1, held_out=False)
+    judge, function = Judge(), portable(score, "reasoning_gym")
+
+    def call(response):
+        return judge.call("reasoning_gym", function, {"response": response, "reasoning_gym": row["reasoning_gym"]}, 5.0)
+
+    with pytest.raises(Unjudged, match="ended its process"):
+        call("__import__('os')._exit(0)")
+    assert call(row["label"]).reward == 1.0
+    judge.close()
