@@ -12,7 +12,8 @@ class Tasks(asyncio.TaskGroup):
     """A task group in which a task that is cancelled from within is an error, not a quiet end."""
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self.create_task(_to_its_end(coroutine))
+        task = self.create_task(_to_its_end(coroutine))
+        task.add_done_callback(lambda _: coroutine.close())  # of a task that was cancelled before it began
 
 
 @asynccontextmanager

@@ -14,19 +14,24 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import leftovers
-from tests.end_to_end.runs import Trained, arguments, outside_environment
+from tests.end_to_end.runs import Train, Trained, arguments, outside_environment
 
 pytestmark = pytest.mark.slow
 
 STATUS = 130  # what shells report of a program that Ctrl-C ended
 
 
+STREAMED = ("trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.ckpt_on_exit=true")
+
+
 @pytest.mark.parametrize("moment", ["while models load", "after three steps"])
-def test_ctrl_c_ends_a_run_cleanly(moment: str, tmp_path: Path, models: dict[str, str]) -> None:
+def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
+    moment: str, train: Train, tmp_path: Path, models: dict[str, str]
+) -> None:
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
     with output.open("w") as terminal:
         program = subprocess.Popen(
-            [sys.executable, "-m", "skyasync", *arguments(runs=tmp_path, model=models["tied"])],
+            [sys.executable, "-m", "skyasync", *arguments(*STREAMED, runs=tmp_path, model=models["tied"])],
             env={**outside_environment(), "MARK": mark}, cwd=Path(__file__).parents[2],
             stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -47,6 +52,20 @@ def test_ctrl_c_ends_a_run_cleanly(moment: str, tmp_path: Path, models: dict[str
         assert steps == list(range(1, len(steps) + 1))
         assert (run.folder / "reward.png").exists()
     assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
+    saved = [int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_*")]
+    if moment == "while models load":
+        assert saved == []
+    else:
+        goes_on_from(saved[-1], train)
+
+
+def goes_on_from(step: int, train: Train) -> None:
+    """Two more steps: every prompt of the run is trained once, also those that were in flight."""
+    run = train(*STREAMED, "trainer.resume_mode=latest", f"trainer.max_training_steps={step + 2}")
+    assert step >= 3
+    assert run.series("step") == list(range(1, step + 3))
+    trained = [prompt for _, prompts in run.prompts for prompt in prompts]
+    assert len(set(trained)) == len(trained) == 8 * (step + 2)
 
 
 def wait_until(reached: Callable[[], bool], program: subprocess.Popen[bytes], output: Path) -> None:

@@ -5,9 +5,29 @@ from __future__ import annotations
 import pytest
 
 from tests.end_to_end import leftovers
-from tests.end_to_end.runs import Train
+from tests.end_to_end.runs import Train, read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+
+def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Train) -> None:
+    """Responses of a fixed length, longer than a step takes, so that weights are swapped under them."""
+    pytest.importorskip("vllm")
+    run = train(
+        "trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.partial_rollout=recompute",
+        "trainer.max_training_steps=6", "generator.backend=vllm", "generator.kv_cache_gb=0.2",
+        "generator.max_num_seqs=128", "generator.sampling_params.max_generate_length=160",
+        "generator.sampling_params.min_tokens=160",
+    )  # fmt: skip
+    assert max(run.series("sync/logprob_gap")) <= 1e-4
+    assert max(run.series("staleness/max")) <= 2
+    trained = [prompt for _, prompts in run.prompts for prompt in prompts]
+    assert len(set(trained)) == len(trained) == 6 * 8
+    assert {prompt.split("-")[0] for prompt in trained} == {"e0", "e1", "e2"}, "three epochs of two batches, whole"
+    rows = read_lines(run.folder / "samples.jsonl")
+    assert all(row["versions"] == sorted(row["versions"]) for row in rows)
+    assert all(row["step"] - 3 <= min(row["versions"]) <= max(row["versions"]) < row["step"] for row in rows)
+    assert leftovers.none_soon(leftovers.of_the_cluster) == []
 
 
 def test_one_step_off_with_vllm(train: Train) -> None:

@@ -12,12 +12,15 @@ EOS = 256
 VOCABULARY = 260
 
 
-def save_tiny_llama(folder: Path, *, tied: bool, seed: int = 0) -> str:
-    """A 2-layer Llama (4 query heads over 2 key heads) whose distributions are far from uniform."""
+def save_tiny_llama(folder: Path, *, tied: bool, seed: int = 0, head_dim: int = 8) -> str:
+    """A 2-layer Llama (4 query heads over 2 key heads) whose distributions are far from uniform.
+
+    vLLM's kernels need a ``head_dim`` of 32 at least.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
+        hidden_size=4 * head_dim,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import torch
@@ -10,12 +9,12 @@ from transformers import AutoTokenizer
 
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.engines.transformers_engine import TransformersEngine
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
 from skyasync.rollout.generator import EpisodeGenerator
-from skyasync.rollout.types import Prompt, PromptId
+from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.batch import TrainingBatch
@@ -73,6 +72,55 @@ class Rows:
     def close(self) -> None: ...
 
 
+class Memory(RayPPOTrainer):
+    """Keeps what was trained, and the weights of every version; goes with any plan."""
+
+    def __init__(self, *args: Any, **parts: Any) -> None:
+        super().__init__(*args, **parts)
+        self.trained: list[list[Group]] = []
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    async def train_on(self, rollout: Rollout) -> dict[str, float]:
+        self.trained.append(rollout.groups)
+        self.weights[self.global_step] = self.dispatch.weights()
+        return await super().train_on(rollout)
+
+    @property
+    def trained_ids(self) -> list[PromptId]:
+        return [group.prompt.id for groups in self.trained for group in groups]
+
+
+class RecordingClient(InferenceClient):
+    """Writes down every piece that an engine answers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pieces: dict[str, list[GenerationOutput]] = {}
+
+    async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
+        output = await super()._piece(request, caller_id)
+        self.pieces.setdefault(caller_id, []).append(output)
+        return output
+
+
+def check_tokens(run: LocalRun) -> int:
+    """What is trained is what the engine computed, token by token; returns how many trajectories have two versions."""
+    mixed = 0
+    for group in (group for groups in run.trainer.trained for group in groups):
+        for trajectory in group.trajectories:
+            pieces = run.client.pieces[f"{trajectory.id}-t0"]
+            (action,) = trajectory.actions
+            assert action.tokens == [t for piece in pieces for t in piece.token_ids]
+            assert action.logprobs == [p for piece in pieces for p in piece.logprobs]
+            assert action.versions == [v for piece in pieces for v in piece.versions]
+            assert action.versions == sorted(action.versions)
+            assert len(action.tokens) <= run.cfg.generator.sampling_params.max_generate_length
+            mixed += len(set(action.versions)) > 1
+    for batch in run.dispatch.batches:
+        assert torch.equal(batch.versions >= 0, batch.loss_mask)
+    return mixed
+
+
 def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -> Config:
     """``steps``: 0 runs all epochs; ``train_length``: most tokens of a response in training."""
     cfg = Config()
@@ -103,14 +151,24 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
+def engine_config(model: str) -> EngineConfig:
+    return EngineConfig(model, threads=1, max_model_len=64, max_num_seqs=64, kv_cache_gb=0.1)
+
+
 class LocalRun:
     """``train()`` runs the plan to its end; what happened is in ``tracker.rows`` and ``dispatch``."""
 
-    def __init__(self, plan: type[RayPPOTrainer], cfg: Config, client: type[InferenceClient] = InferenceClient) -> None:
-        self.cfg = cfg
+    def __init__(
+        self,
+        plan: type[RayPPOTrainer],
+        cfg: Config,
+        client: type[InferenceClient] = InferenceClient,
+        engine: Any = None,  # one that is up already, and stays up
+    ) -> None:
+        self.cfg, self._engine_is_up = cfg, engine is not None
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
-        self.engine = TransformersEngine(EngineConfig(cfg.trainer.policy.model.path, threads=1, max_model_len=64))
+        self.engine: Any = engine or TransformersEngine(engine_config(cfg.trainer.policy.model.path))
         self.client = client([self.engine], 60)
         self.dispatch, self.tracker = RecordingDispatch(cfg), Rows()
         self.trainer = plan.get_trainer(
@@ -126,9 +184,12 @@ class LocalRun:
         self.trainer.attach(self.dispatch, WeightSync(self.dispatch, self.client, probe, 1e-3))
 
     async def train(self) -> LocalRun:
-        await self.client.start()
+        if not self._engine_is_up:
+            await self.client.start()
         try:
             await self.trainer.train()
         finally:
-            await asyncio.gather(self.client.shutdown(), self.dispatch.shutdown())
+            await self.dispatch.shutdown()
+            if not self._engine_is_up:
+                await self.client.shutdown()
         return self

@@ -13,10 +13,10 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.rollout.types import Group, PromptId, Rollout
+from skyasync.rollout.types import PromptId
 from skyasync.trainer import RayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config, without_times
+from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, without_times
 
 EVERY_PARTIAL_ROLLOUT = pytest.mark.parametrize("partial_rollout", ["keep", "recompute", "wait"])
 
@@ -24,24 +24,6 @@ EVERY_PARTIAL_ROLLOUT = pytest.mark.parametrize("partial_rollout", ["keep", "rec
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=False)
-
-
-class Memory(RayPPOTrainer):
-    """Keeps what was trained, and the weights of every version; goes with any plan."""
-
-    def __init__(self, *args: Any, **parts: Any) -> None:
-        super().__init__(*args, **parts)
-        self.trained: list[list[Group]] = []
-        self.weights: dict[int, dict[str, torch.Tensor]] = {}
-
-    async def train_on(self, rollout: Rollout) -> dict[str, float]:
-        self.trained.append(rollout.groups)
-        self.weights[self.global_step] = self.dispatch.weights()
-        return await super().train_on(rollout)
-
-    @property
-    def trained_ids(self) -> list[PromptId]:
-        return [group.prompt.id for groups in self.trained for group in groups]
 
 
 class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
@@ -97,37 +79,11 @@ async def test_waiting_rollouts_leave_no_trajectory_of_two_versions(model: str) 
 # ---------------------------------------------------------------- tokens, log-probabilities, versions
 
 
-class RecordingClient(InferenceClient):
-    """Writes down every piece that an engine answers."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.pieces: dict[str, list[GenerationOutput]] = {}
-
-    async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
-        output = await super()._piece(request, caller_id)
-        self.pieces.setdefault(caller_id, []).append(output)
-        return output
-
-
 @pytest.mark.parametrize("partial_rollout", ["keep", "recompute"])
 async def test_what_is_trained_is_what_the_engine_computed_token_by_token(model: str, partial_rollout: str) -> None:
     cfg = config(model, steps=8, max_staleness=2, partial_rollout=partial_rollout, train_length=40)
     run = await LocalRun(Remembering, cfg, client=RecordingClient).train()
-    mixed = 0
-    for group in (group for groups in run.trainer.trained for group in groups):
-        for trajectory in group.trajectories:
-            pieces = run.client.pieces[f"{trajectory.id}-t0"]
-            (action,) = trajectory.actions
-            assert action.tokens == [t for piece in pieces for t in piece.token_ids]
-            assert action.logprobs == [p for piece in pieces for p in piece.logprobs]
-            assert action.versions == [v for piece in pieces for v in piece.versions]
-            assert action.versions == sorted(action.versions)
-            assert len(action.tokens) <= 40
-            mixed += len(set(action.versions)) > 1
-    assert mixed > 5, "no trajectory was in flight at a swap: the test shows nothing"
-    for batch in run.dispatch.batches:
-        assert torch.equal(batch.versions >= 0, batch.loss_mask)
+    assert check_tokens(run) > 5, "no trajectory was in flight at a swap: the test shows nothing"
 
 
 async def test_after_a_cut_every_token_has_the_logprob_of_its_version(model: str) -> None:
