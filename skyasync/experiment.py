@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from skyasync.config.check import config_warnings
 from skyasync.config.load import dump_config
 from skyasync.config.paths import model_path, refuse_foreign_checkpoints
+from skyasync.config.sampling import backend
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import resolve_reference
@@ -170,6 +173,8 @@ class BasePPOExp:
 
     def prepare(self) -> None:
         """What must be settled before any process starts: the model's folder and the run's folder."""
+        for line in config_warnings(self.cfg):
+            print(f"warning: {line}", file=sys.stderr)
         trainer = self.cfg.trainer
         trainer.policy.model.path = model_path(trainer.policy.model.path)
         trainer.ref.model.path = model_path(trainer.ref.model.path or trainer.policy.model.path)
@@ -241,11 +246,7 @@ class BasePPOExp:
         return algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
     def engine_backend(self) -> str:
-        from importlib.util import find_spec
-
-        if self.cfg.generator.backend != "auto":
-            return self.cfg.generator.backend
-        return "vllm" if find_spec("vllm") else "transformers"
+        return backend(self.cfg)
 
     def engine_config(self) -> Any:
         from skyasync.engines.protocol import EngineConfig

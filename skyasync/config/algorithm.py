@@ -104,6 +104,11 @@ class AlgorithmConfig:
         "The policy in the ratio's denominator; with behaviour no proximal log-probabilities are needed.",
         choices=("proximal", "behaviour"),
     )
+    filter_logprobs: bool = key(
+        True,
+        "The models' log-probabilities are of the distribution that was sampled from: with top_k, top_p, min_p, "
+        "logit_bias and allowed_token_ids applied as in the engine; temperature always is.",
+    )
     eps_clip_low: float = key(0.2, "Clip ratios below 1 - this.", low=0.0)
     eps_clip_high: float = key(0.2, "Clip ratios above 1 + this.", low=0.0)
     clip_ratio_c: float = key(3.0, "dual_clip's bound on the ratio where the advantage is negative.", above=1.0)

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.domains import check_domains, check_weights
+from skyasync.config.sampling import check_sampling, sampling_warnings
 from skyasync.config.schema import Config, DataConfig, EnvironmentConfig
 from skyasync.errors import unknown
 
@@ -62,6 +63,7 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
         *_check_resuming(cfg),
         *_check_batches(cfg),
         *_check_lengths(cfg),
+        *check_sampling(cfg),
         *_check_algorithm(cfg),
         *_check_intervals(cfg.trainer.algorithm),
         *_check_lists(cfg),
@@ -70,6 +72,16 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
         *_check_environment(cfg.environment),
         *_check_tasks(cfg.data),
     ]
+
+
+def config_warnings(cfg: Config) -> list[str]:
+    """What may be meant so, but is worth a line at the start of a run."""
+    algorithm = cfg.trainer.algorithm
+    return list(sampling_warnings(cfg, reads_behaviour=_corrected(algorithm) or _uses_behaviour(algorithm)))
+
+
+def _corrected(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.off_policy_correction != "none" or bool(set(algorithm.off_policy_masks) - {"none"})
 
 
 def _check_plan(cfg: Config, plan: str, *, fixed: bool) -> Iterator[str]:
@@ -85,8 +97,7 @@ def _check_plan(cfg: Config, plan: str, *, fixed: bool) -> Iterator[str]:
     if plan == "fully_async" and cfg.trainer.max_staleness == 0:
         return  # no sample is stale
     algorithm = cfg.trainer.algorithm
-    corrected = algorithm.off_policy_correction != "none" or set(algorithm.off_policy_masks) - {"none"}
-    if not corrected and not cfg.trainer.allow_uncorrected and not _uses_behaviour(algorithm):
+    if not _corrected(algorithm) and not cfg.trainer.allow_uncorrected and not _uses_behaviour(algorithm):
         yield (
             f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "
             f"{which} is asynchronous and trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not use "

@@ -75,7 +75,7 @@ def convert(node: yaml.Node, expected: Any) -> Any:
     if (origin or expected) in (list, tuple):
         return _list(node, expected, arguments[0] if arguments else Any)
     if (origin or expected) is dict:
-        return _mapping(node, expected, arguments[1] if arguments else Any)
+        return _mapping(node, expected, *(arguments or (Any, Any)))
     if isinstance(expected, type) and issubclass(expected, enum.Enum):
         return _enum(node, expected)
     return _scalar(node, expected)
@@ -135,10 +135,11 @@ def _list(node: yaml.Node, expected: Any, element: Any) -> list[Any]:
     raise _wrong(node, expected)
 
 
-def _mapping(node: yaml.Node, expected: Any, element: Any) -> dict[Any, Any]:
+def _mapping(node: yaml.Node, expected: Any, name_type: Any, element: Any) -> dict[Any, Any]:
     if not isinstance(node, yaml.MappingNode):
         raise _wrong(node, expected)
-    return {free(name): convert(value, element) for name, value in node.value}
+    as_text = name_type is str  # a name that looks like a number is a name
+    return {name.value if as_text else free(name): convert(value, element) for name, value in node.value}
 
 
 def free(node: yaml.Node) -> Any:

@@ -55,7 +55,7 @@ class InferenceClient:
         self.engines = list(engines)
         self.request_timeout_s = request_timeout_s
         self._tokenizer = tokenizer
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
         self._in_flight = [0] * len(engines)
         self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
         self._outbox: dict[int, list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]] = {}
@@ -104,8 +104,10 @@ class InferenceClient:
                 f"request {request.request_id} has stop strings and was cut by a weight sync: the inference client "
                 f"needs the model's tokenizer to find one that spans the cut, or set trainer.partial_rollout=keep"
             )
-        strings = request.sampling.stop
-        return self._stop_strings.setdefault(strings, StopStrings(self._tokenizer, strings))
+        key = (request.sampling.stop, request.sampling.skip_special_tokens)
+        if key not in self._stop_strings:
+            self._stop_strings[key] = StopStrings(self._tokenizer, key[0], skip_special_tokens=key[1])
+        return self._stop_strings[key]
 
     async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
         """What an engine answers to a request or to its continuation."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from skyasync.engines.embedded_model import FORWARD_TOKENS, EmbeddedModel
+from skyasync.engines.logit_edits import asks_for_edits
 from skyasync.engines.protocol import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.engines.sampling import BatchSampler
 from skyasync.engines.slot_cache import SlotCache
@@ -31,6 +32,7 @@ class Row:
     limit: int
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     streamed: bool = False
     owner: Any = None
     output: GenerationOutput = field(init=False)
@@ -41,6 +43,7 @@ class Row:
         self.sampling: SamplingParams = self.request.sampling
         self.prompt: list[int] = self.request.prompt_token_ids
         self.token_ids: list[int] = self.output.token_ids
+        self.edited = asks_for_edits(self.sampling)
 
     @property
     def reserved(self) -> int:

@@ -15,12 +15,14 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from skyasync.engines.decoder import Decoder, Row, cache_budget
 from skyasync.engines.embedded_model import EmbeddedModel
+from skyasync.engines.logit_edits import Words, tokenised
 from skyasync.engines.protocol import (
     EngineConfig,
     EngineStats,
@@ -64,7 +66,8 @@ class EmbeddedCore:
         self._rows: dict[str, Row] = {}  # every request that has not been answered
         self._held: list[Row] = []  # accepted while not running
         self._drained: list[Future[None]] = []
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
+        self._tokenised_words: dict[tuple[str, ...], Words] = {}
         self._busy_s = 0.0
         self._paused_s = 0.0
         self._paused_since: float | None = None
@@ -166,21 +169,50 @@ class EmbeddedCore:
                 f"request {request.request_id!r} cannot be answered: its prompt has tokens from {min(prompt)} to "
                 f"{max(prompt)}, the model's vocabulary has {self._model.vocabulary}"
             )
+        self._refuse_unknown_tokens(request)
         stop_ids = frozenset(sampling.stop_token_ids)
         return Row(
             request,
             key=stream_key(sampling.seed, self._config.seed, request.request_id),
             limit=min(sampling.max_tokens, self._config.max_model_len - len(prompt)),
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
-            stop_strings=self._stops(sampling.stop, request.request_id) if sampling.stop else None,
+            stop_strings=self._stops(request) if sampling.stop else None,
+            bad_words=self._bad_words(request) if sampling.bad_words else (),
             streamed=streamed,
             owner=reply,
         )
 
-    def _stops(self, strings: tuple[str, ...], request_id: str) -> StopStrings:
+    def _stops(self, request: GenerationRequest) -> StopStrings:
+        tokenizer = self._tokenizer_for("stop strings", request)
+        key = (request.sampling.stop, request.sampling.skip_special_tokens)
+        if key not in self._stop_strings:
+            self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
+        return self._stop_strings[key]
+
+    def _bad_words(self, request: GenerationRequest) -> Words:
+        tokenizer, words = self._tokenizer_for("bad words", request), request.sampling.bad_words
+        if words not in self._tokenised_words:
+            self._tokenised_words[words] = tokenised(
+                words, lambda text: tokenizer.encode(text, add_special_tokens=False)
+            )
+        return self._tokenised_words[words]
+
+    def _tokenizer_for(self, what: str, request: GenerationRequest) -> Any:
         if self._model.tokenizer is None:
-            raise UserError(f"request {request_id!r} has stop strings, but {self._config.model_path} has no tokenizer")
-        return self._stop_strings.setdefault(strings, StopStrings(self._model.tokenizer, strings))
+            raise UserError(
+                f"request {request.request_id!r} has {what}, but {self._config.model_path} has no tokenizer"
+            )
+        return self._model.tokenizer
+
+    def _refuse_unknown_tokens(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        named = {"logit_bias": sampling.logit_bias, "allowed_token_ids": sampling.allowed_token_ids}
+        for name, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.vocabulary:
+                raise UserError(
+                    f"request {request.request_id!r} cannot be answered: {name} has tokens from {min(tokens)} to "
+                    f"{max(tokens)}, the model's vocabulary has {self._model.vocabulary}"
+                )
 
     def _report(self, rows: Iterable[Row]) -> None:
         """Send the rows' outputs to their owners, one message each."""

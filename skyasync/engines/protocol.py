@@ -21,9 +21,13 @@ PauseMode = Literal["keep", "abort", "wait"]
 class SamplingParams:
     """How to sample one response; the names and meanings are those of vLLM's ``SamplingParams``.
 
-    ``top_k <= 0`` is off. Log-probabilities are reported of the distribution that was really sampled
-    from: after temperature, top-k, top-p and min-p. ``temperature = 0`` is greedy (log-probabilities then
-    are those of the untempered distribution).
+    ``top_k <= 0`` is off, and so is an empty list. Log-probabilities are reported of the distribution that was really
+    sampled from: after bans, bias, penalties, temperature, min-p, top-k and top-p. ``temperature = 0`` is greedy
+    (log-probabilities then are those of the untempered, unfiltered distribution).
+
+    ``include_stop_str_in_output`` and ``skip_special_tokens`` are about the text that is made of the response: its
+    tokens always hold the stop string. ``structured_outputs`` and ``repetition_detection`` (the fields of vLLM's
+    classes of these names) are for vLLM only.
     """
 
     max_tokens: int = 16
@@ -32,11 +36,20 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = True
     ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
     seed: int | None = None
+    structured_outputs: dict[str, Any] = field(default_factory=dict)
+    repetition_detection: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

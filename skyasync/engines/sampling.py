@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyasync.algorithms.sampled import likely
+from skyasync.engines.logit_edits import LogitEdits
 from skyasync.engines.protocol import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -40,21 +42,8 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """``logits`` ``[rows, vocabulary]`` with -inf for every token that the filters leave out.
-
-    As in vLLM: min-p, then top-k, then top-p of what is left. Each filter is a floor under the logits, so tokens
-    that tie with the last one kept are kept too. Off is ``top_k <= 0``, ``top_p = 1``, ``min_p = 0`` (all ``[rows]``).
-    """
-    ordered = logits.sort(dim=1, descending=True).values
-    floor = ordered[:, 0] + min_p.log()
-    last = ordered.gather(1, (top_k - 1).clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-    floor = torch.where(top_k > 0, torch.maximum(floor, last), floor)
-    probs = ordered.masked_fill(ordered < floor[:, None], -torch.inf).softmax(dim=1)
-    likelier = probs.cumsum(dim=1) - probs
-    kept = (likelier < top_p[:, None]).sum(dim=1).clamp(min=1)
-    last = ordered.gather(1, (kept - 1)[:, None])[:, 0]
-    floor = torch.where(top_p < 1, torch.maximum(floor, last), floor)
-    return logits.masked_fill(logits < floor[:, None], -torch.inf)
+    """``logits`` ``[rows, vocabulary]`` with -inf for every token that the filters leave out; see ``likely``."""
+    return logits.masked_fill(~likely(logits, top_k, top_p, min_p), -torch.inf)
 
 
 def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
@@ -80,6 +69,10 @@ class SampledRow(Protocol):
     def token_ids(self) -> Sequence[int]: ...
     @property
     def stop_ids(self) -> frozenset[int]: ...
+    @property
+    def bad_words(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
+    def edited(self) -> bool: ...
 
 
 class BatchSampler:
@@ -101,9 +94,7 @@ class BatchSampler:
         self._top_k = torch.tensor([settings[i].top_k for i in filtered], device=device)
         self._top_p = tensor([settings[i].top_p for i in filtered])
         self._min_p = tensor([settings[i].min_p for i in filtered])
-        self._edited = [
-            (i, row) for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1 or row.sampling.min_tokens
-        ]
+        self._edits = LogitEdits(rows, device)
 
     def __call__(self, logits: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
         """Sample token ``positions[i]`` of each row's response from ``logits`` ``[rows, vocabulary]`` (overwritten).
@@ -114,36 +105,22 @@ class BatchSampler:
         Raises:
             FloatingPointError: if a row has no finite distribution (NaN or infinite logits).
         """
-        logits = self._warp(logits.float())
+        logits = self._warp(logits.float(), positions)
         logprobs = logits.log_softmax(dim=1)
         uniform = torch.from_numpy(uniforms(self._keys, positions)).to(logits.device)
         tokens = draw(logprobs, uniform).clamp_(max=logits.shape[1] - 1)
         if self._greedy is not None:
             tokens = torch.where(self._greedy, logits.argmax(dim=1), tokens)
+        self._edits.sampled(tokens)
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         if not bool(chosen.isfinite().all()):
             raise FloatingPointError("the model gave NaN or infinite logits: are its weights finite?")
         return tokens, chosen
 
-    def _warp(self, logits: Tensor) -> Tensor:
-        for i, row in self._edited:
-            _edit(logits[i], row)
+    def _warp(self, logits: Tensor, positions: np.ndarray) -> Tensor:
+        self._edits(logits, positions)
         if self._temperature is not None:
             logits = logits.div_(self._temperature)
         if self._filtered is not None:
             logits[self._filtered] = keep_likely(logits[self._filtered], self._top_k, self._top_p, self._min_p)
         return logits
-
-
-def _edit(logits: Tensor, row: SampledRow) -> None:
-    """Apply what depends on a row's past to its ``logits`` ``[vocabulary]``, in place.
-
-    The repetition penalty divides positive logits of tokens seen and multiplies negative ones (Keskar et al. 2019).
-    """
-    penalty = row.sampling.repetition_penalty
-    if penalty != 1:
-        seen = torch.tensor(sorted({*row.prompt, *row.token_ids}), device=logits.device)
-        scores = logits[seen]
-        logits[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    if len(row.token_ids) < row.sampling.min_tokens and row.stop_ids:
-        logits[torch.tensor(sorted(row.stop_ids), device=logits.device)] = -torch.inf

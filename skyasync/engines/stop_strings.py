@@ -16,8 +16,10 @@ _CONTEXT = 8  # tokens decoded ahead of the longest possible match, so that it i
 class StopStrings:
     """The stop strings of one request. Most tokens are ruled out by their own text alone, without decoding."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._strings = [s for s in strings if s]
         self._ends = {s[-1] for s in self._strings}
         self._window = max((len(s.encode()) for s in self._strings), default=0) + _CONTEXT
@@ -39,6 +41,6 @@ class StopStrings:
         return self._may_end[token]
 
     def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

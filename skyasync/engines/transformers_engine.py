@@ -177,5 +177,7 @@ def check_request(request: GenerationRequest, max_model_len: int) -> None:
         problem = f"min_p is {sampling.min_p}, not from 0 to 1"
     elif sampling.repetition_penalty <= 0:
         problem = f"repetition_penalty is {sampling.repetition_penalty}, not above 0"
+    elif sampling.structured_outputs or sampling.repetition_detection:
+        problem = "structured_outputs and repetition_detection need generator.backend=vllm"
     if problem:
         raise UserError(f"request {request.request_id!r} cannot be answered: {problem}")

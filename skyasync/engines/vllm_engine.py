@@ -258,12 +258,12 @@ def _or_raise(output: GenerationOutput | Exception) -> GenerationOutput:
 
 def _answered(request: GenerationRequest, output: RequestOutput, versions: list[int]) -> GenerationOutput:
     completion: Any = output.outputs[0]
-    if completion.finish_reason not in ("stop", "length", "abort", None):
+    if completion.finish_reason not in ("stop", "length", "abort", "repetition", None):
         raise RuntimeError(f"vLLM failed on request {request.request_id}: {completion.finish_reason}")
     return GenerationOutput(
         request_id=request.request_id,
         token_ids=list(completion.token_ids),
         logprobs=list(completion.logprobs.logprobs),
         versions=versions,
-        finish_reason=completion.finish_reason,
+        finish_reason="length" if completion.finish_reason == "repetition" else completion.finish_reason,
     )

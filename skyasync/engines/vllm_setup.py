@@ -71,8 +71,9 @@ def _cpu_arguments(config: EngineConfig) -> dict[str, Any]:
 def sampling_parameters(sampling: SamplingParams, *, streaming: bool) -> vllm.SamplingParams:
     """vLLM's form of ours, with the log-probability of each sampled token and as little text as possible."""
     from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
+    grammar, repetition = sampling.structured_outputs, sampling.repetition_detection
     return VLLMSamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -80,11 +81,20 @@ def sampling_parameters(sampling: SamplingParams, *, streaming: bool) -> vllm.Sa
         top_p=sampling.top_p,
         top_k=max(sampling.top_k, 0),
         min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
         ignore_eos=sampling.ignore_eos,
+        bad_words=list(sampling.bad_words),
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=list(sampling.allowed_token_ids) or None,
+        skip_special_tokens=sampling.skip_special_tokens,
         seed=sampling.seed,
+        structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
+        repetition_detection=RepetitionDetectionParams(**repetition) if repetition else None,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError
 
@@ -60,8 +61,13 @@ class ChatTokenizer:
         ended = bool(action) and action[-1] == eos
         return tail if ended else [eos, *tail]
 
-    def text(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def text(self, tokens: list[int], sampling: SamplingParams | None = None) -> str:
+        """What an environment reads of a response: up to its stop string, if that is not to be included."""
+        sampling = sampling or SamplingParams()
+        text = self.tokenizer.decode(tokens, skip_special_tokens=sampling.skip_special_tokens)
+        if sampling.include_stop_str_in_output:
+            return text
+        return text[: min((found for s in sampling.stop if (found := text.find(s)) >= 0), default=None)]
 
     def _frame(self, conversation: Conversation, *, generation: bool) -> list[int]:
         messages = [{**message, **_text_of(message)} for message in conversation]

@@ -18,6 +18,7 @@ from skyasync.envs.pool import EnvPool
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.convert import generator_output
+from skyasync.rollout.requests import request_seed
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class EpisodeGenerator:
         tokens = trajectory.segments[0].tokens  # replaced, never changed: requests hold it
         for turn in range(self._max_turns):
             action = await self._act(trajectory, tokens, turn, sampling)
-            step = await self._environments.step(str(trajectory.id), self._chat.text(action.tokens))
+            step = await self._environments.step(str(trajectory.id), self._chat.text(action.tokens, sampling))
             action.reward = float(step["reward"])
             trajectory.metrics = step["metrics"]
             tokens = tokens + action.tokens
@@ -114,11 +115,13 @@ class EpisodeGenerator:
                 f"the prompt of {trajectory.id} has {len(tokens)} tokens, which leaves no room for a response: raise "
                 f"generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
             )
+        request_id = f"{trajectory.id}-t{turn}"
+        seed = request_seed(sampling.seed, request_id)
         output = await self._client.generate(
             GenerationRequest(
-                request_id=f"{trajectory.id}-t{turn}",
+                request_id=request_id,
                 prompt_token_ids=tokens,
-                sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room)),
+                sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed),
                 session_id=str(trajectory.id.prompt),
             )
         )

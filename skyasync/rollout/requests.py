@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,8 +34,28 @@ def sampling_params(cfg: Any) -> SamplingParams:
         top_p=cfg.top_p,
         top_k=cfg.top_k,
         min_p=cfg.min_p,
+        presence_penalty=cfg.presence_penalty,
+        frequency_penalty=cfg.frequency_penalty,
+        repetition_penalty=cfg.repetition_penalty,
         stop=tuple(cfg.stop),
+        stop_token_ids=tuple(cfg.stop_token_ids),
+        include_stop_str_in_output=cfg.include_stop_str_in_output,
+        ignore_eos=cfg.ignore_eos,
+        bad_words=tuple(cfg.bad_words),
+        logit_bias={int(token): float(bias) for token, bias in cfg.logit_bias.items()},
+        allowed_token_ids=tuple(cfg.allowed_token_ids),
+        skip_special_tokens=cfg.skip_special_tokens,
+        seed=None if cfg.seed < 0 else cfg.seed,
+        structured_outputs=dict(cfg.structured_outputs),
+        repetition_detection=dict(cfg.repetition_detection),
     )
+
+
+def request_seed(seed: int | None, request_id: str) -> int | None:
+    """The seed of one request: samples of a prompt must differ, and each is the same in every run."""
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.blake2b(f"{seed} {request_id}".encode(), digest_size=7).digest(), "little")
 
 
 def _request(prompts: Sequence[Prompt], count: int, sampling: SamplingParams, *, is_eval: bool) -> GeneratorInput:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import Config, ModelConfig
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
@@ -85,7 +86,9 @@ class ModelWorker:
 
     def build(self, model: PreTrainedModel) -> TokenLogprobs:
         """Wrap, place and shard."""
-        wrapper = TokenLogprobs(model, self.cfg.generator.sampling_params.temperature).eval()
+        filtered = self.cfg.trainer.algorithm.filter_logprobs
+        distribution = SampledDistribution.of(self.cfg.generator.sampling_params, filtered=filtered)
+        wrapper = TokenLogprobs(model, distribution).eval()
         return self._shard(wrapper) if self._sharded() else wrapper.to(self.device)
 
     def _join(self, host: str, port: int) -> None:
@@ -125,18 +128,21 @@ class ModelWorker:
                 module.set_gradient_divide_factor(1.0)
         return wrapper.to(self.device)
 
-    def logprobs(self, batch: TrainingBatch, temperature: float | None = None) -> Tensor:
-        """Log-probability of each loss token, ``[batch, length]`` on the CPU, zero elsewhere; no gradient."""
+    def logprobs(self, batch: TrainingBatch, plain: bool = False) -> Tensor:
+        """Log-probability of each loss token, ``[batch, length]`` on the CPU, zero elsewhere; no gradient.
+
+        ``plain``: of the model's own distribution, whatever was sampled from.
+        """
         result = torch.zeros(batch.tokens.shape, dtype=torch.float32)
         with torch.no_grad():
             for micro in self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu):
-                put_rows(result, micro, self.model(micro.layout.to(self.device), temperature=temperature).logprobs)
+                put_rows(result, micro, self.model(micro.layout.to(self.device), plain=plain).logprobs)
         return result
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first of each sequence, at temperature 1."""
         batch = sequences_as_batch(sequences)
-        values = self.logprobs(batch, temperature=1.0).tolist()
+        values = self.logprobs(batch, plain=True).tolist()
         return [row[1 : len(sequence)] for row, sequence in zip(values, sequences, strict=True)]
 
     def ready(self) -> int:

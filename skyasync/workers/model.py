@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.errors import UserError
 from skyasync.workers.packing import Layout
 
@@ -61,21 +62,20 @@ class TokenLogprobs(nn.Module):
 
     Args:
         model: any causal model of transformers with a linear head.
-        temperature: the distribution is ``softmax(logits / temperature)``, that of the sampling; 0, greedy
-            sampling, is treated as 1.
+        distribution: that of the sampling; by default the model's own.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+    def __init__(self, model: PreTrainedModel, distribution: SampledDistribution | None = None) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature or 1.0
+        self.distribution = distribution or SampledDistribution()
 
-    def forward(self, layout: Layout, with_entropy: bool = False, temperature: float | None = None) -> TokenScores:
+    def forward(self, layout: Layout, with_entropy: bool = False, plain: bool = False) -> TokenScores:
         """Entry t of a row is log p(token t | tokens < t).
 
         Args:
             with_entropy: also the entropy of the distribution that each loss token was drawn from.
-            temperature: in place of the module's own.
+            plain: of the model's own distribution, temperature 1 and nothing left out.
         """
         hidden = self.model.base_model(
             input_ids=layout.tokens,
@@ -84,18 +84,19 @@ class TokenLogprobs(nn.Module):
             use_cache=False,
         ).last_hidden_state
         hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
-        logprobs, entropy = self._score(hidden, layout.targets, temperature or self.temperature, with_entropy)
+        distribution = SampledDistribution() if plain else self.distribution
+        logprobs, entropy = self._score(hidden, layout.targets, distribution, with_entropy)
         return TokenScores(layout.to_rows(logprobs), None if entropy is None else layout.to_rows(entropy))
 
     def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool
+        self, hidden: Tensor, targets: Tensor, distribution: SampledDistribution, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         head = self.model.get_output_embeddings()
         piece = max(1, MAX_LOGITS // self.model.config.vocab_size)
         if len(hidden) <= piece:
-            return _head_scores(head, hidden, targets, temperature, entropy)
+            return _head_scores(head, hidden, targets, distribution, entropy)
         pieces = [
-            checkpoint(_head_scores, head, h, t, temperature, entropy, use_reentrant=False)
+            checkpoint(_head_scores, head, h, t, distribution, entropy, use_reentrant=False)
             for h, t in zip(hidden.split(piece), targets.split(piece), strict=True)
         ]
         logprobs = torch.cat([p[0] for p in pieces])
@@ -103,13 +104,12 @@ class TokenLogprobs(nn.Module):
 
 
 def _head_scores(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    head: nn.Module, hidden: Tensor, targets: Tensor, distribution: SampledDistribution, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability and entropy, ``[n]`` each, from hidden states ``[n, hidden]``."""
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
+    logits = distribution(logits, targets)
     if not with_entropy:
         return -F.cross_entropy(logits, targets, reduction="none"), None
     logprobs = logits.log_softmax(-1)

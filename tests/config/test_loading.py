@@ -55,6 +55,11 @@ def write(folder: Path, text: str, name: str = "settings.yaml") -> str:
     return str(path)
 
 
+def test_a_mapping_may_have_names_that_look_like_numbers() -> None:
+    cfg = load_config(["generator.sampling_params.logit_bias={15: -2.0}", "generator.sampling_params.logit_bias.7=1"])
+    assert cfg.generator.sampling_params.logit_bias == {"15": -2.0, "7": 1}
+
+
 def test_without_arguments_the_schema_s_defaults_stand() -> None:
     assert load_config([]) == Config()
 

@@ -43,6 +43,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         float: st.floats(low, high, allow_nan=False).filter(key.allows),
         str: STRINGS,
         list[str]: st.lists(STRINGS, max_size=3),
+        list[int]: st.lists(st.integers(int(low or 0), 10**6), max_size=3),
         list[float]: st.lists(st.floats(low, high).filter(key.allows), min_size=2, max_size=2),
     }
     return simple.get(key.type, st.dictionaries(STRINGS, FREE, max_size=3))
@@ -68,6 +69,11 @@ def consistent(config: Config) -> Config:
             *groups, name = path.split(".")
             group = attrgetter(".".join(["trainer.algorithm", *groups]))
             setattr(group(config), name, getattr(group(plain), name))
+    for sampling in (generator.sampling_params, generator.eval_sampling_params):
+        sampling.logit_bias, sampling.structured_outputs, sampling.repetition_detection = {}, {}, {}
+    trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
+    if trainer.algorithm.advantage_estimator == "gae":
+        trainer.algorithm.advantage_estimator = "grpo"
     trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False

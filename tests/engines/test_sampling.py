@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from skyasync.engines.logit_edits import LogitEdits, asks_for_edits, tokenised
 from skyasync.engines.protocol import SamplingParams
 from skyasync.engines.sampling import BatchSampler, draw, keep_likely, stream_key, uniforms
 
 CPU = torch.device("cpu")
+NEVER = float("-inf")
 LOGITS = torch.tensor([2.0, 0.0, -1.0, 1.0, 0.5])
 
 
@@ -20,6 +25,11 @@ class FakeRow:
     prompt: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def edited(self) -> bool:
+        return asks_for_edits(self.sampling) or bool(self.bad_words)
 
 
 def sample(logits: torch.Tensor, *rows: FakeRow, position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,8 +131,52 @@ def test_repetition_penalty_weakens_tokens_of_prompt_and_response():
 def test_min_tokens_forbids_stop_tokens_until_then():
     params = SamplingParams(temperature=0.0, min_tokens=2)
     stops = frozenset({0})
-    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1]))[0].tolist() == [3]
-    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1, 1]))[0].tolist() == [0]
+    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1]), position=1)[0].tolist() == [3]
+    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1, 1]), position=2)[0].tolist() == [0]
+
+
+def edited(token_ids: list[int] | None = None, bad_words: tuple[tuple[int, ...], ...] = (), **sampling: Any) -> Tensor:
+    """``LOGITS`` as the greedy log-probabilities of its five tokens say they were edited, up to a constant."""
+    row = FakeRow(
+        SamplingParams(temperature=0.0, **sampling), prompt=[4], token_ids=token_ids or [], bad_words=bad_words
+    )
+    logits = LOGITS[None].clone()
+    LogitEdits([row], CPU)(logits, np.array([len(row.token_ids)]))
+    return logits[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"logit_bias": {1: 3.0, 2: -1.0}}, [2, 3, -2, 1, 0.5]),
+        ({"allowed_token_ids": (3, 1)}, [NEVER, 0, NEVER, 1, NEVER]),
+        ({"allowed_token_ids": (3, 1), "logit_bias": {1: 3.0}}, [NEVER, 3, NEVER, 1, NEVER]),
+        ({"bad_words": ((3,), (0,))}, [NEVER, 0, -1, NEVER, 0.5]),
+        ({"bad_words": ((1, 2, 3),), "token_ids": [0, 1, 2]}, [2, 0, -1, NEVER, 0.5]),
+        ({"bad_words": ((1, 2, 3),), "token_ids": [0, 2]}, [2, 0, -1, 1, 0.5]),
+        ({"presence_penalty": 0.5, "token_ids": [0, 0, 1]}, [1.5, -0.5, -1, 1, 0.5]),
+        ({"frequency_penalty": 0.5, "token_ids": [0, 0, 1]}, [1, -0.5, -1, 1, 0.5]),
+        ({"repetition_penalty": 2.0, "token_ids": [0, 2]}, [1, 0, -2, 1, 0.25]),  # 4 is in the prompt
+        ({"repetition_penalty": 2.0, "presence_penalty": 1.0, "token_ids": [0]}, [0, 0, -1, 1, 0.25]),
+        ({"repetition_penalty": 2.0, "logit_bias": {0: -4.0}, "token_ids": [0]}, [-4, 0, -1, 1, 0.25]),
+    ],
+)
+def test_logits_are_edited_as_asked_in_vllms_order(settings: dict[str, Any], expected: list[float]) -> None:
+    assert edited(**settings).tolist() == pytest.approx(expected)
+
+
+def test_penalties_count_the_tokens_sampled_since() -> None:
+    rows = [FakeRow(SamplingParams(temperature=0.0, frequency_penalty=1.2)), FakeRow(SamplingParams(temperature=0.0))]
+    sampler, found = BatchSampler(rows, CPU), []
+    for position in range(5):
+        tokens, _ = sampler(LOGITS.repeat(2, 1), np.full(2, position))
+        found.append(tokens.tolist())
+    assert found == [[0, 0], [3, 0], [0, 0], [4, 0], [1, 0]]
+
+
+def test_a_bad_word_is_banned_also_behind_a_space_where_that_is_as_long() -> None:
+    tokens = {"no": [5], " no": [6], "never": [7, 8], " never": [9, 8], "x": [3], " x": [2, 3]}
+    assert tokenised(["no", " never", "x"], tokens.__getitem__) == ((5,), (6,), (7, 8), (9, 8), (3,))
 
 
 def test_nan_logits_are_an_error():

@@ -10,8 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.config.schema import SamplingConfig
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
@@ -22,8 +31,11 @@ from skyasync.engines.protocol import (
 from skyasync.engines.sampling import keep_likely
 from skyasync.engines.transformers_engine import TransformersEngine
 from skyasync.errors import UserError
+from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
+from skyasync.workers.model import TokenLogprobs
+from skyasync.workers.packing import plain_layout
 from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -116,6 +128,89 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
         assert 1 <= len(output.token_ids) == len(output.logprobs) == len(output.versions) <= 20
         gap = torch.tensor(output.logprobs) - expected_logprobs(untied_model, request, output, warp)
         assert gap.abs().max() < 1e-5
+
+
+def reference_logprobs(model_path: str, asked: GenerationRequest, output: GenerationOutput) -> torch.Tensor:
+    """Log-probabilities of the output's tokens by a plain pass and transformers' own processors, token by token."""
+    sampling, tokens, found = asked.sampling, [*asked.prompt_token_ids], []
+    processors = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
+    processors += [SequenceBiasLogitsProcessor([[[t], bias] for t, bias in sampling.logit_bias.items()])]
+    warpers = [TemperatureLogitsWarper(sampling.temperature), TopPLogitsWarper(sampling.top_p)]
+    logits = forward(model_path, tokens + output.token_ids)
+    for i, token in enumerate(output.token_ids):
+        scores = logits[None, len(tokens) - 1].clone()
+        if sampling.allowed_token_ids:
+            barred = torch.ones(VOCABULARY, dtype=torch.bool)
+            barred[list(sampling.allowed_token_ids)] = False
+            scores[:, barred] = -torch.inf
+        for processor in reversed(processors):
+            scores = processor(torch.tensor([tokens]), scores)
+        counts = torch.bincount(torch.tensor(output.token_ids[:i], dtype=torch.int64), minlength=VOCABULARY)
+        scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        for warper in warpers:
+            scores = warper(torch.tensor([tokens]), scores)
+        found.append(scores.log_softmax(-1)[0, token])
+        tokens.append(token)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, repetition_penalty=1.3, logit_bias={7: 2.0}),
+        SamplingParams(max_tokens=12, frequency_penalty=0.8, presence_penalty=-0.5, logit_bias={9: -3.0, 8: 4.0}),
+        SamplingParams(max_tokens=12, temperature=1.3, top_p=0.8, allowed_token_ids=(*range(60), EOS), ignore_eos=True,
+                       logit_bias={4: 1.0}, frequency_penalty=0.3),
+    ],
+)  # fmt: skip
+async def test_logprobs_after_all_edits_are_those_of_transformers_own_processors(
+    engine: TransformersEngine, untied_model: str, sampling: SamplingParams
+) -> None:
+    asked = requests(5, sampling)
+    for request, output in zip(asked, await answers(engine, asked), strict=True):
+        gap = torch.tensor(output.logprobs) - reference_logprobs(untied_model, request, output)
+        assert gap.abs().max() < 1e-4
+
+
+async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(
+    engine: TransformersEngine, untied_model: str
+) -> None:
+    """The ratio of trainer to behaviour policy is 1 for equal weights, whatever was left out."""
+    settings = SamplingConfig(
+        temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, allowed_token_ids=[*range(100), EOS]
+    )
+    model = TokenLogprobs(AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32),
+                          SampledDistribution.of(settings))  # fmt: skip
+    asked = requests(12, replace(sampling_params(settings), max_tokens=16))
+    for request, output in zip(asked, await answers(engine, asked), strict=True):
+        tokens = torch.tensor([request.prompt_token_ids + output.token_ids])
+        mask = torch.arange(tokens.shape[1])[None] >= len(request.prompt_token_ids)
+        with torch.no_grad():
+            found = model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]
+        assert (torch.tensor(output.logprobs) - found).abs().max() < 1e-5
+
+
+async def test_bad_words_do_not_come(engine: TransformersEngine) -> None:
+    tokenizer = engine._loaded._model.tokenizer
+    assert tokenizer is not None
+    plain = SamplingParams(max_tokens=30, ignore_eos=True)
+    free = [tokenizer.decode(output.token_ids) for output in await answers(engine, requests(8, plain))]
+    word = free[0][3:5]
+    barred = replace(plain, bad_words=(word, free[1][0]))
+    texts = [tokenizer.decode(output.token_ids) for output in await answers(engine, requests(8, barred, "b"))]
+    assert any(word in text for text in free) and not any(word in text or free[1][0] in text for text in texts)
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"logit_bias": {VOCABULARY: 1.0}}, "logit_bias has tokens from 260 to 260, the model's vocabulary has 260"),
+    ({"allowed_token_ids": (1, 999)}, "allowed_token_ids has tokens from 1 to 999"),
+    ({"structured_outputs": {"regex": "a"}}, "need generator.backend=vllm"),
+])  # fmt: skip
+async def test_what_the_engine_cannot_do_is_refused_by_name(
+    engine: TransformersEngine, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        await answers(engine, requests(1, SamplingParams(**settings)))  # type: ignore[arg-type]
 
 
 async def test_greedy_is_that_of_transformers(engine: TransformersEngine, untied_model: str) -> None:

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -19,13 +21,21 @@ pytest.importorskip("vllm")
 
 from vllm.exceptions import VLLMValidationError
 
+from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.config.schema import SamplingConfig
+from skyasync.engines.decoder import Row
+from skyasync.engines.logit_edits import LogitEdits
 from skyasync.engines.process_guard import guarded
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.sampling import keep_likely
 from skyasync.engines.vllm_core import EngineDiedError
 from skyasync.engines.vllm_engine import VLLMEngine
 from skyasync.errors import UserError
+from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
+from skyasync.workers.model import TokenLogprobs
+from skyasync.workers.packing import plain_layout
 from tests.engines.vllm_models import EOS, VOCABULARY, perturb, publish, save_model, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -117,6 +127,58 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(engine: Engin
     assert gap(greedy, reference(engine.model, prompt, greedy)) <= TOLERANCE
     assert gap(nucleus, _truncated(engine.model, prompt, nucleus, temperature=0.7, top_p=0.9)) <= TOLERANCE
     assert gap(top_k, _truncated(engine.model, prompt, top_k, temperature=1.3, top_k=5)) <= TOLERANCE
+
+
+async def test_logprobs_after_penalties_bias_and_bans_are_those_of_the_embedded_engines_sampler(engine: Engine) -> None:
+    """One definition of every setting in both engines: what vLLM reports, our sampler computes."""
+    prompt = [7, 8, 9]
+    common = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "top_p": 0.9}
+    requests = [
+        request("penalised", prompt, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, **common),
+        request("biased", prompt, logit_bias={5: 2.0, 7: -1.0}, allowed_token_ids=tuple(range(2, 60)), **common),
+        request("banned", prompt, bad_words=("w11", "w12"), repetition_penalty=1.2, **common),
+    ]
+    bans = {"banned": ((11,), (12,))}
+    for asked, output in zip(requests, await engine.answer(*requests), strict=True):
+        expected = _by_our_sampler(engine.model, asked, output, bans.get(asked.request_id, ()))
+        assert gap(output, expected) <= TOLERANCE
+
+
+@torch.no_grad()
+def _by_our_sampler(
+    model: LlamaForCausalLM, asked: GenerationRequest, output: GenerationOutput, bad_words: tuple[tuple[int, ...], ...]
+) -> torch.Tensor:
+    prompt, sampling = asked.prompt_token_ids, asked.sampling
+    logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+    one = torch.ones(1)
+    found = []
+    for i, token in enumerate(output.token_ids):
+        row = Row(replace(asked, prompt_token_ids=prompt), 0, 99, frozenset(), bad_words=bad_words)
+        row.token_ids += output.token_ids[:i]
+        scores = logits[i : i + 1].clone()
+        LogitEdits([row], torch.device("cpu"))(scores, np.array([i]))
+        kept = keep_likely(scores / sampling.temperature, 0 * one.long(), sampling.top_p * one, 0 * one)
+        found.append(kept.log_softmax(-1)[0, token])
+    return torch.stack(found)
+
+
+async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(engine: Engine) -> None:
+    settings = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, ignore_eos=True)
+    model = TokenLogprobs(engine.model, SampledDistribution.of(settings))
+    asked = GenerationRequest("filtered", [7, 8, 9], replace(sampling_params(settings), max_tokens=30))
+    (output,) = await engine.answer(asked)
+    tokens = torch.tensor([asked.prompt_token_ids + output.token_ids])
+    mask = torch.arange(tokens.shape[1])[None] >= 3
+    with torch.no_grad():
+        assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]) <= TOLERANCE
+
+
+async def test_vllm_ends_a_response_that_repeats_itself_as_one_cut_by_its_length(engine: Engine) -> None:
+    repetition = {"max_pattern_size": 2, "min_count": 4}
+    (output,) = await engine.answer(
+        request("again", allowed_token_ids=(5,), max_tokens=60, ignore_eos=True, repetition_detection=repetition)
+    )
+    assert output.finish_reason == "length" and len(output.token_ids) < 60
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer
 from tests.rollout.episodes import tokenizer, tokens_of
@@ -47,6 +48,17 @@ def test_content_parts_are_the_text_they_make_together():
 def test_a_content_part_that_is_no_text_is_named():
     with pytest.raises(UserError, match="parts of type image_url: only parts of type text are read"):
         chat().prompt([user([{"type": "image_url", "image_url": {"url": "x"}}])])
+
+
+@pytest.mark.parametrize(("sampling", "read"), [
+    ({}, "12 </a> 3"), ({"stop": ("</a>", "3")}, "12 </a> 3"),
+    ({"stop": ("</a>", "3"), "include_stop_str_in_output": False}, "12 "),
+    ({"stop": ("x",), "include_stop_str_in_output": False}, "12 </a> 3"),
+    ({"skip_special_tokens": False}, "12 </a> 3<|im_end|>"),
+])  # fmt: skip
+def test_an_environment_reads_as_much_of_a_response_as_its_keys_say(sampling, read):
+    response = [*tokens_of("12 </a> 3"), tokenizer().eos_token_id]
+    assert chat().text(response, SamplingParams(**sampling)) == read
 
 
 @settings(max_examples=40, deadline=None)

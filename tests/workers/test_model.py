@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.config.schema import SamplingConfig
 from skyasync.errors import UserError
 from skyasync.workers import model as model_module
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
@@ -26,11 +28,39 @@ def plain_forward(path: str, batch, temperature: float = 1.0, dtype=torch.float6
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_entropy_equal_those_of_a_plain_forward(model_path: str, temperature: float) -> None:
     batch = make_batch()
-    model = TokenLogprobs(load_causal_lm(model_path, torch.float64), temperature)
+    model = TokenLogprobs(load_causal_lm(model_path, torch.float64), SampledDistribution(temperature))
     scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), with_entropy=True)
     logprobs, entropy = plain_forward(model_path, batch, temperature)
     torch.testing.assert_close(scores.logprobs, logprobs, atol=1e-6, rtol=0)
     torch.testing.assert_close(scores.entropy, entropy, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_logprobs_are_those_of_the_filtered_distribution_and_plain_ones_of_the_models_own(model_path: str) -> None:
+    batch = make_batch()
+    layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+    filtered = SampledDistribution(0.7, top_k=8, logit_bias={3: 1.0})
+    model = TokenLogprobs(load_causal_lm(model_path, torch.float64), filtered)
+    logits = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)(batch.tokens).logits
+    logits[:, :, 3] += 1.0
+    rows, columns = batch.loss_mask.nonzero().T
+    before, targets = logits[rows, columns - 1] / 0.7, batch.tokens[rows, columns]
+    kept = before >= before.topk(8).values[:, -1:]
+    kept[torch.arange(len(targets)), targets] = True  # what was sampled stays possible
+    expected = before.masked_fill(~kept, -torch.inf).log_softmax(-1)[torch.arange(len(targets)), targets]
+    found = model(layout, with_entropy=True)
+    torch.testing.assert_close(found.logprobs[rows, columns], expected, atol=1e-6, rtol=0)
+    assert found.entropy is not None and found.entropy.isfinite().all()
+    plain = model(layout, plain=True).logprobs
+    torch.testing.assert_close(plain, plain_forward(model_path, batch)[0], atol=1e-6, rtol=0)
+
+
+def test_gradients_through_filters_are_finite(model_path: str) -> None:
+    batch = make_batch()
+    model = TokenLogprobs(load_causal_lm(model_path, torch.float32), SampledDistribution(0.7, top_p=0.5, min_p=0.01))
+    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), with_entropy=True)
+    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_float32_logprobs_are_close_to_float64(model_path: str) -> None:
@@ -44,7 +74,8 @@ def test_temperature_zero_is_treated_as_one(model_path: str) -> None:
     batch = make_batch()
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     model = load_causal_lm(model_path, torch.float32)
-    assert torch.equal(TokenLogprobs(model, 0.0)(layout).logprobs, TokenLogprobs(model, 1.0)(layout).logprobs)
+    greedy = SampledDistribution.of(SamplingConfig(temperature=0.0, top_k=2))
+    assert torch.equal(TokenLogprobs(model, greedy)(layout).logprobs, TokenLogprobs(model)(layout).logprobs)
 
 
 def test_bfloat16_weights_still_give_a_float32_softmax(model_path: str) -> None:

@@ -1,0 +1,100 @@
+"""The distribution that a token is sampled from: logits to the tokens that top-k, top-p and min-p leave.
+
+Invariant: the engine and the trainer call the same functions, so that the log-probabilities of both are those of one
+distribution, and their ratio is 1 for equal weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NEVER = -1e9  # a logit whose probability is exactly 0, with a gradient that is not NaN
+
+
+def likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Bool ``[rows, vocabulary]``: the tokens that the filters keep of ``logits``.
+
+    As in vLLM: min-p, then top-k, then top-p of what is left. Each filter is a floor under the logits, so tokens
+    that tie with the last one kept are kept too. Off is ``top_k <= 0``, ``top_p = 1``, ``min_p = 0`` (all ``[rows]``).
+    """
+    floor = logits.amax(dim=1) + min_p.log()
+    if bool((top_k > 0).any()) or bool((top_p < 1).any()):
+        ordered = logits.sort(dim=1, descending=True).values
+        floor = _floor(ordered, floor, top_k, top_p)
+    return logits >= floor[:, None]
+
+
+def _floor(ordered: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The least logit kept ``[rows]`` of logits in falling order of which those from ``floor`` on are left."""
+    last = ordered.gather(1, (top_k - 1).clamp(0, ordered.shape[1] - 1)[:, None])[:, 0]
+    floor = torch.where(top_k > 0, torch.maximum(floor, last), floor)
+    probs = ordered.masked_fill(ordered < floor[:, None], -torch.inf).softmax(dim=1)
+    likelier = probs.cumsum(dim=1) - probs
+    kept = (likelier < top_p[:, None]).sum(dim=1).clamp(min=1)
+    last = ordered.gather(1, (kept - 1)[:, None])[:, 0]
+    return torch.where(top_p < 1, torch.maximum(floor, last), floor)
+
+
+def addends(vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids: Sequence[int]) -> Tensor:
+    """``[vocabulary]``: what is added to the logits before anything else; -inf for tokens that are not allowed."""
+    added = torch.zeros(vocabulary)
+    if allowed_token_ids:
+        added.fill_(-torch.inf)[torch.tensor(list(allowed_token_ids))] = 0.0
+    for token, bias in logit_bias.items():
+        added[token] += bias
+    return added
+
+
+@dataclass(frozen=True)
+class SampledDistribution:
+    """What a policy's logits must go through to be the logits that its tokens were sampled from.
+
+    Penalties, bad words, ``min_tokens`` and grammars, which depend on the tokens before, are not among it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, sampling: Any, *, filtered: bool = True) -> SampledDistribution:
+        """That of a configuration's ``sampling_params``. Greedy sampling has the untempered, unfiltered one."""
+        if not filtered or not sampling.temperature:
+            return cls(sampling.temperature or 1.0)
+        bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
+        allowed = tuple(sampling.allowed_token_ids)
+        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias, allowed)
+
+    @property
+    def filters(self) -> bool:
+        """It is more than a temperature."""
+        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return filters or bool(self.logit_bias) or bool(self.allowed_token_ids)
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Float logits ``[n, vocabulary]`` as they were sampled from, differentiable.
+
+        Args:
+            targets: ``[n]``, the tokens sampled. They stay possible also where rounding, or newer weights, put them
+                outside the filters.
+        """
+        if self.logit_bias or self.allowed_token_ids:
+            added = addends(logits.shape[1], self.logit_bias, self.allowed_token_ids).to(logits.device)
+            logits = (logits + added.clamp(min=_NEVER)).clamp(min=_NEVER)
+        logits = logits / self.temperature if self.temperature != 1.0 else logits
+        if not (self.top_k > 0 or self.top_p < 1 or self.min_p > 0):
+            return logits
+        rows = len(logits)
+        top_k = torch.full((rows,), self.top_k, device=logits.device)
+        top_p, min_p = (torch.full((rows,), value, device=logits.device) for value in (self.top_p, self.min_p))
+        with torch.no_grad():
+            kept = likely(logits, top_k, top_p, min_p).scatter(1, targets[:, None], True)
+        return logits.masked_fill(~kept, _NEVER)

@@ -1,0 +1,91 @@
+"""What sampling settings allow: contradictions with the rest, and what is worth a warning.
+
+Invariant: each line names its keys and the way out; nothing here imports torch or an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from skyasync.config.schema import Config, SamplingConfig
+
+GROUPS = ("sampling_params", "eval_sampling_params")
+
+#: Settings of ``generator.sampling_params`` that only vLLM has.
+VLLM_ONLY = ("structured_outputs", "repetition_detection")
+#: Those that look at the response so far, which a request started over from its tokens takes for its prompt.
+COUNTS_RESPONSE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
+#: Those that the models can apply to their own logits (``trainer.algorithm.filter_logprobs``).
+FILTERS = ("top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids")
+#: Those that depend on the tokens before, and are in the engine's log-probabilities alone.
+HISTORY = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words", "structured_outputs",
+)  # fmt: skip
+
+_OFF = SamplingConfig()
+_LARGEST_BIAS = 100
+
+
+def backend(cfg: Config) -> str:
+    """The engine that ``generator.backend`` stands for."""
+    if cfg.generator.backend != "auto":
+        return cfg.generator.backend
+    return "vllm" if find_spec("vllm") else "transformers"
+
+
+def check_sampling(cfg: Config) -> Iterator[str]:
+    """Contradictions."""
+    for group in GROUPS:
+        sampling: SamplingConfig = getattr(cfg.generator, group)
+        yield from _check_bias(f"generator.{group}.logit_bias", sampling)
+        engine = backend(cfg)
+        for name in _used(sampling, VLLM_ONLY) if engine != "vllm" else ():
+            yield (
+                f"generator.{group}.{name} needs generator.backend=vllm: the {engine} engine does not have it; leave "
+                f"it empty, or use vLLM"
+            )
+    if cfg.trainer.partial_rollout == "recompute":
+        for name in _used(cfg.generator.sampling_params, COUNTS_RESPONSE):
+            yield (
+                f"generator.sampling_params.{name} looks at the response so far, and trainer.partial_rollout=recompute "
+                f"starts a response over with its tokens as a prompt: set trainer.partial_rollout=keep"
+            )
+
+
+def sampling_warnings(cfg: Config, *, reads_behaviour: bool) -> Iterator[str]:
+    """What biases the ratio to the behaviour policy.
+
+    Args:
+        reads_behaviour: the objective has that ratio.
+    """
+    sampling = cfg.generator.sampling_params
+    if not reads_behaviour or not sampling.temperature:
+        return
+    filters = ", ".join(f"{name}={getattr(sampling, name)}" for name in _used(sampling, FILTERS))
+    if filters and not cfg.trainer.algorithm.filter_logprobs:
+        yield (
+            f"generator.sampling_params ({filters}) samples from fewer tokens than the trainer's log-probabilities are "
+            f"of, so the ratio to the behaviour policy is biased by the probability left out: set "
+            f"trainer.algorithm.filter_logprobs=true, or trainer.algorithm.off_policy_correction=none where nothing is "
+            f"stale"
+        )
+    history = ", ".join(f"{name}={getattr(sampling, name)}" for name in _used(sampling, HISTORY))
+    if history:
+        yield (
+            f"generator.sampling_params ({history}) depends on the tokens before and is in the engine's "
+            f"log-probabilities alone, so the ratio to the behaviour policy is biased where it acts"
+        )
+
+
+def _used(sampling: SamplingConfig, names: tuple[str, ...]) -> list[str]:
+    off = {"top_k": (-1, 0)}
+    return [name for name in names if getattr(sampling, name) not in off.get(name, (getattr(_OFF, name),))]
+
+
+def _check_bias(path: str, sampling: SamplingConfig) -> Iterator[str]:
+    for token, bias in sampling.logit_bias.items():
+        if not str(token).isdecimal():
+            yield f"{path} has the token {token!r}: tokens are numbers, for example {{15: -2.0}}"
+        elif isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= _LARGEST_BIAS:
+            yield f"{path}.{token}={bias} is not a number from -{_LARGEST_BIAS} to {_LARGEST_BIAS}"

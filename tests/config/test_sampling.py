@@ -1,0 +1,64 @@
+"""What sampling settings are worth a warning, and which engine a configuration means."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyasync.config import load_config
+from skyasync.config.check import config_warnings
+from skyasync.config.sampling import FILTERS, HISTORY, VLLM_ONLY, backend
+from skyasync.config.schema import SamplingConfig
+from skyasync.rollout.requests import request_seed, sampling_params
+
+SAMPLING = "generator.sampling_params"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ([f"{SAMPLING}.top_p=0.9", "trainer.algorithm.filter_logprobs=false"],
+         ["top_p=0.9", "ratio to the behaviour policy is biased", "trainer.algorithm.filter_logprobs=true"]),
+        ([f"{SAMPLING}.repetition_penalty=1.1", f"{SAMPLING}.min_tokens=4"],
+         ["repetition_penalty=1.1, min_tokens=4", "in the engine's log-probabilities alone"]),
+    ],
+)  # fmt: skip
+def test_what_biases_the_ratio_to_the_behaviour_policy_is_said(overrides: list[str], named: list[str]) -> None:
+    (warning,) = config_warnings(load_config(overrides))
+    assert all(text in warning for text in named)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [f"{SAMPLING}.top_p=0.9", f"{SAMPLING}.top_k=0", f"{SAMPLING}.temperature=0.7"],
+        [f"{SAMPLING}.top_p=0.9", "trainer.algorithm.filter_logprobs=false",
+         "trainer.algorithm.off_policy_correction=none"],
+        ["generator.eval_sampling_params.repetition_penalty=1.1"],
+    ],
+)  # fmt: skip
+def test_no_warning_where_the_ratio_is_right_or_not_used(overrides: list[str]) -> None:
+    assert config_warnings(load_config(overrides)) == []
+
+
+def test_every_setting_arrives_at_the_engines() -> None:
+    cfg = SamplingConfig(max_generate_length=9, logit_bias={"15": 2}, seed=3, allowed_token_ids=[1, 15])
+    found = sampling_params(cfg)
+    assert (found.max_tokens, found.logit_bias, found.seed, found.allowed_token_ids) == (9, {15: 2.0}, 3, (1, 15))
+    assert sampling_params(SamplingConfig()).seed is None
+    ours = set(vars(cfg)) - {"max_generate_length"}
+    assert ours == set(vars(found)) - {"max_tokens"}
+    assert set(VLLM_ONLY) | set(FILTERS) | set(HISTORY) <= ours
+
+
+def test_samples_of_a_seed_differ_and_are_the_same_in_every_run() -> None:
+    seeds = [request_seed(7, "e0-i0-r0-t0"), request_seed(7, "e0-i0-r1-t0"), request_seed(8, "e0-i0-r0-t0")]
+    assert len(set(seeds)) == 3 and all(0 <= seed < 2**56 for seed in seeds if seed is not None)
+    assert request_seed(7, "e0-i0-r0-t0") == seeds[0] and request_seed(None, "e0-i0-r0-t0") is None
+
+
+def test_auto_means_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyasync.config.sampling.find_spec", lambda name: None)
+    assert backend(load_config([])) == "transformers"
+    monkeypatch.setattr("skyasync.config.sampling.find_spec", lambda name: name)
+    assert backend(load_config([])) == "vllm"
