@@ -18,7 +18,8 @@ seen by no engine: the client finds it, and drops what was made behind it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from skyasync.engines.stop_strings import StopStrings
 
 REMEMBERED_SESSIONS = 65_536  # those used last; a conversation between two turns has no request in flight
+
+
+Letter = tuple[GenerationRequest, "asyncio.Future[GenerationOutput]"]
 
 
 class InferenceClient:
@@ -58,7 +62,8 @@ class InferenceClient:
         self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
         self._in_flight = [0] * len(engines)
         self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
-        self._outbox: dict[int, list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]] = {}
+        self._outbox: dict[int, list[Letter]] = {}
+        self._abandoned: dict[int, list[str]] = {}  # engine -> requests to be aborted there
         self._carriers: set[asyncio.Task[None]] = set()
         self._unanswered: dict[str, str] = {}  # id as the engines know it -> id as the caller knows it
         self._cut: set[str] = set()  # the engines' ids of what ``cut`` has ended
@@ -115,7 +120,7 @@ class InferenceClient:
             raise ValueError(f"request {request.request_id} is in flight already: its id must be its own")
         index = self._choose(request.session_id)
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
-        self._post(index, request, future)
+        self._post(index, (request, future))
         self._unanswered[request.request_id] = caller_id
         try:
             async with asyncio.timeout(self.request_timeout_s) as timer:
@@ -128,6 +133,8 @@ class InferenceClient:
                 f"(generator.request_timeout_s)"
             ) from error
         finally:
+            if not future.done() or future.cancelled():
+                self._abandon(index, request.request_id)
             del self._unanswered[request.request_id]
             self._in_flight[index] -= 1
 
@@ -185,20 +192,34 @@ class InferenceClient:
         self._in_flight[index] += 1
         return index
 
-    def _post(self, index: int, request: GenerationRequest, future: asyncio.Future[GenerationOutput]) -> None:
+    def _post(self, index: int, letter: Letter) -> None:
         if index not in self._outbox:
             self._outbox[index] = []
             asyncio.get_running_loop().call_soon(self._dispatch, index)
-        self._outbox[index].append((request, future))
+        self._outbox[index].append(letter)
 
     def _dispatch(self, index: int) -> None:
-        carrier = asyncio.get_running_loop().create_task(self._carry(index, self._outbox.pop(index)))
+        letters = [letter for letter in self._outbox.pop(index) if not letter[1].cancelled()]
+        if letters:
+            self._begin(self._carry(index, letters))
+
+    def _begin(self, errand: Coroutine[Any, Any, None]) -> None:
+        carrier = asyncio.get_running_loop().create_task(errand)
         self._carriers.add(carrier)
         carrier.add_done_callback(self._carriers.discard)
 
-    async def _carry(
-        self, index: int, letters: list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]
-    ) -> None:
+    def _abandon(self, index: int, request_id: str) -> None:
+        """Nobody waits for the answer any more: the engine need not compute it. Told in one message per turn."""
+        if index not in self._abandoned:
+            self._abandoned[index] = []
+            asyncio.get_running_loop().call_soon(lambda: self._begin(self._abort_abandoned(index)))
+        self._abandoned[index].append(request_id)
+
+    async def _abort_abandoned(self, index: int) -> None:
+        with contextlib.suppress(Exception):  # an engine that has failed tells those who still wait
+            await self.engines[index].abort(self._abandoned.pop(index))
+
+    async def _carry(self, index: int, letters: list[Letter]) -> None:
         waiting = {request.request_id: future for request, future in letters}
         try:
             async for outputs in self.engines[index].generate([request for request, _ in letters]):

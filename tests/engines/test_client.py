@@ -148,6 +148,41 @@ async def test_a_cancelled_caller_disturbs_nobody():
 
 
 @virtual_time
+async def test_requests_of_cancelled_callers_are_aborted_at_their_engines_in_one_message_each():
+    engines = [Engine(seconds=100.0), Engine(seconds=100.0)]
+    client = InferenceClient(engines)
+    tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(6)]
+    await asyncio.sleep(5)
+    for task in tasks[:4]:
+        task.cancel()
+    await asyncio.sleep(1)
+    assert engines[0].calls == [("abort", ["r0", "r2"])] and engines[1].calls == [("abort", ["r1", "r3"])]
+    for task in tasks[4:]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@virtual_time
+async def test_a_request_that_has_not_left_yet_never_does():
+    engine = Engine()
+    client = InferenceClient([engine])
+    tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(2)]
+    asyncio.get_running_loop().call_soon(tasks[0].cancel)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert asked(engine) == ["r1"]
+
+
+@virtual_time
+async def test_a_request_that_timed_out_is_aborted():
+    engine = Engine(seconds=100.0)
+    client = InferenceClient([engine], request_timeout_s=30.0)
+    with pytest.raises(TimeoutError):
+        await client.generate(request("r"))
+    await asyncio.sleep(1)
+    assert engine.calls == [("abort", ["r"])]
+
+
+@virtual_time
 async def test_an_id_is_in_flight_once():
     client = InferenceClient([Engine()])
     first = asyncio.create_task(client.generate(request("same")))
