@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
-from skyasync.phases import Phases
+from skyasync.refill import Refill
 from skyasync.rollout.types import Group
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
@@ -24,14 +24,13 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
 log = logging.getLogger(__name__)
 
 
-class Learning(Phases):
+class Learning(Refill):
     """What ``RayPPOTrainer`` inherits: the hooks that change an algorithm, and the steps between them."""
 
     cfg: Any
     dispatch: Any
     objective: Objective
     kl_controller: Any
-    global_step: int
 
     def filter_groups(self, groups: list[Group]) -> list[Group]:
         """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps."""
@@ -39,6 +38,12 @@ class Learning(Phases):
 
         keep = group_filter(self.cfg.trainer.algorithm)
         return [group for group in groups if keep(group.rewards)]
+
+    def _filtered(self, groups: list[Group]) -> list[Group]:
+        kept = self.filter_groups(groups)
+        if self.cfg.trainer.algorithm.dynamic_sampling.type != "none" or len(kept) < len(groups):
+            self._metrics["dynamic_sampling/rejected"] = float(len(groups) - len(kept))
+        return kept
 
     def drop_truncated(self, groups: list[Group]) -> list[Group]:
         """The groups without trajectories that did not end by themselves, if ``truncated_responses=drop``."""
@@ -116,7 +121,8 @@ class Learning(Phases):
         if "reference" in needs:
             with self.timed("reference", self._metrics):
                 batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
-        if "proximal" in early or ("proximal" in needs and self.updates_per_batch(groups) > 1):
+        several = self.updates_per_batch(groups) > 1 and not self._approximates
+        if "proximal" in early or ("proximal" in needs and several):
             with self.timed("logprobs", self._metrics):
                 batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
         return batch
@@ -136,12 +142,28 @@ class Learning(Phases):
         trainer = self.cfg.trainer
         return trainer.update_epochs_per_batch * -(-groups // (trainer.policy_mini_batch_size or groups))
 
+    @property
+    def _approximates(self) -> bool:
+        return self.cfg.trainer.algorithm.proximal_logprobs != "recompute"
+
+    def _planned_updates(self) -> int:
+        """Optimizer steps before this training step as the learning rate counts them: those that groups left out
+        would have made included, so that the schedule ends with the run."""
+        updates = self.updates_per_batch(self.cfg.trainer.train_batch_size)
+        by_steps = self.global_step * updates
+        if not self.refilling:
+            return by_steps
+        steps, most = self.prompts.steps(), self.cfg.trainer.max_training_steps
+        total = min(steps, most or steps) * updates
+        return max(by_steps, (self.position + len(self.ahead)) * total // self.prompts.total)
+
     async def _update(self, batch: TrainingBatch) -> None:
         from skyasync.algorithms.objective import loss_weights
         from skyasync.workers.batch import mini_batches
 
         trainer = self.cfg.trainer
         seen: dict[str, list[float]] = {}
+        update = planned = self._planned_updates()
         with self.timed("update", self._metrics):
             for _ in range(trainer.update_epochs_per_batch):
                 for part in mini_batches(batch, trainer.policy_mini_batch_size):
@@ -149,6 +171,10 @@ class Learning(Phases):
                         trainer.algorithm, part.loss_mask, part.group_ids, trajectory_ids=part.trajectory_ids
                     )
                     part.selection = self.objective.prepare(part).get("selection")
+                    part.schedule_step = update
+                    if self._approximates and update > planned:  # in the first one the current policy is the proximal
+                        part.approximated_version = self.global_step + 1
+                    update += 1
                     for name, value in (await self.dispatch.update_policy(part)).items():
                         seen.setdefault(name, []).append(value)
         self._metrics |= {f"policy/{name}": sum(values) / len(values) for name, values in seen.items()}

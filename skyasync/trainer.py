@@ -7,7 +7,7 @@ takes its time from the event loop, so it runs on a cluster, in one process and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -133,17 +133,17 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: those trained, and as many as the prompts that are left make."""
-        return self.global_step + self.prompts.steps(self.position, self.ahead)
+        """Steps of the whole run: those trained, and as many as the prompts that are left make.
+
+        While rejected prompts are replaced this is the most that it can be.
+        """
+        left, most = self.prompts.steps(self.position, self.ahead), self.cfg.trainer.max_training_steps
+        return self.global_step + (min(left, max(most - self.global_step, 0)) if most and self.refilling else left)
 
     @property
     def total_updates(self) -> int:
         """Optimizer steps of the whole run."""
         return self.total_steps * self.updates_per_batch(self.cfg.trainer.train_batch_size)
-
-    def remaining_prompts(self) -> Iterator[PromptBatch]:
-        """The batches that have not been trained."""
-        return self.prompts.batches(self.position, self.ahead)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -163,6 +163,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
         left = prompts.position - self.position  # in the stream, up to and with this batch
         step = self.global_step - (-left // self.cfg.trainer.train_batch_size)
+        if self.refilling:
+            return await self.generate_full(prompts, step)
         return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.ahead)
 
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
@@ -173,12 +175,9 @@ class RayPPOTrainer(Learning, HandOver, Saving):
             with self.timed("generate", metrics, "rollout", step):
                 output = await self._play("generation", train_request(prompts, self.cfg.generator))
         groups = groups_from_output(output, prompts, version, self.cfg.generator.n_samples_per_prompt)
+        if self.refilling:  # what is worth keeping is decided by what will be trained
+            groups = self.postprocess_generator_output(groups)
         return groups, metrics | (output.get("rollout_metrics") or {})
-
-    def assemble(self, groups: list[Group], metrics: Metrics, position: int, ahead: frozenset[int]) -> Rollout:
-        """What has been rolled out, as the batch of a step."""
-        groups = self.postprocess_generator_output(groups)
-        return Rollout(groups, position, rollout_metrics(groups) | metrics, ahead)
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
@@ -190,7 +189,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     async def _advance(self, rollout: Rollout) -> None:
         async with self._limited("update"):
-            groups = self.drop_truncated(self.filter_groups(rollout.groups))
+            groups = rollout.groups if self.refilling else self._filtered(rollout.groups)
+            groups = self.drop_truncated(groups)
             if groups:
                 await self.learn_from(groups)
         self.global_step += 1
@@ -236,7 +236,10 @@ class RayPPOTrainer(Learning, HandOver, Saving):
     # ---------------------------------------------------------------- hooks for algorithms
 
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
-        """Change trajectories or their rewards before anything is computed from them."""
+        """Change trajectories or their rewards before anything is computed from them.
+
+        Called with a whole batch, or, where rejected groups are replaced, with those that arrive together.
+        """
         return groups
 
     # ---------------------------------------------------------------- details

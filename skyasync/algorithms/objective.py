@@ -71,6 +71,8 @@ class Objective:
             self._enters |= {"entropy"}
         self.needs = self._enters | self.needs_before_update
         self.corrected = "behaviour" in self.needs
+        if "proximal" in self.needs and setting(cfg, "proximal_logprobs", "recompute") != "recompute":
+            self.needs |= {"behaviour"}  # one end of the interpolation
         functions = [b.function for b in (self._loss, *self._corrections, *self._selectors())]
         functions += [ADVANTAGE_ESTIMATORS[setting(cfg, "advantage_estimator", "grpo")]]
         functions += [LOSS_REDUCTIONS[setting(cfg, "loss_reduction", "token_mean")]]

@@ -82,6 +82,14 @@ class DynamicSamplingConfig:
     low: float = key(0.0, "Groups with a mean reward up to this are left out (type mean).")
     high: float = key(1.0, "Groups with a mean reward from this on are left out (type mean).")
     tolerance: float = key(0.0, "Rewards this close count as equal (type variance).", low=0.0)
+    mode: str = key(
+        "filter",
+        "Train what is left of a batch, or refill it: each group left out is replaced by that of the next prompt.",
+        choices=("filter", "refill"),
+    )
+    max_sample_batches: int = key(
+        10, "Batches of prompts sampled for one step at most (mode refill); 0 has no such limit.", low=0
+    )
 
 
 @dataclass
@@ -108,6 +116,12 @@ class AlgorithmConfig:
         True,
         "The models' log-probabilities are of the distribution that was sampled from: with top_k, top_p, min_p, "
         "logit_bias and allowed_token_ids applied as in the engine; temperature always is.",
+    )
+    proximal_logprobs: str = key(
+        "recompute",
+        "With several updates per batch: a forward pass, or an interpolation between behaviour and current policy by "
+        "each token's version.",
+        choices=("recompute", "loglinear", "linear"),
     )
     eps_clip_low: float = key(0.2, "Clip ratios below 1 - this.", low=0.0)
     eps_clip_high: float = key(0.2, "Clip ratios above 1 + this.", low=0.0)

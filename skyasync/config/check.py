@@ -257,6 +257,12 @@ def _check_algorithm(cfg: Config) -> Iterator[str]:
             f"max_len={buffer.max_len}, which punishes every response: set max_len to the tokens at which the penalty "
             f"is complete"
         )
+    sampling = algorithm.dynamic_sampling
+    if sampling.mode == "refill" and sampling.type == "none":
+        yield (
+            "trainer.algorithm.dynamic_sampling.mode=refill replaces groups that are left out, and trainer.algorithm."
+            "dynamic_sampling.type=none leaves none out: set it to variance or mean"
+        )
     if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
         yield (
             f"trainer.algorithm.truncated_responses={algorithm.truncated_responses} and trainer.algorithm."

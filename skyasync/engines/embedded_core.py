@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Literal
 
 import torch

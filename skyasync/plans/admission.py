@@ -5,6 +5,7 @@ A pure state machine (no asyncio, no I/O), shared by the trainer and the simulat
 ```
  waiting ──admit──▶ running ──finish──▶ finished ──take──▶ taken ──sync──▶ done
             └────────── holds one slot, charged by admit, freed by sync ─────┘
+                      running ──reject──▶ done, its slot free at once
 ```
 
 Invariants
@@ -29,6 +30,7 @@ differs is that finished prompts may overtake without limit, so only the mean ag
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -49,6 +51,8 @@ class Limits:
         generation_ratio: batches generated ahead, with fractions (ROLL's meaning); 0 is ``max_staleness``.
         generate_batch_size: prompts admitted and not yet trained (OpenRLHF's oversampling); 0 is no such limit.
         max_concurrent: prompts being generated at once; 0 is no such limit.
+        steps: batches of the run; by default as many as the prompts make. Where prompts are rejected there are fewer.
+        most_rejected: so many prompts are rejected before a step makes do with those that it has.
     """
 
     batch_size: int
@@ -58,13 +62,15 @@ class Limits:
     generation_ratio: float = 0.0
     generate_batch_size: int = 0
     max_concurrent: int = 0
+    steps: float = math.inf
+    most_rejected: float = math.inf
 
     def __post_init__(self) -> None:
         if self.slots < self.batch_size:
             raise ValueError(f"{self.slots} slots cannot hold a batch of {self.batch_size} prompts")
 
     @classmethod
-    def of(cls, cfg: Any, total: int) -> Limits:
+    def of(cls, cfg: Any, total: int, **rejecting: float) -> Limits:
         """Those of a ``skyasync.config.Config``."""
         trainer, generator = cfg.trainer, cfg.generator
         return cls(
@@ -75,6 +81,7 @@ class Limits:
             generation_ratio=trainer.async_generation_ratio,
             generate_batch_size=generator.generate_batch_size,
             max_concurrent=generator.max_concurrent_rollouts,
+            **rejecting,
         )
 
     @property
@@ -112,7 +119,9 @@ class Admission:
         self._finished: dict[int, list[int]] = {}  # version at admission -> heap of positions
         self._untaken: Counter[int] = Counter()  # version at admission -> running and finished prompts
         self._taken = 0  # since the last sync
-        self._left = limits.total - position - len(self._ahead)  # not yet taken
+        self._left = limits.total - position - len(self._ahead)  # neither taken nor rejected
+        self._wanted = limits.steps * limits.batch_size  # by the batches that are still to be taken
+        self._rejected = 0  # since the last batch
 
     @property
     def running(self) -> int:
@@ -131,14 +140,20 @@ class Admission:
 
     @property
     def exhausted(self) -> bool:
-        """Every prompt of the run has been admitted."""
-        return self._peek() >= self.limits.total
+        """No prompt will be admitted any more."""
+        return self._peek() >= self.limits.total or self._wanted <= 0
+
+    @property
+    def making_do(self) -> bool:
+        """So many prompts were rejected since the last batch that the next one is not filled up any more."""
+        return self._rejected >= self.limits.most_rejected
 
     def admit(self) -> list[int]:
         """The positions that may be generated from now on; a slot is charged for each."""
-        free = self.limits.slots - self.charged
+        free: float = self.limits.slots - self.charged
         if self.limits.max_concurrent:
             free = min(free, self.limits.max_concurrent - self.running)
+        free = 0 if self.making_do else min(free, self._wanted - self._untaken.total())
         admitted: list[int] = []
         while free > len(admitted) and not self.exhausted:
             admitted.append(self._peek())
@@ -151,17 +166,31 @@ class Admission:
         """The prompt's group is complete."""
         heapq.heappush(self._finished.setdefault(self._running.pop(position), []), position)
 
+    def reject(self, position: int) -> None:
+        """The prompt's group is complete and will not be trained: its slot is free for the next prompt."""
+        self._untaken -= Counter([self._running.pop(position)])
+        self._left -= 1
+        self._rejected += 1
+        self._record([position])
+
     def take(self) -> Batch | None:
-        """The next batch, oldest prompts first, or None while it would have to contain one that still runs."""
+        """The next batch, oldest prompts first, or None while it would have to contain one that still runs.
+
+        It is empty where all that was left has been rejected.
+        """
         size = min(self.limits.batch_size, self._left)
+        if self.making_do and not self._running:
+            size = min(size, self.finished)
         chosen = self._oldest_finished(size)
-        if sum(chosen.values()) < size or not size or not self._others_can_wait(chosen):
+        if sum(chosen.values()) < size or not (size or self._rejected) or not self._others_can_wait(chosen):
             return None
         positions = sorted(heapq.heappop(self._finished[v]) for v, count in chosen.items() for _ in range(count))
         self._untaken -= chosen
         self._finished = {v: heap for v, heap in self._finished.items() if heap}
         self._taken += size
         self._left -= size
+        self._wanted -= self.limits.batch_size
+        self._rejected = 0
         self._record(positions)
         return Batch(positions, self._position, frozenset(self._ahead))
 

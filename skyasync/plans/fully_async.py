@@ -10,7 +10,7 @@
 |-----------------|--------------------------------------------|---------------------------------------------------|
 | generation loop | a free slot                                | training loop, after each swap; a finished        |
 |                 |                                            | rollout, where only the concurrency was at its    |
-|                 |                                            | limit                                             |
+|                 |                                            | limit; one that is rejected                       |
 | a rollout       | the engines                                | they answer or fail; a swap holds them back       |
 |                 |                                            | briefly                                           |
 | a rollout       | the gate (partial_rollout=wait, evaluation | whoever closed it, which itself waits only for    |
@@ -31,6 +31,7 @@ If a rollout or either loop fails, everything else is cancelled and the error is
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -52,11 +53,17 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     async def train(self) -> None:
         async with self.running():
-            limits = Limits.of(self.cfg, self.prompts.total)
+            limits = Limits.of(self.cfg, self.prompts.total, **self._rejecting())
             self.admission = Admission(limits, self.global_step, self.position, self.ahead)
             self._finished: dict[int, tuple[list[Group], Metrics]] = {}
+            self._rejected: list[Group] = []  # since the last batch
             self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
             await run_together(self._run_generation(), self._run_training())
+
+    def _rejecting(self) -> dict[str, float]:
+        if not self.refilling:
+            return {}
+        return {"steps": self.total_steps - self.global_step, "most_rejected": self.most_rejected}
 
     async def _run_generation(self) -> None:
         async with together() as rollouts:
@@ -77,8 +84,14 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             self._release()
 
     async def _roll_out(self, position: int) -> None:
-        self._finished[position] = await self.roll_out([self.prompts.prompt(position)])
-        self.admission.finish(position)
+        groups, metrics = await self.roll_out([self.prompts.prompt(position)])
+        if self.refilling and not self.filter_groups(groups):
+            self._rejected += groups
+            self.admission.reject(position)
+            self._slot_freed.set()
+        else:
+            self._finished[position] = groups, metrics
+            self.admission.finish(position)
         self._rollout_finished.set()
         if self.cfg.generator.max_concurrent_rollouts:
             self._slot_freed.set()
@@ -90,19 +103,22 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         return self._assemble(batch)
 
     def _assemble(self, batch: Batch) -> Rollout:
-        groups, metrics = zip(*(self._finished.pop(position) for position in batch.positions), strict=True)
+        finished = [self._finished.pop(position) for position in batch.positions]
+        rejected, self._rejected = self._rejected, []
         status = {
             "rollout/running": float(self.admission.running),
             "rollout/finished": float(self.admission.finished),
         }
-        return self.assemble([g for found in groups for g in found], merge(metrics) | status, *batch[1:])
+        groups = [group for found, _ in finished for group in found]
+        metrics = merge([metrics for _, metrics in finished])
+        return self.assemble(groups, metrics | status, batch.position, batch.ahead, rejected)
 
     def _release(self) -> None:
         self.admission.sync(self.policy_version)
         self._slot_freed.set()
 
 
-def merge(metrics: tuple[Metrics, ...]) -> Metrics:
+def merge(metrics: Sequence[Metrics]) -> Metrics:
     """The mean of what the rollouts of a batch report; of times the longest, as if they had been one call."""
     values: dict[str, list[float]] = {}
     for reported in metrics:

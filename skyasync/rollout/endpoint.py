@@ -18,7 +18,6 @@ the error it is sent.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import time
@@ -181,13 +180,9 @@ class Endpoint:
         tasks = [asyncio.ensure_future(self._client.generate(request)) for request in requests]
         try:
             await asyncio.wait(tasks)
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):  # of an engine that is about to be shut down, or has failed
-                await self._client.abort([request.request_id for request in requests])
-            raise
         finally:
             for task in tasks:
-                task.cancel()
+                task.cancel()  # which the client makes known to the engine
             results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):

@@ -52,12 +52,15 @@ class PromptStream:
         """How many batches are left when all before ``position`` and those in ``ahead`` are done."""
         return max(0, -(-(self.total - position - len(ahead)) // self._batch_size))
 
+    def cursor(self, position: int = 0, ahead: Collection[int] = ()) -> PromptCursor:
+        """Behind all before ``position`` and those in ``ahead``."""
+        return PromptCursor(self, position, ahead)
+
     def batches(self, position: int = 0, ahead: Collection[int] = ()) -> Iterator[PromptBatch]:
         """The batches of what is left when all before ``position`` and those in ``ahead`` are done."""
-        left = (p for p in range(position, self.total) if p not in ahead)
-        while batch := list(islice(left, self._batch_size)):
-            done = batch[-1] + 1
-            yield PromptBatch([self.prompt(p) for p in batch], done, frozenset(p for p in ahead if p >= done))
+        cursor = self.cursor(position, ahead)
+        while (batch := cursor.take(self._batch_size)).prompts:
+            yield batch
 
     def prompt(self, position: int) -> Prompt:
         epoch, offset = self._order.at(position)
@@ -65,8 +68,28 @@ class PromptStream:
         return Prompt(PromptId(epoch, row.id.row), row.messages, row.env_class, row.extras)
 
 
+class PromptCursor:
+    """Where a reader of the stream stands; each prompt that is left is taken once, in order."""
+
+    def __init__(self, stream: PromptStream, position: int, ahead: Collection[int]) -> None:
+        self._stream, self._position, self._ahead = stream, position, ahead
+        self._left = (p for p in range(position, stream.total) if p not in ahead)
+
+    def take(self, count: int) -> PromptBatch:
+        """The next ``count`` prompts, or as many as there are."""
+        taken = list(islice(self._left, count))
+        self._position = taken[-1] + 1 if taken else self._position
+        ahead = frozenset(p for p in self._ahead if p >= self._position)
+        return PromptBatch([self._stream.prompt(p) for p in taken], self._position, ahead)
+
+
 def prompts_of_run(trainer_cfg: Any, dataset_size: int) -> int:
-    """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows."""
+    """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows.
+
+    Where rejected prompts are replaced, nobody knows how many that is.
+    """
     total = trainer_cfg.epochs * dataset_size
+    if trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
+        return total
     limit = trainer_cfg.max_training_steps * trainer_cfg.train_batch_size
     return min(total, limit) if limit else total

@@ -201,9 +201,9 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TrainingBatch:
 def empty_micro_batch(like: TrainingBatch) -> MicroBatch:
     """One row without a loss token: it takes part in every collective and adds nothing."""
 
-    def blank(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
+    def blank(tensor: Tensor | int | None) -> Tensor | int | None:
+        if not isinstance(tensor, Tensor):
+            return tensor
         return torch.zeros((1, 2) if tensor.dim() == 2 else (1,), dtype=tensor.dtype)
 
     row = TrainingBatch(**{name: blank(value) for name, value in vars(like).items()})  # type: ignore[arg-type]

@@ -37,6 +37,8 @@ class TrainingBatch:
     reference_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
+    schedule_step: int | None = None  # optimizer step by which the learning rate goes; None: the worker's own count
+    approximated_version: int | None = None  # that this update makes, where the proximal policy is interpolated
     selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
 
     def __len__(self) -> int:
@@ -60,7 +62,7 @@ class TrainingBatch:
         chosen: dict[str, Any] = {}
         for name in (f.name for f in fields(self)):
             value = getattr(self, name)
-            chosen[name] = None if value is None else function(value)
+            chosen[name] = function(value) if isinstance(value, Tensor) else value
         return TrainingBatch(**chosen)
 
 

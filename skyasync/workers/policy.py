@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from skyasync.algorithms.objective import Objective
+from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.config.schema import Config, ModelConfig
 from skyasync.registry import UserParts, add_user_parts
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
@@ -103,7 +104,7 @@ class PolicyWorker(ModelWorker):
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
         metrics["grad_norm"] = self._clip()
-        metrics["lr"] = self._step()
+        metrics["lr"] = self._step(batch.schedule_step)
         if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the engine that wakes on this GPU
         return metrics
@@ -119,7 +120,7 @@ class PolicyWorker(ModelWorker):
         batch = micro.batch
         scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy="entropy" in self.objective.needs)
         current = scores.logprobs
-        proximal = current.detach() if batch.proximal_logprobs is None else self._here(batch.proximal_logprobs)
+        proximal = self._proximal(batch, current)
         mask = self._here(batch.loss_mask)
         token_loss, maps = self.objective.token_loss(
             current=current,
@@ -136,6 +137,15 @@ class PolicyWorker(ModelWorker):
         loss.backward()
         totals.add(loss, mask, maps)
         return current.detach()
+
+    def _proximal(self, batch: TrainingBatch, current: Tensor) -> Tensor:
+        if batch.proximal_logprobs is not None:
+            return self._here(batch.proximal_logprobs)
+        if batch.approximated_version is None:
+            return current.detach()
+        behaviour, versions = self._here(batch.behaviour_logprobs), self._here(batch.versions)
+        method = self.cfg.trainer.algorithm.proximal_logprobs
+        return approximate_proximal(current, behaviour, versions, batch.approximated_version, method=method)
 
     def _here(self, tensor: Tensor | None) -> Tensor:
         return None if tensor is None else tensor.to(self.device)  # type: ignore[return-value]
@@ -164,8 +174,9 @@ class PolicyWorker(ModelWorker):
             return "another rank's shard"
         return ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
 
-    def _step(self) -> float:
-        rate = learning_rate(self.step, self.cfg.trainer.policy.optimizer_config, self.total_steps)
+    def _step(self, scheduled: int | None) -> float:
+        scheduled = self.step if scheduled is None else scheduled
+        rate = learning_rate(scheduled, self.cfg.trainer.policy.optimizer_config, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

@@ -62,6 +62,8 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
         (["trainer.plan=fully_async", "trainer.partial_rollout=recompute",
           "generator.sampling_params.frequency_penalty=0.5"],
          ["sampling_params.frequency_penalty", "trainer.partial_rollout=keep"]),
+        (["trainer.algorithm.dynamic_sampling.mode=refill"],
+         ["dynamic_sampling.mode=refill", "dynamic_sampling.type=none", "variance or mean"]),
         (["trainer.algorithm.preset=ppo"],
          ["trainer.algorithm.advantage_estimator=gae", "preset=ppo", "needs a critic", "reinforce++"]),
         (["trainer.policy.optimizer_config.adam_betas=[0.9]"], ["adam_betas has 1 entries", "[0.9,0.999]"]),

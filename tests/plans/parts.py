@@ -76,6 +76,7 @@ class ScriptedGenerator:
     seconds: Callable[[], float]
     stamps: bool = True
     truncated: frozenset[int] = frozenset()  # repetitions whose response is cut by its length
+    dull: frozenset[int] = frozenset()  # rows whose samples are all right
     asked: list[PromptId] = field(default_factory=list)
     started: list[tuple[float, int]] = field(default_factory=list)  # (when, engine's version)
     cancelled: int = 0
@@ -99,7 +100,7 @@ class ScriptedGenerator:
         output = {
             "prompt_token_ids": [[EPOCH + i.prompt.epoch, ROW + i.prompt.row] for i in ids],
             "response_ids": [[7, 8] for _ in ids],
-            "rewards": [float(i.repetition % 2) for i in ids],
+            "rewards": [float(i.repetition % 2) if i.prompt.row not in self.dull else 1.0 for i in ids],
             "loss_masks": [[1, 1] for _ in ids],
             "stop_reasons": ["length" if i.repetition in self.truncated else "stop" for i in ids],
             "rollout_logprobs": [[-0.5, -0.5] for _ in ids],
