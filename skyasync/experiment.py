@@ -99,6 +99,7 @@ class BasePPOExp:
         """What turns prompts into trajectories."""
         from skyasync.envs.ray_pool import ray_pool
         from skyasync.rewards.settings import env_settings
+        from skyasync.rollout.early_end import decider
         from skyasync.rollout.generator import EpisodeGenerator
 
         environment = cfg.environment
@@ -110,6 +111,7 @@ class BasePPOExp:
             self.engine_config().max_model_len,
             cfg.generator.max_turns,
             cfg.data.apply_chat_template,
+            decider(cfg.trainer.algorithm.dynamic_sampling),
         )
 
     async def get_dispatch(self, total_steps: int) -> Any:

@@ -21,6 +21,14 @@ def mean_inside(rewards: Sequence[float], low: float = 0.0, high: float = 1.0) -
     return low < fmean(rewards) < high
 
 
+def cannot_be_inside(
+    rewards: Sequence[float], samples: int, *, low: float, high: float, least: float, most: float
+) -> bool:
+    """Whether ``mean_inside`` will say no, whatever the rest of ``samples``, each from ``least`` to ``most``, earn."""
+    total, left = sum(rewards), samples - len(rewards)
+    return (total + left * most) / samples <= low or (total + left * least) / samples >= high
+
+
 def has_variance(rewards: Sequence[float], tolerance: float = 0.0, keep_singletons: bool = True) -> bool:
     """Some reward differs from another by more than ``tolerance``: the group has a gradient.
 

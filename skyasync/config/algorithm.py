@@ -87,6 +87,11 @@ class DynamicSamplingConfig:
         "Train what is left of a batch, or refill it: each group left out is replaced by that of the next prompt.",
         choices=("filter", "refill"),
     )
+    early_end: bool = key(
+        False, "Abort the other samples of a group as soon as they cannot bring its mean into the range (type mean)."
+    )
+    reward_min: float = key(0.0, "The least reward that a sample can earn; early_end decides by it.")
+    reward_max: float = key(1.0, "The largest reward that a sample can earn; early_end decides by it.")
     max_sample_batches: int = key(
         10, "Batches of prompts sampled for one step at most (mode refill); 0 has no such limit.", low=0
     )

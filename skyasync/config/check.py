@@ -263,6 +263,13 @@ def _check_algorithm(cfg: Config) -> Iterator[str]:
             "trainer.algorithm.dynamic_sampling.mode=refill replaces groups that are left out, and trainer.algorithm."
             "dynamic_sampling.type=none leaves none out: set it to variance or mean"
         )
+    within = sampling.low <= sampling.reward_min and sampling.high >= sampling.reward_max
+    if sampling.early_end and (sampling.type != "mean" or within):
+        yield (
+            f"trainer.algorithm.dynamic_sampling.early_end=true never ends a group early with dynamic_sampling.type="
+            f"{sampling.type}, low={sampling.low:g} and high={sampling.high:g}: it needs type=mean, and a range that "
+            f"rewards from reward_min={sampling.reward_min:g} to reward_max={sampling.reward_max:g} can miss"
+        )
     if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
         yield (
             f"trainer.algorithm.truncated_responses={algorithm.truncated_responses} and trainer.algorithm."

@@ -18,6 +18,7 @@ from skyasync.envs.pool import EnvPool
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.convert import generator_output
+from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.requests import request_seed
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
 
@@ -39,6 +40,7 @@ class EpisodeGenerator:
         max_model_len: an episode ends before its tokens would exceed this.
         max_turns: an episode ends after so many actions even if its environment is not done.
         apply_chat_template: see ``ChatTokenizer``.
+        decided: says when a training group need not be played to its end; see ``EarlyEnd``.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class EpisodeGenerator:
         max_model_len: int,
         max_turns: int = 1,
         apply_chat_template: bool = True,
+        decided: Decided | None = None,
     ) -> None:
+        self._decided = decided
         self._client = client
         self._environments = environments
         self._chat = ChatTokenizer(tokenizer, apply_chat_template)
@@ -67,6 +71,9 @@ class EpisodeGenerator:
                 strict=True,
             )
         ]
+        if self._decided is not None and not input_batch["is_eval"]:
+            groups, asked = EarlyEnd(self._decided, input_batch["trajectory_ids"]), input_batch["trajectory_ids"]
+            episodes = [groups.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
         return generator_output(await all_or_error(episodes))
 
     async def _episode(

@@ -12,9 +12,11 @@ from skyasync.rollout.types import Group, Trajectory
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths and the environments' own metrics. Lengths are in generated tokens."""
-    trajectories = _all(groups)
+    everything = _all(groups)
+    trajectories = [t for t in everything if not t.ended_early]
     if not trajectories:
         return {}
+    ended = len(everything) - len(trajectories)
     rewards = [t.reward for t in trajectories]
     lengths = [t.response_length for t in trajectories]
     return {
@@ -24,6 +26,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_mean": fmean(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
+        **({"dynamic_sampling/ended_early": float(ended)} if ended else {}),
         **domain_metrics(groups),
         **{f"env/{name}": value for name, value in environment_metrics(trajectories).items()},
     }

@@ -85,6 +85,11 @@ class Trajectory:
         return sum(s.reward for sequence in self.sequences for s in sequence)
 
     @property
+    def ended_early(self) -> bool:
+        """It has no response, since its group was decided without it."""
+        return self.stop_reason == "abort" and not self.actions
+
+    @property
     def actions(self) -> list[Segment]:
         return [s for sequence in self.sequences for s in sequence if s.kind == "action"]
 
@@ -111,7 +116,8 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        return [t.reward for t in self.trajectories]
+        """Of the trajectories that were played to their end."""
+        return [t.reward for t in self.trajectories if not t.ended_early]
 
     @property
     def oldest_version(self) -> int:

@@ -64,6 +64,8 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["sampling_params.frequency_penalty", "trainer.partial_rollout=keep"]),
         (["trainer.algorithm.dynamic_sampling.mode=refill"],
          ["dynamic_sampling.mode=refill", "dynamic_sampling.type=none", "variance or mean"]),
+        (["trainer.algorithm.dynamic_sampling.early_end=true", "trainer.algorithm.dynamic_sampling.type=mean"],
+         ["early_end=true never ends a group early", "reward_min=0", "reward_max=1"]),
         (["trainer.algorithm.preset=ppo"],
          ["trainer.algorithm.advantage_estimator=gae", "preset=ppo", "needs a critic", "reinforce++"]),
         (["trainer.policy.optimizer_config.adam_betas=[0.9]"], ["adam_betas has 1 entries", "[0.9,0.999]"]),

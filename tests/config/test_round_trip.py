@@ -73,6 +73,7 @@ def consistent(config: Config) -> Config:
         sampling.logit_bias, sampling.structured_outputs, sampling.repetition_detection = {}, {}, {}
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
+    trainer.algorithm.dynamic_sampling.early_end = False
     if trainer.algorithm.advantage_estimator == "gae":
         trainer.algorithm.advantage_estimator = "grpo"
     trainer.algorithm.off_policy_correction = "auto"
