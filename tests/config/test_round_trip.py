@@ -74,6 +74,7 @@ def consistent(config: Config) -> Config:
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
     trainer.algorithm.dynamic_sampling.early_end = False
+    trainer.algorithm.overlong_buffer.len = 0
     if trainer.algorithm.advantage_estimator == "gae":
         trainer.algorithm.advantage_estimator = "grpo"
     trainer.algorithm.off_policy_correction = "auto"
