@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from skyasync.engines.process_guard import VARIABLE, ProcessGuard, guarded
@@ -42,8 +43,9 @@ def test_grandchildren_of_a_killed_parent_die_with_it() -> None:
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     mark = parent.stdout.readline().decode().strip()
-    children = guarded(mark)
-    assert children
+    deadline = time.monotonic() + 30
+    while not guarded(mark):  # a process being started shows its environment only after its exec
+        assert time.monotonic() < deadline
     parent.kill()
     # Its end of the pipe is inherited by nobody, so that this read ends when the last of them is gone.
     assert parent.stdout.read() == b""

@@ -54,7 +54,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
             await self.happens()
         return [Group(prompt, []) for prompt in prompts], {}
 
-    def assemble(self, groups: Any, metrics: Any, position: int, ahead: frozenset[int]) -> Any:
+    def assemble(self, groups: Any, metrics: Any, position: int, ahead: frozenset[int], rejected: Any = ()) -> Any:
         return Rollout(groups, position, {}, ahead)
 
     async def train_on(self, rollout: Any) -> dict[str, float]:
