@@ -98,18 +98,18 @@ class BasePPOExp:
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What turns prompts into trajectories."""
         from skyasync.envs.ray_pool import ray_pool
+        from skyasync.envs.worker import WorkerSettings
         from skyasync.rewards.settings import env_settings
         from skyasync.rollout.early_end import decider
-        from skyasync.rollout.generator import EpisodeGenerator
+        from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 
-        environment = cfg.environment
-        pool = ray_pool(env_settings(environment), environment.num_workers, environment.step_timeout_s)
+        pool = ray_pool(WorkerSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers)
         return EpisodeGenerator(
             inference_engine_client,
             pool,
             tokenizer,
             self.engine_config().max_model_len,
-            cfg.generator.max_turns,
+            EpisodeRules.of(cfg),
             cfg.data.apply_chat_template,
             decider(cfg.trainer.algorithm.dynamic_sampling),
         )

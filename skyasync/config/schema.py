@@ -206,6 +206,15 @@ class GeneratorConfig:
         0, "Prompts generated at once in the fully_async plan; 0 has no such limit.", low=0
     )
     max_turns: int = key(1, "Most turns per episode.", low=1)
+    max_concurrent_episodes: int = key(
+        0, "Episodes in flight at once, over all prompts; the others wait their turn. 0 has no such limit.", low=0
+    )
+    episode_timeout_s: float = key(
+        0.0, "Seconds an episode may take, pauses of the engines included; 0 has no such limit.", low=0.0
+    )
+    agent_func_path: str = key(
+        "", "An OpenRLHF agent's file, played by every row that names no env_class.", open_ended=True
+    )
     max_model_len: int = key(0, "Most tokens per sequence in the engine; 0 is prompt plus response.", low=0)
     max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1)
     gpu_memory_utilization: float = key(0.8, "Share of a GPU's memory an engine may take.", above=0.0, high=1.0)
@@ -234,7 +243,18 @@ class GeneratorConfig:
 class EnvironmentConfig:
     env_class: str = key("", "Environment of rows that name none: a registered id or module:Class.", open_ended=True)
     num_workers: int = key(1, "Processes that run environments.", low=1)
-    step_timeout_s: float = key(60.0, "Seconds an environment's step may take.", above=0.0)
+    max_threads: int = key(
+        512, "Most threads per process for environments without async methods; quick steps use one.", low=1
+    )
+    step_timeout_s: float = key(60.0, "Seconds an environment's step may take from its beginning.", above=0.0)
+    on_error: str = key(
+        "raise",
+        "What an environment that raises, hangs or says nonsense does: end the run, or end its own episode, which is "
+        "then left out of the loss (mask) or trained (keep), with give_up_reward.",
+        choices=("raise", "mask", "keep"),
+    )
+    give_up_reward: float = key(0.0, "Reward of an episode that on_error has ended.")
+    max_observation_chars: int = key(200_000, "A longer observation is an error of its environment.", low=1)
     env_config: dict[str, Any] = key({}, "Free settings, handed to the environment.")
     env_class_from_rows: bool = key(True, "Rows may name their own env_class; false: environment.env_class for all.")
     reward_funcs: list[str] = key(

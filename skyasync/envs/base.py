@@ -5,43 +5,56 @@ Invariant: an environment sees text only; tokens, log-probabilities and versions
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 Message = dict[str, str]
 Conversation = list[Message]
 
 
 class BaseTextEnvStepOutput(TypedDict):
-    """What a step gives: ``observations`` (new messages, may be empty), a finite ``reward``, and ``done``."""
+    """What a step gives.
 
-    observations: Conversation
+    ``observations`` are new messages (may be none; text of its own in an environment with ``raw_text``), ``reward`` is
+    a finite number, ``metadata`` stays with the environment. ``sampling_params`` changes how the next action of this
+    episode is sampled: names of ``SamplingParams`` and their new values.
+    """
+
+    observations: Conversation | str
     reward: float
     done: bool
     metadata: dict[str, Any]
+    sampling_params: NotRequired[dict[str, Any]]
 
 
 class BaseTextEnv:
     """Subclass this and override ``step``.
+
+    ``init``, ``step`` and ``close`` may be ``async def``; those of one class that is not run in threads, so that a
+    step that waits holds up no other episode.
 
     Args:
         env_config: the run's ``environment.env_config``.
         extras: every column of the dataset's row besides the prompt (answer, label, ...).
     """
 
+    #: The prompt comes and observations go as plain text, appended as it is: no chat template, no ends of messages.
+    #: Actions then come with their special tokens.
+    raw_text: ClassVar[bool] = False
+
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         self.env_config = env_config or {}
         self.extras = extras or {}
         self.turns = 0
 
-    def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
-        """The conversation that the episode starts from."""
+    def init(self, prompt: Any) -> Any:
+        """The conversation (or text) that the episode starts from, and a dictionary of the environment's own."""
         return prompt, {}
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Judge one response of the model."""
+    def step(self, action: str) -> Any:
+        """Judge one response of the model; returns a ``BaseTextEnvStepOutput``."""
         raise NotImplementedError(f"{type(self).__name__} must define step(action)")
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Release what the episode holds. Called once, also after an error."""
 
     def get_metrics(self) -> dict[str, float]:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
-from skyasync.envs.pool import EnvPool, EnvWorker, WorkerCall
+from skyasync.envs.episodes import Answer, Call
+from skyasync.envs.pool import EnvPool
+from skyasync.envs.registry import EnvFactory
+from skyasync.envs.worker import EnvWorker, WorkerSettings
 
 
-def ray_pool(
-    env_config: dict[str, Any], workers: int, step_timeout_s: float, options: dict[str, Any] | None = None
-) -> EnvPool:
-    """A pool of ``workers`` actors; they die with the process that made them."""
-    actor_class = ray.remote(EnvWorker).options(num_cpus=0, **(options or {}))
-    actors = [actor_class.remote(env_config) for _ in range(workers)]
+class RayWorker:
+    """An ``EnvWorker`` in an actor; it dies with the process that made it."""
 
-    def caller(actor: Any) -> WorkerCall:
-        async def call(method: str, *args: Any) -> Any:
-            return await getattr(actor, method).remote(*args)
+    def __init__(self, settings: WorkerSettings, options: dict[str, Any]) -> None:
+        self._actor: Any = ray.remote(EnvWorker).options(num_cpus=0, **options).remote(settings)
 
-        return call
+    async def define(self, name: str, factory: EnvFactory) -> None:
+        await self._actor.define.remote(name, factory)
 
-    return EnvPool([caller(actor) for actor in actors], step_timeout_s)
+    async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
+        answer: tuple[list[Answer], int] = await self._actor.exchange.remote(calls)
+        return answer
+
+    def kill(self) -> None:
+        ray.kill(self._actor)
+
+
+def ray_pool(settings: WorkerSettings, workers: int, options: dict[str, Any] | None = None) -> EnvPool:
+    """A pool of ``workers`` actors, ``options`` being Ray's for each."""
+    return EnvPool(lambda: RayWorker(settings, options or {}), workers, settings.step_timeout_s)

@@ -2,18 +2,27 @@
 
 Invariant: tokens that the model wrote are never made again from text. What the environment says is
 tokenised on its own, framed by the chat template as it would be after an assistant's message.
+
+Some templates frame the model's earlier messages anew as a conversation grows: they drop the thinking parts of
+all but the last, or add an empty one to it. What such a template would show to the model is then not what it wrote.
+Here the model goes on reading what it wrote, in training as in generation: an episode is one sequence, whose actions
+are the tokens that were sampled. A warning says so once.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError
 
+log = logging.getLogger(__name__)
+
 _BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+_THOUGHT: Conversation = [_BEFORE[0], {"role": "assistant", "content": "<think>\nz\n</think>\n\ny"}]
 
 
 class ChatTokenizer:
@@ -30,7 +39,11 @@ class ChatTokenizer:
         self._cache: dict[str, list[int]] = {}  # by the conversation as JSON
         self._ends: int | None = None  # end-of-message tokens up to the end of the model's message in _BEFORE
 
-    def prompt(self, conversation: Conversation) -> list[int]:
+    def opening(self, conversation: Conversation) -> Conversation:
+        """What an environment is given to begin with."""
+        return conversation
+
+    def prompt(self, conversation: Any) -> list[int]:
         """The tokens that the model continues: the conversation and the opening of its own message."""
         key = json.dumps(conversation, sort_keys=True, default=repr)
         if key not in self._cache:
@@ -39,7 +52,7 @@ class ChatTokenizer:
             self._cache[key] = self._frame(conversation, generation=True)
         return self._cache[key]
 
-    def observation(self, messages: Conversation, action: list[int]) -> list[int]:
+    def observation(self, messages: Any, action: list[int]) -> list[int]:
         """The tokens between the model's message and its next one.
 
         An action that did not end its message (cut by length) is ended first.
@@ -57,6 +70,12 @@ class ChatTokenizer:
                     f"several turns need a chat template that ends each message with the tokenizer's eos_token "
                     f"({self.tokenizer.eos_token!r}); set generator.max_turns=1, or the eos_token of the model's folder"
                 )
+            if not all(self._keeps(conversation) for conversation in (_BEFORE, _THOUGHT)):
+                log.warning(
+                    "the chat template frames the model's earlier messages anew in a longer conversation (it may drop "
+                    "their thinking parts); each episode stays one sequence of the tokens that were sampled, so the "
+                    "model reads its earlier messages as it wrote them"
+                )
         tail = _behind(self._frame(_BEFORE + messages, generation=True), eos, self._ends)
         ended = bool(action) and action[-1] == eos
         return tail if ended else [eos, *tail]
@@ -69,6 +88,12 @@ class ChatTokenizer:
             return text
         return text[: min((found for s in sampling.stop if (found := text.find(s)) >= 0), default=None)]
 
+    def _keeps(self, conversation: Conversation) -> bool:
+        """Whether a further message leaves the tokens of this conversation as they are."""
+        shorter = self._frame(conversation, generation=False)
+        longer = self._frame([*conversation, {"role": "user", "content": "x"}], generation=False)
+        return longer[: len(shorter)] == shorter
+
     def _frame(self, conversation: Conversation, *, generation: bool) -> list[int]:
         messages = [{**message, **_text_of(message)} for message in conversation]
         if not self._framed:
@@ -76,6 +101,37 @@ class ChatTokenizer:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=generation, return_dict=False
         )
+
+
+class PlainText:
+    """For environments with ``raw_text``: the template makes the prompt, then text follows text, as it is.
+
+    Args:
+        apply_chat_template: false makes the prompt of the messages' texts alone.
+    """
+
+    def __init__(self, tokenizer: Any, apply_chat_template: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self._framed = apply_chat_template
+
+    def opening(self, conversation: Conversation) -> str:
+        messages = [{**message, **_text_of(message)} for message in conversation]
+        if not self._framed:
+            return _joined(messages)
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def prompt(self, text: Any) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not self._framed)
+        return tokens
+
+    def observation(self, text: Any, action: list[int]) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+    def text(self, tokens: list[int]) -> str:
+        """Special tokens included: what is read is exactly what was written."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _text_of(message: Any) -> dict[str, str]:

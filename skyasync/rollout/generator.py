@@ -1,13 +1,15 @@
 """Plays episodes: the engine writes, the environment answers, until it is done.
 
 Invariant: every trajectory asked for comes back, in the order asked, with exactly the tokens the engine
-read and wrote; if one episode fails, the others are cancelled and its error is raised.
+read and wrote. If one episode fails, the others are cancelled and its error is raised; where its environment is to
+blame and ``environment.on_error`` says so, only that episode ends, and is counted (``env/given_up``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -16,11 +18,14 @@ from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import UserError
-from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.chat import ChatTokenizer, PlainText
 from skyasync.rollout.convert import generator_output
 from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.requests import request_seed
+from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
+
+__all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 
 T = TypeVar("T")
 _WHILE = "while playing the episode"
@@ -38,7 +43,7 @@ class EpisodeGenerator:
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         max_model_len: an episode ends before its tokens would exceed this.
-        max_turns: an episode ends after so many actions even if its environment is not done.
+        rules: what else ends an episode.
         apply_chat_template: see ``ChatTokenizer``.
         decided: says when a training group need not be played to its end; see ``EarlyEnd``.
     """
@@ -49,7 +54,7 @@ class EpisodeGenerator:
         environments: EnvPool,
         tokenizer: Any,
         max_model_len: int,
-        max_turns: int = 1,
+        rules: EpisodeRules = EpisodeRules(),  # noqa: B008  (frozen)
         apply_chat_template: bool = True,
         decided: Decided | None = None,
     ) -> None:
@@ -57,8 +62,10 @@ class EpisodeGenerator:
         self._client = client
         self._environments = environments
         self._chat = ChatTokenizer(tokenizer, apply_chat_template)
+        self._plain = PlainText(tokenizer, apply_chat_template)
         self._max_model_len = max_model_len
-        self._max_turns = max_turns
+        self._rules = rules
+        self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         episodes = [
@@ -84,35 +91,52 @@ class EpisodeGenerator:
         extras: dict[str, Any],
         sampling: SamplingParams,
     ) -> Trajectory:
-        episode = str(identity)
+        trajectory = Trajectory(identity, [Segment("prompt", [])])
         try:
-            conversation = await self._environments.init(episode, env_class, extras, prompt)
-            trajectory = Trajectory(identity, [Segment("prompt", self._chat.prompt(conversation))])
-            await self._play(trajectory, sampling)
-            trajectory.metrics |= await self._environments.close(episode)  # if the environment was not done
-            return trajectory
+            async with self._turn, self._time_limit(identity):
+                await self._play(trajectory, prompt, env_class, extras, sampling)
         except BaseException as error:
-            self._environments.abandon(episode)
+            self._environments.abandon(str(identity))
+            if isinstance(error, GivenUpError):
+                return give_up(trajectory, self._rules, error, self._chat.prompt(prompt))
             if not any(note.startswith(_WHILE) for note in getattr(error, "__notes__", ())):  # many may share it
-                error.add_note(f"{_WHILE} {episode}")
+                error.add_note(f"{_WHILE} {identity}")
             raise
+        if self._rules.on_error != "raise":
+            trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
+        return trajectory
 
-    async def _play(self, trajectory: Trajectory, sampling: SamplingParams) -> None:
-        tokens = trajectory.segments[0].tokens  # replaced, never changed: requests hold it
-        for turn in range(self._max_turns):
+    async def _play(
+        self,
+        trajectory: Trajectory,
+        prompt: Conversation,
+        env_class: str,
+        extras: dict[str, Any],
+        sampling: SamplingParams,
+    ) -> None:
+        episode = str(trajectory.id)
+        frame = self._plain if self._environments.takes_text(env_class) else self._chat
+        begin = self._environments.init(episode, env_class, extras, frame.opening(prompt))
+        tokens = frame.prompt(await self._asked(begin))  # replaced, never changed: requests hold it
+        trajectory.segments[0].tokens = tokens
+        for turn in range(self._rules.max_turns):
             action = await self._act(trajectory, tokens, turn, sampling)
-            step = await self._environments.step(str(trajectory.id), self._chat.text(action.tokens, sampling))
-            action.reward = float(step["reward"])
+            step = await self._asked(self._environments.step(episode, frame.text(action.tokens, sampling)))
+            action.reward = step["reward"]
             trajectory.metrics = step["metrics"]
             tokens = tokens + action.tokens
-            if step["done"] or turn + 1 == self._max_turns:
+            if step["done"]:
                 return
-            observation = self._chat.observation(step["observations"], action.tokens)
+            if turn + 1 == self._rules.max_turns:
+                break
+            observation = frame.observation(step["observations"], action.tokens)
             if len(tokens) + len(observation) >= self._max_model_len:
                 trajectory.stop_reason = "length"
-                return
+                break
             trajectory.segments.append(Segment("observation", observation))
             tokens = tokens + observation
+            sampling = replace(sampling, **step["sampling_params"])
+        trajectory.metrics |= await self._asked(self._environments.close(episode))
 
     async def _act(self, trajectory: Trajectory, tokens: list[int], turn: int, sampling: SamplingParams) -> Segment:
         """One action of the model, appended to the trajectory."""
@@ -136,6 +160,31 @@ class EpisodeGenerator:
         action = Segment("action", output.token_ids, output.logprobs, output.versions)
         trajectory.segments.append(action)
         return action
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        """What the environment answers; its failure ends the run, or its own episode."""
+        try:
+            return await answer
+        except UserError:
+            raise  # a setting or a row is wrong, which no other episode will mend
+        except Exception as error:
+            if self._rules.on_error == "raise":
+                raise
+            raise GivenUpError from error
+
+    @asynccontextmanager
+    async def _time_limit(self, identity: TrajectoryId) -> AsyncIterator[None]:
+        limit_s = self._rules.timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None) as timer:
+                yield
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            late = TimeoutError(f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)")
+            if self._rules.on_error == "raise":
+                raise late from error
+            raise GivenUpError from late
 
 
 async def all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from skyasync.envs import ENVS, BaseTextEnv
-from skyasync.envs.pool import EnvPool, EnvWorker, local_pool
+from skyasync.envs.local import LocalWorker
+from skyasync.envs.pool import MOST_HUNG, EnvPool, local_pool
+from skyasync.envs.worker import WorkerSettings
 from skyasync.errors import UserError
 from tests.virtual_time import virtual_time
 
@@ -110,7 +112,7 @@ def test_a_reward_must_be_a_finite_number(reward):
     async def run():
         pool = local_pool()
         await begin(pool, "a", reward=reward)
-        with pytest.raises(ValueError, match=r"the reward of a is .*; it must be a finite number"):
+        with pytest.raises(ValueError, match=r"the environment of a: the reward is .*; it must be a finite number"):
             await pool.step("a", "x")
 
     run()
@@ -127,36 +129,131 @@ def test_any_finite_number_is_a_reward(reward):
     run()
 
 
-def counting_pool(workers=2, seconds=0.0, **options):
-    """A pool whose workers take their time, and how many messages each has had."""
-    messages = Counter()
+class SlowWorker(LocalWorker):
+    """Takes its time, writes down the messages it gets, and can be told to die or to report calls that hang."""
 
-    def caller(number, worker):
-        async def call(method, *args):
-            messages[number, method] += 1
-            await asyncio.sleep(seconds if method == "run" else 0)
-            return getattr(worker, method)(*args)
+    def __init__(self, number, seconds=0.0):
+        super().__init__(WorkerSettings({}))
+        self.number, self.seconds, self.messages, self.killed, self.hung = number, seconds, Counter(), False, 0
+        self.broken = None
 
-        return call
+    async def define(self, name, factory):
+        self.messages["define"] += 1
+        await super().define(name, factory)
 
-    return EnvPool([caller(i, EnvWorker({})) for i in range(workers)], **options), messages
+    async def exchange(self, calls):
+        self.messages["exchange"] += 1
+        await asyncio.sleep(self.seconds)
+        if self.broken:
+            raise self.broken
+        answers, _ = await super().exchange(calls)
+        return answers, self.hung
+
+    def kill(self):
+        self.killed = True
+
+
+def slow_pool(workers=1, seconds=0.0, **options):
+    """A pool, and every worker that it has started."""
+    started = []
+
+    def start():
+        started.append(SlowWorker(len(started), seconds))
+        return started[-1]
+
+    return EnvPool(start, workers, **options), started
 
 
 @virtual_time
 async def test_calls_of_one_turn_of_the_loop_travel_in_one_message_per_worker():
-    pool, messages = counting_pool(workers=2)
+    pool, workers = slow_pool(workers=2)
     names = [f"e{i}" for i in range(10)]
     await asyncio.gather(*(begin(pool, name) for name in names))
     await asyncio.gather(*(pool.step(name, "x") for name in names))
-    assert messages == {(0, "define"): 1, (1, "define"): 1, (0, "run"): 2, (1, "run"): 2}
+    assert [worker.messages for worker in workers] == [{"define": 1, "exchange": 2}] * 2
 
 
 @virtual_time
-async def test_a_worker_that_does_not_answer_is_a_timeout_that_names_the_episode_and_the_key():
-    pool, _ = counting_pool(workers=1, seconds=100.0, step_timeout_s=30.0)
-    with pytest.raises(TimeoutError, match=r"environments of slow .*within 30 s \(environment\.step_timeout_s\)"):
-        await begin(pool, "slow")
+async def test_a_worker_that_gives_no_sign_of_life_is_lost_with_its_episodes_and_replaced():
+    pool, workers = slow_pool(workers=2, seconds=1.0, step_timeout_s=30.0)
+    await asyncio.gather(begin(pool, "a", turns=9), begin(pool, "b", turns=9), begin(pool, "c", turns=9))
+    workers[0].seconds = 1e9
+    failed = await asyncio.gather(pool.step("a", "x"), pool.step("b", "x"), return_exceptions=True)
+    assert "the process that runs the environment of a is lost: it gave no sign of life for 35 s" in str(failed[0])
+    assert failed[1]["reward"] == 1.0
+    with pytest.raises(RuntimeError, match="environment of c is lost"):
+        await pool.step("c", "x")
+    assert (workers[0].killed, len(workers), pool.replaced) == (True, 3, 1)
+    await begin(pool, "d")
+    assert (await pool.step("d", "x"))["done"]
+
+
+@virtual_time
+async def test_a_worker_that_dies_fails_what_it_ran_at_once_and_says_why():
+    pool, workers = slow_pool()
+    await begin(pool, "a")
+    workers[0].broken = ConnectionError("the actor died")
+    with pytest.raises(RuntimeError, match="environment of a is lost: the actor died") as caught:
+        await pool.step("a", "x")
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert asyncio.get_running_loop().time() == 0
+
+
+@virtual_time
+async def test_a_worker_with_stuck_calls_gets_no_new_episodes_and_ends_with_its_last_one():
+    pool, workers = slow_pool()
+    await begin(pool, "old", turns=2)
+    workers[0].hung = MOST_HUNG
+    await pool.step("old", "x")
+    await begin(pool, "new")
+    assert [worker.messages["exchange"] for worker in workers] == [2, 1]
+    assert not workers[0].killed
+    assert (await pool.step("old", "x"))["done"]
+    assert workers[0].killed
+    assert (await pool.step("new", "x"))["done"]
+    assert not workers[1].killed
+
+
+class Awaiting(Logged):
+    """Takes ``seconds`` for a step, without holding anybody up."""
+
+    async def init(self, prompt):
+        return super().init(prompt)
+
+    async def step(self, action):
+        await asyncio.sleep(self.extras.get("seconds", 0.0))
+        return super().step(action)
+
+    async def close(self):
+        super().close()
+
+
+@virtual_time
+async def test_environments_that_await_wait_beside_each_other_and_answers_come_as_they_finish():
+    ENVS["logged"] = Awaiting
+    pool, ended = local_pool(), []
+
+    async def episode(name, seconds):
+        await begin(pool, name, seconds=seconds)
+        await pool.step(name, "x")
+        ended.append((name, asyncio.get_running_loop().time()))
+
+    await asyncio.gather(*(episode(f"e{seconds}", seconds) for seconds in (3, 1, 2)))
+    assert ended == [("e1", 1.0), ("e2", 2.0), ("e3", 3.0)]
+    assert lived("e1") == {"init": 1, "step": 1, "get_metrics": 1, "close": 1}
+
+
+@virtual_time
+async def test_a_step_that_awaits_for_too_long_is_a_timeout_that_names_the_episode_and_the_key():
+    ENVS["logged"] = Awaiting
+    pool = local_pool(step_timeout_s=30.0)
+    await asyncio.gather(begin(pool, "slow", seconds=100.0), begin(pool, "quick"))
+    slow, quick = await asyncio.gather(pool.step("slow", "x"), pool.step("quick", "x"), return_exceptions=True)
+    assert isinstance(slow, TimeoutError)
+    assert "environment of slow did not answer within 30 s (environment.step_timeout_s)" in str(slow)
     assert asyncio.get_running_loop().time() == pytest.approx(30)
+    assert quick["done"]
+    assert lived("slow")["close"] == 1
 
 
 @virtual_time
@@ -174,7 +271,7 @@ async def test_a_timeout_raised_by_an_environment_is_its_own_and_not_the_pools()
 
 @virtual_time
 async def test_a_cancelled_callers_episode_is_abandoned_and_closed_while_others_go_on():
-    pool, _ = counting_pool(workers=1, seconds=5.0)
+    pool, _ = slow_pool(seconds=5.0)
     await asyncio.gather(begin(pool, "a", turns=9), begin(pool, "b"))
     cancelled = asyncio.create_task(pool.step("a", "x"))
     kept = asyncio.create_task(pool.step("b", "x"))
@@ -186,6 +283,22 @@ async def test_a_cancelled_callers_episode_is_abandoned_and_closed_while_others_
     assert (await kept)["done"]
     await asyncio.sleep(10)
     assert lived("a")["close"] == lived("b")["close"] == 1
+
+
+@virtual_time
+async def test_an_episode_abandoned_in_the_middle_of_a_step_is_closed_by_that_step_and_once():
+    ENVS["logged"] = Awaiting
+    pool = local_pool()
+    await begin(pool, "a", seconds=5.0, turns=9)
+    step = asyncio.create_task(pool.step("a", "x"))
+    await asyncio.sleep(1)
+    step.cancel()
+    await asyncio.wait([step])
+    pool.abandon("a")
+    await asyncio.sleep(1)
+    assert "close" not in lived("a")
+    await asyncio.sleep(10)
+    assert lived("a")["close"] == 1
 
 
 @virtual_time

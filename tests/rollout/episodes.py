@@ -10,7 +10,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.pool import EnvPool, local_pool
-from skyasync.rollout.generator import EpisodeGenerator
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
 
@@ -89,9 +89,10 @@ def registered(env: type[BaseTextEnv]) -> str:
     return env.__qualname__
 
 
-def generator(engine: Any, *, max_model_len: int = 256, max_turns: int = 1, pool: EnvPool | None = None) -> Any:
+def generator(engine: Any, *, max_model_len: int = 256, pool: EnvPool | None = None, **rules: Any) -> EpisodeGenerator:
+    """``rules`` are those of ``EpisodeRules``."""
     client = InferenceClient([engine])
-    return EpisodeGenerator(client, pool or local_pool(), tokenizer(), max_model_len, max_turns)
+    return EpisodeGenerator(client, pool or local_pool(), tokenizer(), max_model_len, EpisodeRules(**rules))
 
 
 def request(prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32) -> Any:

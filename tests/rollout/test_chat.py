@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import UserError
-from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.chat import ChatTokenizer, PlainText
 from tests.rollout.episodes import tokenizer, tokens_of
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
@@ -100,6 +100,37 @@ def test_what_a_template_puts_in_front_or_takes_back_is_no_part_of_an_observatio
     action = [*tokens_of("5"), tokenizer().eos_token_id]
     found = chat(templates[template]).observation([user("more")], action)
     assert tokenizer().decode(found) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+DROPS_THOUGHTS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "warned"), [(None, 0), (THINKING, 1), (DROPS_THOUGHTS, 1)], ids=["keeps", "adds", "drops"]
+)
+def test_a_template_that_frames_earlier_messages_anew_is_told_of_once_and_what_the_model_wrote_is_kept(
+    template, warned, caplog
+):
+    found = chat(template)
+    action = [*tokens_of("<think>\n3 > 1\n</think>\n\n13"), tokenizer().eos_token_id]
+    for _ in range(3):
+        observation = found.observation([user("more")], action)
+        assert tokenizer().decode(observation) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert all("reads its earlier messages as it wrote them" in message for message in caplog.messages)
+
+
+def test_plain_text_is_the_templates_prompt_and_then_text_as_it_is():
+    plain = PlainText(tokenizer())
+    opening = plain.opening([user("add 2 and 3")])
+    assert opening == "<|im_start|>user\nadd 2 and 3<|im_end|>\n<|im_start|>assistant\n"
+    assert plain.prompt(opening) == chat().prompt([user("add 2 and 3")])
+    assert plain.observation("wrong\n", tokens_of("5")) == tokens_of("wrong\n")
+    assert plain.text([*tokens_of("5"), tokenizer().eos_token_id]) == "5<|im_end|>"
 
 
 def test_the_end_of_message_in_an_environments_words_ends_no_message_of_the_model():

@@ -1,0 +1,85 @@
+"""What ends an episode besides its environment, and what becomes of one that was given up.
+
+Invariant: an episode that is given up is a whole trajectory like any other: its tokens are those that the engine read
+and wrote, its reward is ``give_up_reward``, it is counted, and its cause is logged (once for each kind).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from skyasync.rollout.types import Segment, Trajectory
+
+log = logging.getLogger(__name__)
+
+_warned: set[str] = set()  # kinds of errors that this process has told of
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    """Limits, 0 being none.
+
+    Args:
+        max_turns: an episode ends after so many actions even if its environment is not done.
+        timeout_s: ``generator.episode_timeout_s``.
+        in_flight: ``generator.max_concurrent_episodes``.
+        on_error: ``environment.on_error``, for environments that fail and episodes that take too long.
+        give_up_reward: ``environment.give_up_reward``.
+    """
+
+    max_turns: int = 1
+    timeout_s: float = 0.0
+    in_flight: int = 0
+    on_error: str = "raise"
+    give_up_reward: float = 0.0
+
+    @staticmethod
+    def of(cfg: Any) -> EpisodeRules:
+        """Those of a run."""
+        generator, environment = cfg.generator, cfg.environment
+        return EpisodeRules(
+            generator.max_turns,
+            generator.episode_timeout_s,
+            generator.max_concurrent_episodes,
+            environment.on_error,
+            environment.give_up_reward,
+        )
+
+
+class GivenUpError(Exception):
+    """Ends one episode alone; its cause is why."""
+
+
+def give_up(trajectory: Trajectory, rules: EpisodeRules, error: GivenUpError, prompt: list[int]) -> Trajectory:
+    """The trajectory as it is trained (``keep``) or left out of the loss (``mask``).
+
+    An episode without a single action has nothing to carry a reward. ``prompt``: the tokens of the row's own prompt,
+    for an episode that failed before it had any.
+    """
+    _warn_once(str(trajectory.id), error.__cause__)
+    first, *others = trajectory.segments
+    others = [_masked(segment) for segment in others] if rules.on_error == "mask" else others
+    for segment in others:
+        segment.reward = 0.0
+    if others:
+        others[-1].reward = rules.give_up_reward
+    trajectory.segments = [Segment("prompt", first.tokens or prompt), *others]
+    trajectory.stop_reason = "abort"
+    trajectory.metrics = {"given_up": 1.0}
+    return trajectory
+
+
+def _masked(segment: Segment) -> Segment:
+    return Segment("observation", segment.tokens)
+
+
+def _warn_once(episode: str, problem: BaseException | None) -> None:
+    kind = type(problem).__qualname__
+    if kind not in _warned:
+        _warned.add(kind)
+        log.warning(
+            "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s",
+            episode, kind, problem,
+        )  # fmt: skip

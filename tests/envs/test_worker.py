@@ -1,0 +1,176 @@
+"""A worker as it runs in a process of its own: threads, an event loop for environments that await, real time.
+
+Environments wait for events that the tests set; where a limit must pass, it is a short one.
+"""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+
+from skyasync.envs import BaseTextEnv
+from skyasync.envs.episodes import Call
+from skyasync.envs.worker import EnvWorker, WorkerSettings
+
+PROMPT = [{"role": "user", "content": "begin"}]
+PATIENCE_S = 20.0
+gates: dict[str, threading.Event] = {}
+
+
+def output(reward=1.0, done=True):
+    return {"observations": [], "reward": reward, "done": done, "metadata": {}}
+
+
+class Gated(BaseTextEnv):
+    """A step waits for the gate that the action names."""
+
+    def step(self, action):
+        if action in gates:
+            gates[action].wait(PATIENCE_S)
+        return output()
+
+
+class AsyncGated(BaseTextEnv):
+    async def init(self, prompt):
+        return prompt, {}
+
+    async def step(self, action):
+        if action in gates:
+            await asyncio.to_thread(gates[action].wait, PATIENCE_S)
+        return output()
+
+
+class Stubborn(AsyncGated):
+    """Does not let itself be cancelled."""
+
+    async def step(self, action):
+        while not gates["never"].is_set():
+            try:
+                await asyncio.sleep(0.001)
+            except asyncio.CancelledError:
+                continue
+        return output()
+
+
+class Difficult(BaseTextEnv):
+    def step(self, action):
+        if action == "exit":
+            raise SystemExit(3)
+        if action == "unpicklable":
+            raise LookupError("no", threading.Lock())
+        return output(reward=float(action))
+
+
+class Caller:
+    """Exchanges messages with a worker as a link does, by hand."""
+
+    def __init__(self, worker):
+        self.worker, self.answers, self.sent, self.hung = worker, {}, 0, 0
+
+    def calls(self, method, episodes, *args):
+        found = [Call(self.sent + i, method, episode, args) for i, episode in enumerate(episodes)]
+        self.sent += len(found)
+        return found
+
+    async def exchange(self, calls=()):
+        answers, self.hung = await self.worker.exchange(calls)
+        for answer in answers:
+            assert answer.number not in self.answers
+            self.answers[answer.number] = answer
+        return answers
+
+    async def begin(self, env, *episodes):
+        await self.worker.define("env", env)
+        await self.exchange(self.calls("init", episodes, "env", {}, PROMPT))
+
+    async def until(self, number):
+        async with asyncio.timeout(PATIENCE_S):
+            while number not in self.answers:
+                await self.exchange()
+        return self.answers[number]
+
+
+@asynccontextmanager
+async def at_work(**settings):
+    gates.update(open=threading.Event(), never=threading.Event())
+    worker = EnvWorker(WorkerSettings({}, **settings))
+    try:
+        yield Caller(worker)
+    finally:
+        for gate in gates.values():
+            gate.set()
+        worker.close()
+
+
+async def test_a_message_of_quick_calls_is_answered_in_one():
+    async with at_work() as caller:
+        episodes = [f"e{i}" for i in range(1024)]
+        await caller.begin(Gated, *episodes)
+        assert len(caller.answers) == 1024
+        assert all(answer.result == PROMPT for answer in caller.answers.values())
+        await caller.exchange(caller.calls("step", episodes, "go"))
+        last = await caller.until(2047)
+        assert last.result == {
+            "observations": [], "reward": 1.0, "done": True, "metrics": {}, "sampling_params": {},
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("env", [Gated, AsyncGated])
+async def test_a_slow_step_does_not_hold_up_the_answers_to_the_others(env):
+    async with at_work() as caller:
+        await caller.begin(env, "slow", "a", "b")
+        slow, *quick = caller.calls("step", ["slow"], "open") + caller.calls("step", ["a", "b"], "go")
+        await caller.exchange([slow, *quick])
+        assert [(await caller.until(call.number)).result["done"] for call in quick] == [True, True]
+        assert slow.number not in caller.answers
+        gates["open"].set()
+        assert (await caller.until(slow.number)).result["done"]
+
+
+@pytest.mark.parametrize("env", [Gated, AsyncGated, Stubborn])
+async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worker_goes_on(env):
+    async with at_work(step_timeout_s=0.2, max_threads=1) as caller:
+        await caller.begin(env, "stuck")
+        (call,) = caller.calls("step", ["stuck"], "never")
+        await caller.exchange([call])
+        error = (await caller.until(call.number)).error
+        assert isinstance(error, TimeoutError)
+        assert "environment of stuck did not answer within 0.2 s (environment.step_timeout_s)" in str(error)
+        await caller.exchange()
+        assert caller.hung == (0 if env is AsyncGated else 1)  # what awaits and is cancelled leaves nothing behind
+        await caller.begin(Gated, "next")
+        (call,) = caller.calls("step", ["next"], "go")
+        await caller.exchange([call])
+        assert (await caller.until(call.number)).result["done"]
+
+
+@pytest.mark.parametrize(("action", "error"), [("exit", "SystemExit"), ("unpicklable", "LookupError"), ("x", "float")])
+async def test_whatever_is_raised_comes_back_as_an_error_that_travels(action, error):
+    import pickle
+
+    async with at_work() as caller:
+        await caller.begin(Difficult, "a", "b")
+        bad, good = caller.calls("step", ["a"], action) + caller.calls("step", ["b"], "0.5")
+        await caller.exchange([bad, good])
+        found = pickle.loads(pickle.dumps((await caller.until(bad.number)).error))
+        assert error in str(found)
+        assert "Raised by the environment of a, in its process" in "\n".join(found.__notes__)
+        assert (await caller.until(good.number)).result["reward"] == 0.5
+
+
+async def test_a_later_exchange_takes_over_from_an_earlier_one():
+    async with at_work() as caller:
+        await caller.begin(Gated, "a", "b")
+        first = asyncio.create_task(caller.exchange(caller.calls("step", ["a"], "open")))
+        await asyncio.sleep(0)
+        answers = await caller.exchange(caller.calls("step", ["b"], "go"))
+        assert await first == []
+        assert len(answers) == 1
+
+
+async def test_silence_ends_with_a_heartbeat(monkeypatch):
+    monkeypatch.setattr("skyasync.envs.worker.HEARTBEAT_S", 0.05)
+    async with at_work() as caller:
+        await caller.begin(Gated, "a")
+        assert await caller.exchange(caller.calls("step", ["a"], "open")) == []
