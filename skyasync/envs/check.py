@@ -1,7 +1,7 @@
 """What an environment says, checked before anyone believes it.
 
 Invariant: behind these functions an observation is text of bounded length, a reward and a metric are finite floats,
-``done`` is a bool; everything else is a ``ValueError`` that says what was found.
+``done`` is a bool; everything else is a ``NonsenseError`` that says what was found.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from typing import Any
 from skyasync.envs.base import Conversation
 
 
+class NonsenseError(ValueError):
+    """An environment returned something that it must not."""
+
+
 def check_prompt(start: Any, *, raw: bool) -> Conversation | str:
     """The first element of what ``init`` returned, as messages (or, if ``raw``, as text)."""
     if not isinstance(start, tuple) or len(start) != 2:
-        raise ValueError(f"init must return (conversation, info); it returned {_shown(start)}")
+        raise NonsenseError(f"init must return (conversation, info); it returned {_shown(start)}")
     return _said(start[0], "init's conversation", raw)
 
 
 def check_step(output: Any, *, raw: bool, most_chars: int) -> dict[str, Any]:
     """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
     if not isinstance(output, Mapping):
-        raise ValueError(f"step must return a dictionary; it returned {_shown(output)}")
+        raise NonsenseError(f"step must return a dictionary; it returned {_shown(output)}")
     if missing := [name for name in ("observations", "reward", "done") if name not in output]:
-        raise ValueError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
+        raise NonsenseError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
     observations = _said(output["observations"], "step's observations", raw)
     chars = len(observations) if isinstance(observations, str) else sum(map(_chars, observations))
     if chars > most_chars:
-        raise ValueError(
+        raise NonsenseError(
             f"the observation has {chars:,} characters; environment.max_observation_chars={most_chars} allows no more"
         )
     return {
@@ -44,17 +48,17 @@ def check_step(output: Any, *, raw: bool, most_chars: int) -> dict[str, Any]:
 
 def check_metrics(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"get_metrics must return a dictionary; it returned {_shown(metrics)}")
+        raise NonsenseError(f"get_metrics must return a dictionary; it returned {_shown(metrics)}")
     return {str(name): _number(value, f"the metric {name}") for name, value in metrics.items()}
 
 
 def _said(messages: Any, what: str, raw: bool) -> Conversation | str:
     if raw:
         if not isinstance(messages, str):
-            raise ValueError(f"{what} must be text, since the environment has raw_text; found {_shown(messages)}")
+            raise NonsenseError(f"{what} must be text, since the environment has raw_text; found {_shown(messages)}")
         return messages
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-        raise ValueError(f"{what} must be a list of messages with a role and a content; found {_shown(messages)}")
+        raise NonsenseError(f"{what} must be a list of messages with a role and a content; found {_shown(messages)}")
     return messages
 
 
@@ -71,7 +75,7 @@ def _chars(message: Any) -> int:
 
 def _number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{what} is {_shown(value)}; it must be a finite number")
+        raise NonsenseError(f"{what} is {_shown(value)}; it must be a finite number")
     return float(value)
 
 
@@ -81,7 +85,7 @@ def _flag(value: Any) -> bool:
             return bool(value)
     except ValueError:  # an array
         pass
-    raise ValueError(f"done is {_shown(value)}; it must be true or false")
+    raise NonsenseError(f"done is {_shown(value)}; it must be true or false")
 
 
 def _shown(value: Any) -> str:

@@ -11,13 +11,14 @@ import contextlib
 import inspect
 import pickle
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import cache
 from traceback import format_exc
 from typing import Any, NamedTuple, TypedDict, cast
 
 from skyasync.envs.base import BaseTextEnv, Conversation
-from skyasync.envs.check import check_metrics, check_prompt, check_step
+from skyasync.envs.check import NonsenseError, check_metrics, check_prompt, check_step
 from skyasync.envs.registry import EnvFactory
 
 
@@ -48,10 +49,10 @@ class Answer(NamedTuple):
     error: Exception | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Episode:
     env: BaseTextEnv
-    busy: bool = False
+    busy: bool = True
     ended: bool = False  # to be closed by the call that runs, when it returns
 
 
@@ -78,17 +79,16 @@ class Episodes:
         if call.method == "init":
             return has_async_methods(self._factories[call.args[0]])
         episode = self._episodes.get(call.episode)
-        return episode is not None and has_async_methods(episode.env)
+        return episode is not None and has_async_methods(type(episode.env))
 
     async def run(self, call: Call) -> Answer:
         """Carry out one call; never raises an ``Exception``."""
         try:
             return Answer(call.number, await getattr(self, f"_{call.method}")(call.episode, *call.args))
         except (Exception, SystemExit) as caught:
-            error = caught if isinstance(caught, Exception) else RuntimeError(f"the environment raised {caught!r}")
-            error.add_note(f"Raised by the environment of {call.episode}, in its process:\n{format_exc()}")
+            error = _told(caught, call.episode)
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                await self._end(call.episode)
+                await self._close(call.episode)
             return Answer(call.number, None, portable(error))
 
     def give_up(self, name: str) -> None:
@@ -98,41 +98,44 @@ class Episodes:
                 episode.ended = True
 
     async def _init(self, name: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
-        episode = _Episode(self._factories[env_class](env_config=self._env_config, extras=extras), busy=True)
-        self._episodes[name] = episode
+        env = self._factories[env_class](env_config=self._env_config, extras=extras)
+        self._episodes[name] = episode = _Episode(env)
         try:
-            start = await _result(episode.env.init(prompt))
+            start = env.init(prompt)
+            start = await start if hasattr(start, "__await__") else start
         finally:
-            await self._returned(name, episode)
-        with _naming(name):
-            return check_prompt(start, raw=episode.env.raw_text)
+            ended = self._returned(name, episode)
+            if ended:
+                await _closed(env)
+        if ended:
+            raise RuntimeError("the episode was ended meanwhile")
+        return check_prompt(start, raw=env.raw_text)
 
     async def _step(self, name: str, action: str) -> StepResult:
         episode = self._episodes[name]
-        with self._lock:
-            episode.busy = True
+        episode.busy = True
         try:
-            output = await _result(episode.env.step(action))
+            output = episode.env.step(action)
+            output = await output if hasattr(output, "__await__") else output
         finally:
-            await self._returned(name, episode)
-        with _naming(name):
-            step = check_step(output, raw=episode.env.raw_text, most_chars=self._max_observation_chars)
-        metrics = await self._end(name) if step["done"] else {}
-        return cast(StepResult, {**step, "metrics": metrics})
+            ended = self._returned(name, episode)
+            if ended:
+                await _closed(episode.env)
+        if ended:
+            raise RuntimeError("the episode was ended meanwhile")
+        step = check_step(output, raw=episode.env.raw_text, most_chars=self._max_observation_chars)
+        step["metrics"] = await self._close(name) if step["done"] else {}
+        return cast(StepResult, step)
+
+    def _returned(self, name: str, episode: _Episode) -> bool:
+        """A call has returned; true if somebody has wanted to close its episode meanwhile, which is now up to it."""
+        with self._lock:
+            episode.busy = False
+            if episode.ended:
+                self._episodes.pop(name, None)
+            return episode.ended
 
     async def _close(self, name: str) -> dict[str, float]:
-        return await self._end(name)
-
-    async def _returned(self, name: str, episode: _Episode) -> None:
-        """A call has returned: whoever wanted to close its episode meanwhile left that to it."""
-        with self._lock:
-            episode.busy, ended = False, episode.ended
-        if ended:
-            self._episodes.pop(name, None)
-            await _closed(episode.env)
-            raise RuntimeError("the episode has been ended meanwhile")
-
-    async def _end(self, name: str) -> dict[str, float]:
         """Close an episode and give its metrics; nothing if it has ended, or a call of it still runs."""
         with self._lock:
             episode = self._episodes.get(name)
@@ -145,28 +148,31 @@ class Episodes:
         return await _closed(episode.env)
 
 
-@contextlib.contextmanager
-def _naming(episode: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"the environment of {episode}: {error}") from None
-
-
 async def _closed(env: BaseTextEnv) -> dict[str, float]:
     try:
         return check_metrics(env.get_metrics())
     finally:
-        await _result(env.close())
+        closing = env.close()
+        if hasattr(closing, "__await__"):
+            await closing
 
 
-async def _result(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+@cache
+def has_async_methods(env_class: EnvFactory) -> bool:
+    """Of a class of environments (a function that makes them has none)."""
+    return any(inspect.iscoroutinefunction(getattr(env_class, method, None)) for method in ("init", "step", "close"))
 
 
-def has_async_methods(env: Any) -> bool:
-    """Of an environment, or of the class that makes one."""
-    return any(inspect.iscoroutinefunction(getattr(env, method, None)) for method in ("init", "step", "close"))
+def _told(caught: BaseException, episode: str) -> Exception:
+    """What an environment raised, as its caller is told."""
+    if isinstance(caught, NonsenseError):
+        error: Exception = ValueError(f"the environment of {episode}: {caught}")
+    elif isinstance(caught, Exception):
+        error = caught
+    else:
+        error = RuntimeError(f"the environment of {episode} raised {caught!r}")
+    error.add_note(f"Raised by the environment of {episode}, in its process:\n{format_exc()}")
+    return error
 
 
 def drive(call: Call, coroutine: Coroutine[Any, Any, Answer]) -> Answer:

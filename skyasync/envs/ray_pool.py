@@ -23,8 +23,8 @@ class RayWorker:
         await self._actor.define.remote(name, factory)
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
-        answer: tuple[list[Answer], int] = await self._actor.exchange.remote(calls)
-        return answer
+        answers, hung = await self._actor.exchange_tuples.remote([tuple(call) for call in calls])
+        return [Answer(*answer) for answer in answers], hung
 
     def kill(self) -> None:
         ray.kill(self._actor)

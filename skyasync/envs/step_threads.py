@@ -108,15 +108,14 @@ class StepThreads(Generic[T, R]):
             with self._lock:
                 running = self._next()
             while running is not None:
-                result = self._work(running.job)
+                job, result = running.job, self._work(running.job)
                 with self._lock:
                     self._running.discard(running)
                     if running.hung:
                         self.hung -= 1
                         return  # its place has been taken
-                self._answer(running.job, result)
-                with self._lock:
                     running = self._next()
+                self._answer(job, result)
 
     def _take_turn(self) -> bool:
         with self._lock:
