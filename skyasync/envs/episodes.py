@@ -77,9 +77,9 @@ class Episodes:
     def is_async(self, call: Call) -> bool:
         """Whether this call's environment has ``async def`` methods, so that it belongs on an event loop."""
         if call.method == "init":
-            return has_async_methods(self._factories[call.args[0]])
+            return _has_async_methods(self._factories[call.args[0]])
         episode = self._episodes.get(call.episode)
-        return episode is not None and has_async_methods(type(episode.env))
+        return episode is not None and _has_async_methods(type(episode.env))
 
     async def run(self, call: Call) -> Answer:
         """Carry out one call; never raises an ``Exception``."""
@@ -158,7 +158,7 @@ async def _closed(env: BaseTextEnv) -> dict[str, float]:
 
 
 @cache
-def has_async_methods(env_class: EnvFactory) -> bool:
+def _has_async_methods(env_class: Any) -> bool:
     """Of a class of environments (a function that makes them has none)."""
     return any(inspect.iscoroutinefunction(getattr(env_class, method, None)) for method in ("init", "step", "close"))
 
