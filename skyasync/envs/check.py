@@ -9,10 +9,15 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
+from dataclasses import fields
 from numbers import Real
 from typing import Any
 
+from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
+from skyasync.errors import unknown
+
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
 class NonsenseError(ValueError):
@@ -42,7 +47,7 @@ def check_step(output: Any, *, raw: bool, most_chars: int) -> dict[str, Any]:
         "observations": observations,
         "reward": _number(output["reward"], "the reward"),
         "done": _flag(output["done"]),
-        "sampling_params": dict(output.get("sampling_params") or {}),
+        "sampling_params": _sampling(output.get("sampling_params") or {}),
     }
 
 
@@ -65,6 +70,13 @@ def _said(messages: Any, what: str, raw: bool) -> Conversation | str:
 def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) \
         and isinstance(message.get("content"), str | list)  # fmt: skip
+
+
+def _sampling(changes: Any) -> dict[str, Any]:
+    for name in changes:
+        if name not in SAMPLING:
+            raise NonsenseError(unknown("name in step's sampling_params", str(name), SAMPLING))
+    return dict(changes)
 
 
 def _chars(message: Any) -> int:

@@ -79,7 +79,7 @@ class Episodes:
         if call.method == "init":
             return _has_async_methods(self._factories[call.args[0]])
         episode = self._episodes.get(call.episode)
-        return episode is not None and _has_async_methods(type(episode.env))
+        return episode is not None and _has_async_methods(type(episode.env))  # type: ignore[arg-type]
 
     async def run(self, call: Call) -> Answer:
         """Carry out one call; never raises an ``Exception``."""

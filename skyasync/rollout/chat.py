@@ -129,8 +129,8 @@ class PlainText:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
-    def text(self, tokens: list[int]) -> str:
-        """Special tokens included: what is read is exactly what was written."""
+    def text(self, tokens: list[int], sampling: SamplingParams | None = None) -> str:
+        """Special tokens and stop strings included: what is read is exactly what was written."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
 

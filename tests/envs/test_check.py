@@ -33,6 +33,7 @@ def test_a_right_step_becomes_plain_values():
             {"observations": [{"role": "user", "content": "x" * 11}]},
             r"11 characters; environment.max_observation_chars",
         ),
+        ({"sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
     ],
 )
 def test_a_wrong_step_is_refused_with_what_was_found(changed, message):
