@@ -87,6 +87,10 @@ PEERS: tuple[Peer, ...] = (
     Peer("dynamic_filtering_reward_range", "OpenRLHF", "trainer.algorithm.dynamic_sampling.low", "and high"),
     Peer("overlong_buffer_len", "OpenRLHF", "trainer.algorithm.overlong_buffer.len"),
     Peer("overlong_penalty_factor", "OpenRLHF", "trainer.algorithm.overlong_buffer.penalty_factor"),
+    Peer("input_key", "OpenRLHF", "data.prompt_key"),
+    Peer("label_key", "OpenRLHF", "data.label_key"),
+    Peer("apply_chat_template", "OpenRLHF", "data.apply_chat_template"),
+    Peer("remote_rm_url", "OpenRLHF", "environment.reward_funcs", "file.py:function"),
     # ROLL
     Peer("generating_args.max_new_tokens", "ROLL", f"{_SAMPLING}.max_generate_length"),
     Peer("generating_args.temperature", "ROLL", f"{_SAMPLING}.temperature"),
@@ -101,6 +105,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("pg_variant", "ROLL", "trainer.algorithm.policy_loss_type"),
     Peer("track_with", "ROLL", "trainer.logger", "a list"),
     Peer("exp_name", "ROLL", "trainer.run_name"),
+    Peer("domain_interleave_probs", "ROLL", "environment.domains", "proportion of each domain"),
     # AReaL
     Peer("max_head_offpolicyness", "AReaL", "trainer.max_staleness", "with trainer.staleness_bound=mean"),
     Peer("max_concurrent_rollouts", "AReaL", "generator.max_concurrent_rollouts", _PROMPTS),
@@ -166,7 +171,10 @@ PEERS: tuple[Peer, ...] = (
     Peer("trainer.experiment_name", "verl", "trainer.run_name"),
     Peer("trainer.default_local_dir", "verl", "trainer.ckpt_path"),
     Peer("async_training.staleness_threshold", "verl", "trainer.async_queue_size", "whole batches ahead"),
+    Peer("custom_reward_function.path", "verl", "environment.reward_funcs", "file.py:function"),
     # TRL
+    Peer("reward_funcs", "TRL", "environment.reward_funcs"),
+    Peer("reward_weights", "TRL", "environment.reward_weights"),
     Peer("num_generations", "TRL", "generator.n_samples_per_prompt"),
     Peer("num_generations_eval", "TRL", "generator.eval_n_samples_per_prompt"),
     Peer("learning_rate", "TRL and ROLL", f"{_OPTIMIZER}.lr"),

@@ -56,9 +56,11 @@ class RewardEnv(BaseTextEnv):
 
     def get_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for name, score in zip(short_names([m.name for m in self._members]), self._scores, strict=False):
-            metrics |= {name: score.reward, f"{name}/unjudged": float(score.unjudged)}
-            metrics |= {f"{name}/{key}": value for key, value in score.metrics.items()}
+        names = short_names([member.name for member in self._members])
+        for name, member, score in zip(names, self._members, self._scores, strict=False):
+            metrics |= {name: score.reward, **{f"{name}/{key}": value for key, value in score.metrics.items()}}
+            if not member.quick:
+                metrics[f"{name}/unjudged"] = float(score.unjudged)
         domain = self.extras.get("domain")
         return metrics | ({f"{domain}/{name}": value for name, value in metrics.items()} if domain else {})
 

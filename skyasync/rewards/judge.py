@@ -2,7 +2,8 @@
 
 Invariant: whatever a function does with a response (hang, hold the interpreter's lock, exit, crash), ``Judge.call``
 returns or raises within the limit, and the next call finds a working process. Functions run one at a time, in the
-process's main thread, so that their own signals work as well.
+process's main thread, so that their own signals work as well. A process whose starter was killed ends too: when it
+is idle, at once; when it computes, after the processor time that the limit could have meant.
 
 | who waits     | for what              | woken by                                                 |
 |---------------|-----------------------|----------------------------------------------------------|
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -59,7 +61,7 @@ class Judge:
                 self._start()
             if function not in self._known:
                 self._load(name, function)
-            return self._ask((function, name, arguments), limit_s)
+            return self._ask(function, name, arguments, limit_s)
 
     def close(self) -> None:
         """Kill the process, if there is one. The next call starts another."""
@@ -68,15 +70,15 @@ class Judge:
 
     def _load(self, name: str, function: bytes) -> None:
         try:
-            self._ask((function, name, None), START_S)
+            self._ask(function, name, None, START_S)
         except Unjudged as problem:
             raise UserError(f"the module of reward function {name} cannot be loaded: {problem}") from problem
         self._known.add(function)
 
-    def _ask(self, message: tuple[bytes, str, dict[str, Any] | None], limit_s: float) -> Any:
+    def _ask(self, function: bytes, name: str, arguments: dict[str, Any] | None, limit_s: float) -> Any:
         assert self._connection is not None
         try:
-            self._connection.send(message)
+            self._connection.send((function, name, arguments, limit_s))
             if not self._connection.poll(limit_s):
                 self._lose()
                 raise Unjudged(f"it did not return within {limit_s:g} s")
@@ -130,12 +132,18 @@ def serve(handle: int) -> None:
         connection.send(_answer(*message))
 
 
-def _answer(function: bytes, name: str, arguments: dict[str, Any] | None) -> tuple[Score | None, Exception | None]:
+def _answer(
+    function: bytes, name: str, arguments: dict[str, Any] | None, limit_s: float
+) -> tuple[Score | None, Exception | None]:
+    # The kernel acts on this one, also where no Python code can run. Unused by anybody's own limits, unlike an alarm.
+    signal.setitimer(signal.ITIMER_PROF, limit_s * (os.cpu_count() or 1) + 1)
     try:
         found = _load(function)
         return (None if arguments is None else as_score(name, found(**arguments))), None
     except Exception as error:  # a SystemExit ends the process, as it says
         return None, _sendable(error, f"in the judge's process:\n{traceback.format_exc()}")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @cache

@@ -7,6 +7,7 @@ Hence it is called without them, and the caller's limit holds (``skyasync.reward
 from __future__ import annotations
 
 import logging
+from functools import lru_cache
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError
@@ -22,14 +23,28 @@ def math_verify(response: str, label: Any) -> float:
     Raises:
         UserError: if the label is no mathematical expression.
     """
+    if label is None or not _expressions(truth := _delimited(str(label).strip())):
+        raise UserError(f"reward function math_verify finds no mathematical expression in the label {label!r}")
+    return _equal(response, truth)
+
+
+def _delimited(label: str) -> str:
+    """A label without any mark is the expression itself."""
+    return label if any(mark in label for mark in _DELIMITERS) else f"${label}$"
+
+
+@lru_cache(maxsize=4096)  # the samples of a group share the label, and often the answer
+def _equal(response: str, truth: str) -> float:
+    from math_verify import verify
+
+    return float(verify(_expressions(truth), _expressions(response), timeout_seconds=None))
+
+
+@lru_cache(maxsize=4096)
+def _expressions(text: str) -> list[Any]:
     try:
-        from math_verify import parse, verify
+        from math_verify import parse
     except ModuleNotFoundError as error:
         raise MissingExtraError("math-verify", "math-verify") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
-    truth = str(label).strip()
-    delimited = any(mark in truth for mark in _DELIMITERS)  # else the label is the expression itself
-    gold = parse(truth if delimited else f"${truth}$", parsing_timeout=None)
-    if label is None or not gold:
-        raise UserError(f"reward function math_verify finds no mathematical expression in the label {label!r}")
-    return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+    return parse(text, parsing_timeout=None)

@@ -36,7 +36,8 @@ class Member:
     accepts: frozenset[str] | None
     needs: frozenset[str]
     asynchronous: bool
-    portable: bytes | None  # for the judge; None is called here
+    quick: bool
+    portable: bytes  # how the judge finds it, if it is called there
 
     @classmethod
     def of(cls, reference: str, function: Callable[..., Any] | None = None) -> Member:
@@ -55,14 +56,15 @@ class Member:
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         asynchronous = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
-        here = asynchronous or getattr(found, "quick", False)
+        quick = getattr(found, "quick", False)
         return cls(
             reference,
             found,
             None if anything else frozenset(p.name for p in named),
             frozenset(p.name for p in named if p.default is p.empty),
             asynchronous,
-            None if here else portable(found, reference),
+            quick,
+            b"" if quick or asynchronous else portable(found, reference),
         )
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _verdict(member: Member, running: Future[Any] | None, known: Mapping[str, An
                 raise  # the function's own
             raise Unjudged(f"it kept its event loop for more than {limit_s:g} s") from None
     arguments = member.arguments(known)
-    if member.portable is None:
+    if member.quick:
         return as_score(member.name, member.function(**arguments))
     return _judge().call(member.name, member.portable, arguments, limit_s)
 

@@ -30,7 +30,7 @@ def test_weighted_rewards_are_summed_and_each_is_logged_unweighted():
         "7", f"reward_funcs=[exact_match,{HERE}:length]", "reward_weights=[2,-0.5]", label="7", domain=""
     )
     assert reward == 2 * 1.0 - 0.5 * 0.1
-    assert metrics == {"exact_match": 1.0, "exact_match/unjudged": 0.0, "length": 0.1, "length/unjudged": 0.0}
+    assert metrics == {"exact_match": 1.0, "length": 0.1, "length/unjudged": 0.0}
 
 
 def test_without_weights_all_weigh_one():

@@ -1,0 +1,1 @@
+"""Verifiable rewards in two domains, each with a judge of its own."""

@@ -1,0 +1,29 @@
+"""Sums and sorting as rows of two domains: what is asked, the right answer, and which domain it is.
+
+Invariant: training and held-out prompts are disjoint (see ``examples.tiny.tasks``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from examples.tiny.tasks import Split, prompts
+
+COUNTS = {"train": {"add": 256, "sort": 2048}, "held_out": {"add": 64, "sort": 192}}
+
+
+def rows(split: Split, seed: int) -> list[dict[str, Any]]:
+    """Rows without an environment: ``environment.domains`` says who judges them."""
+    return [
+        {"prompt": row["prompt"], "domain": task, "label": row["answer"]}
+        for task, count in COUNTS[split].items()
+        for row in prompts(split, count, seed, (task,))
+    ]
+
+
+def train_prompts() -> list[dict[str, Any]]:
+    return rows("train", seed=1)
+
+
+def val_prompts() -> list[dict[str, Any]]:
+    return rows("held_out", seed=2)

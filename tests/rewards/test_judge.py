@@ -1,0 +1,89 @@
+"""The judge's process: kept, replaced, and never left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyasync.errors import UserError
+from skyasync.rewards.judge import Judge, Unjudged, portable
+from tests.rewards import functions
+
+HERE = "tests.rewards.functions"
+
+
+def named(name):
+    return portable(getattr(functions, name, functions.length), f"{HERE}:{name}")
+
+
+@pytest.fixture
+def judge():
+    found = Judge()
+    yield found
+    found.close()
+
+
+def process(judge):
+    return int(judge.call("p", named("process"), {"response": ""}, 5.0).metrics["process"])
+
+
+def test_a_process_is_kept_until_it_is_lost(judge):
+    first = process(judge)
+    assert process(judge) == first
+    with pytest.raises(Unjudged, match=r"did not return within 0.3 s"):
+        judge.call("h", named("hangs"), {"response": "hang"}, 0.3)
+    assert not Path(f"/proc/{first}").exists()
+    assert process(judge) != first
+
+
+def test_a_module_that_cannot_be_loaded_is_an_error_and_not_a_lost_verdict(judge, tmp_path):
+    (tmp_path / "leaving.py").write_text("import os\nos._exit(1)\ndef f(response): ...\n")
+    with pytest.raises(UserError, match="cannot be loaded: it ended its process"):
+        judge.call("f", portable(len, f"{tmp_path}/leaving.py:f"), {"response": ""}, 5.0)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_process_ends_with_the_one_that_started_it(busy):
+    program = (
+        "import os, threading\n"
+        "from skyasync.rewards.judge import Judge\n"
+        "from tests.rewards.test_judge import named, process\n"
+        "judge = Judge(); print(process(judge), flush=True)\n"
+        f"if {busy}: judge.call('h', named('holds_the_interpreter'), {{'response': 'hang'}}, 0.4)\n"
+        "else: input()"
+    )
+    limits = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=limits, text=True
+    )
+    child = int(starter.stdout.readline())
+    if busy:
+        soon(lambda: computes(child))
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    starter.stdin.close()
+    starter.stdout.close()
+    soon(lambda: not lives(child))
+
+
+def soon(condition, patience_s=20.0):
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def lives(process_id):
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def computes(process_id):
+    """Whether it has used processor time since the call began: its state is running."""
+    return lives(process_id) and Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "R"
