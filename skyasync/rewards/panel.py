@@ -1,7 +1,7 @@
 """Several reward functions on one response.
 
 Invariant: every function's verdict is there, in order, within its limit: quick ones are called directly, coroutines
-run side by side on a loop of their own, everything else in the judge's process. So it works in any thread, also
+run side by side on a loop of their own, everything else in a judge's process. So it works in any thread, also
 where an event loop runs.
 """
 
@@ -11,10 +11,12 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from queue import LifoQueue
 from typing import Any
 
 from skyasync.errors import UserError, nearest
@@ -24,6 +26,7 @@ from skyasync.rewards.score import Score, as_score
 
 log = logging.getLogger(__name__)
 
+JUDGES = 8  # at most, per process: a response that takes its whole limit must not hold up all others
 GRACE_S = 1.0  # for a coroutine that keeps its loop from ending it
 
 
@@ -114,7 +117,8 @@ def _verdict(member: Member, running: Future[Any] | None, known: Mapping[str, An
     arguments = member.arguments(known)
     if member.quick:
         return as_score(member.name, member.function(**arguments))
-    return _judge().call(member.name, member.portable, arguments, limit_s)
+    with _judge() as free:
+        return free.call(member.name, member.portable, arguments, limit_s)
 
 
 def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[Any]:
@@ -130,10 +134,23 @@ def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[A
     return asyncio.run_coroutine_threadsafe(limited(), _loop())
 
 
+@contextmanager
+def _judge() -> Iterator[Judge]:
+    """The judge of this process that was free last: the others are started only where several threads call at once."""
+    judges = _judges()
+    free = judges.get()
+    try:
+        yield free
+    finally:
+        judges.put(free)
+
+
 @cache
-def _judge() -> Judge:
-    """The judge of this process."""
-    return Judge()
+def _judges() -> LifoQueue[Judge]:
+    judges: LifoQueue[Judge] = LifoQueue()
+    for _ in range(JUDGES):
+        judges.put(Judge())
+    return judges
 
 
 @cache

@@ -1,6 +1,7 @@
 """Several functions on one response: arguments, limits, errors. Each in a real process or on a real loop."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -51,6 +52,18 @@ def test_coroutines_wait_side_by_side():
 
 async def test_it_works_where_an_event_loop_runs():
     assert [score.reward for score in scores("slow_server", "length")] == [1.0, 0.6]
+
+
+def test_a_response_that_takes_long_holds_up_no_other_thread():
+    scores("length")
+    ended = []
+    slow = threading.Thread(target=lambda: ended.append(scores("hangs", response="hang", limit_s=4.0)[0].unjudged))
+    slow.start()
+    quick = [scores("process")[0].metrics["process"] for _ in range(3)]
+    assert ended == []
+    assert len(set(quick)) == 1
+    slow.join()
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("name", ["hangs", "holds_the_interpreter", "hangs_politely", "leaves"])
