@@ -117,7 +117,8 @@ def _attribute(module: ModuleType, name: str, what: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        raise UserError(f"{what}: {unknown('attribute', name, vars(module))}") from None
+        allowed = [other for other in vars(module) if not other.startswith("__")]
+        raise UserError(f"{what}: {unknown('attribute', name, allowed)}") from None
 
 
 def _file_module(file: str, what: str) -> ModuleType:
