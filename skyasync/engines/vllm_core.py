@@ -161,10 +161,14 @@ class VLLMCore:
     def versions(self, name: str, output: RequestOutput) -> list[int]:
         """The version of each token of the response so far; vLLM itself reports it with the last output only."""
         if output.finished:
-            spans = output.outputs[0].weight_versions or []
-            return [int(span.version) for span in spans for _ in range(span.start, span.end)]
+            return versions_of(output.outputs[0])
         processor = self.llm.output_processor
         state: Any = processor.request_states[processor.external_req_ids[name][0]]
         versions, starts = zip(*state.weight_version_starts, strict=True)
         ends = [*starts[1:], state.detokenizer.num_output_tokens()]
         return [int(v) for v, start, end in zip(versions, starts, ends, strict=True) for _ in range(start, end)]
+
+
+def versions_of(completion: Any) -> list[int]:
+    """The version of each token of a finished sample."""
+    return [int(span.version) for span in completion.weight_versions or [] for _ in range(span.start, span.end)]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyasync.engines.protocol import (
@@ -30,8 +31,8 @@ from skyasync.engines.protocol import (
     PauseMode,
 )
 from skyasync.engines.stopwatch import Stopwatch
-from skyasync.engines.vllm_core import VLLMCore
-from skyasync.engines.vllm_setup import sampling_parameters, scoring_parameters
+from skyasync.engines.vllm_core import VLLMCore, versions_of
+from skyasync.engines.vllm_setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -44,13 +45,14 @@ class VLLMEngine:
     """See ``InferenceEngine`` for the methods. After its death they raise ``vllm_core.EngineDiedError``.
 
     ``config.extra``: ``cpu_bind`` (cores for the threads, CPU), ``sleep_mode`` (allow ``sleep``, GPU),
-    ``engine_index`` (place among the engines; needed by the nccl weight sync with several).
+    ``engine_index`` (place among the engines; needed by the nccl weight sync with several), ``one_per_prompt``
+    (requests of one call that differ in their id alone are one request for vLLM, of which it draws n samples).
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._core = VLLMCore(config)
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, set[str]] = {}  # request as vLLM knows it -> those of ours that want its samples
         self._restarting: set[str] = set()
         self._scores = 0
         self._finished_tokens = 0
@@ -70,15 +72,16 @@ class VLLMEngine:
         finished: list[GenerationOutput | Exception] = []
         arrived = asyncio.Event()
 
-        async def answer(request: GenerationRequest) -> None:
+        async def answer(bundle: list[GenerationRequest]) -> None:
             try:
-                finished.append(await self._answer(request))
+                finished.extend(await self._answer(bundle))
             except Exception as error:
                 finished.append(error)
             arrived.set()
 
-        tasks = [asyncio.create_task(answer(request)) for request in requests]
-        unanswered = len(tasks)
+        bundles = alike(requests) if self.config.extra.get("one_per_prompt") else [[r] for r in requests]
+        tasks = [asyncio.create_task(answer(bundle)) for bundle in bundles]
+        unanswered = len(requests)
         try:
             while unanswered:
                 await arrived.wait()
@@ -90,22 +93,31 @@ class VLLMEngine:
             for task in tasks:
                 task.cancel()
 
-    async def _answer(self, request: GenerationRequest) -> GenerationOutput:
-        outputs = [output async for output in self._outputs(request, streaming=False)]
-        return _answered(request, outputs[-1], self._core.versions(request.request_id, outputs[-1]))
+    async def _answer(self, bundle: list[GenerationRequest]) -> list[GenerationOutput]:
+        """One output for each of the requests, which are alike."""
+        wanted = {request.request_id for request in bundle}
+        (output,) = [found async for found in self._outputs(bundle[0], wanted, streaming=False)]
+        answers = []
+        for request, completion in zip(bundle, output.outputs, strict=True):
+            answer = _answered(request, completion, versions_of(completion))
+            answers.append(answer if request.request_id in wanted else replace(answer, finish_reason="abort"))
+        return answers
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         sent = 0
-        async for output in self._outputs(request, streaming=True):
+        async for output in self._outputs(request, {request.request_id}, streaming=True):
             versions = self._core.versions(request.request_id, output)
-            yield _answered(request, output, versions[sent:])
+            yield _answered(request, output.outputs[0], versions[sent:])
             sent = len(versions)
 
-    async def _outputs(self, request: GenerationRequest, *, streaming: bool) -> AsyncIterator[RequestOutput]:
-        """vLLM's outputs; a request that a weight update found without a token is started over."""
-        parameters = sampling_parameters(request.sampling, streaming=streaming)
+    async def _outputs(
+        self, request: GenerationRequest, wanted: set[str], *, streaming: bool
+    ) -> AsyncIterator[RequestOutput]:
+        """vLLM's outputs, with a sample for each of ``wanted``; what a weight update found without a token is started
+        over. ``abort`` takes names out of ``wanted``, and ends the request when none is left."""
+        parameters = sampling_parameters(request.sampling, streaming=streaming, samples=len(wanted))
         name = request.request_id
-        self._in_flight.add(name)
+        self._in_flight[name] = wanted
         self._watch()
         try:
             finished = False
@@ -113,12 +125,12 @@ class VLLMEngine:
                 async for output in self._core.outputs(name, request.prompt_token_ids, parameters):
                     finished = output.finished and name not in self._restarting
                     if finished:
-                        self._finished_tokens += len(self._core.versions(name, output))
+                        self._finished_tokens += sum(len(versions_of(completion)) for completion in output.outputs)
                     if finished or not output.finished:
                         yield output
                 self._restarting.discard(name)
         finally:
-            self._in_flight.discard(name)
+            self._in_flight.pop(name, None)
             self._restarting.discard(name)
             self._watch()
 
@@ -138,9 +150,14 @@ class VLLMEngine:
                 return list(scores.logprobs)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        names = self._in_flight if request_ids is None else self._in_flight.intersection(request_ids)
-        self._restarting -= names
-        await self._core.call(self._core.llm.abort(list(names)))
+        names = []
+        for name, wanted in self._in_flight.items():
+            given_up = wanted if request_ids is None else wanted.intersection(request_ids)
+            if given_up:
+                wanted -= set(given_up)
+                names += [] if wanted else [name]
+        self._restarting.difference_update(names)
+        await self._core.call(self._core.llm.abort(names))
 
     # -- control ------------------------------------------------------------------------------------------
 
@@ -217,7 +234,7 @@ class VLLMEngine:
     async def _restart_unbegun(self) -> None:
         """Have the requests that vLLM holds without a token computed from the start, by the new weights."""
         names = self._core.unbegun()
-        self._restarting.update(self._in_flight.intersection(names))
+        self._restarting.update(self._in_flight.keys() & names)
         await self._core.call(self._core.llm.abort(names))
 
     async def sleep(self) -> None:
@@ -240,7 +257,7 @@ class VLLMEngine:
         begun = self._core.begun_tokens()
         return EngineStats(
             running=len(begun),
-            waiting=max(len(self._in_flight) - len(begun), 0),
+            waiting=max(sum(map(len, self._in_flight.values())) - len(begun), 0),
             generated_tokens=self._finished_tokens + sum(begun),
             busy_s=self._busy.seconds,
             paused_s=self._paused.seconds,
@@ -256,8 +273,7 @@ def _or_raise(output: GenerationOutput | Exception) -> GenerationOutput:
     return output
 
 
-def _answered(request: GenerationRequest, output: RequestOutput, versions: list[int]) -> GenerationOutput:
-    completion: Any = output.outputs[0]
+def _answered(request: GenerationRequest, completion: Any, versions: list[int]) -> GenerationOutput:
     if completion.finish_reason not in ("stop", "length", "abort", "repetition", None):
         raise RuntimeError(f"vLLM failed on request {request.request_id}: {completion.finish_reason}")
     return GenerationOutput(

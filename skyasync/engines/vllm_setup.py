@@ -7,9 +7,10 @@ repository is run, and importing this module does not import vLLM (its environme
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyasync.engines.protocol import EngineConfig, SamplingParams
+from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
     import vllm
@@ -68,13 +69,14 @@ def _cpu_arguments(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def sampling_parameters(sampling: SamplingParams, *, streaming: bool) -> vllm.SamplingParams:
+def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: int = 1) -> vllm.SamplingParams:
     """vLLM's form of ours, with the log-probability of each sampled token and as little text as possible."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
     grammar, repetition = sampling.structured_outputs, sampling.repetition_detection
     return VLLMSamplingParams(
+        n=samples,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
@@ -115,3 +117,18 @@ def scoring_parameters() -> vllm.SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def alike(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
+    """The requests in bundles of equal prompt and sampling; one with a seed of its own stands alone."""
+    bundles: list[list[GenerationRequest]] = []
+    open_ones: dict[tuple[int, ...], list[list[GenerationRequest]]] = {}
+    for request in requests:
+        candidates = open_ones.setdefault(tuple(request.prompt_token_ids), [])
+        bundle = next((b for b in candidates if b[0].sampling == request.sampling), None)
+        if bundle is None or request.sampling.seed is not None:
+            bundle = []
+            bundles.append(bundle)
+            candidates.append(bundle)
+        bundle.append(request)
+    return bundles

@@ -52,7 +52,7 @@ class Limits:
         generate_batch_size: prompts admitted and not yet trained (OpenRLHF's oversampling); 0 is no such limit.
         max_concurrent: prompts being generated at once; 0 is no such limit.
         steps: batches of the run; by default as many as the prompts make. Where prompts are rejected there are fewer.
-        most_rejected: so many prompts are rejected before a step makes do with those that it has.
+        most_rejected: when so many prompts (at least one) were rejected, the step makes do with those that it has.
     """
 
     batch_size: int
@@ -146,7 +146,7 @@ class Admission:
     @property
     def making_do(self) -> bool:
         """So many prompts were rejected since the last batch that the next one is not filled up any more."""
-        return self._rejected >= self.limits.most_rejected
+        return self._rejected >= max(self.limits.most_rejected, 1)
 
     def admit(self) -> list[int]:
         """The positions that may be generated from now on; a slot is charged for each."""
@@ -187,7 +187,7 @@ class Admission:
         positions = sorted(heapq.heappop(self._finished[v]) for v, count in chosen.items() for _ in range(count))
         self._untaken -= chosen
         self._finished = {v: heap for v, heap in self._finished.items() if heap}
-        self._taken += size
+        self._taken += self.limits.batch_size  # also of a smaller one: what it lacks must not start before the swap
         self._left -= size
         self._wanted -= self.limits.batch_size
         self._rejected = 0

@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 pytest.importorskip("vllm")
 
@@ -24,7 +25,7 @@ from vllm.exceptions import VLLMValidationError
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.engines.decoder import Row
-from skyasync.engines.logit_edits import LogitEdits
+from skyasync.engines.logit_edits import LogitEdits, tokenised
 from skyasync.engines.process_guard import guarded
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.engines.sampling import keep_likely
@@ -136,12 +137,13 @@ async def test_logprobs_after_penalties_bias_and_bans_are_those_of_the_embedded_
     requests = [
         request("penalised", prompt, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, **common),
         request("biased", prompt, logit_bias={5: 2.0, 7: -1.0}, allowed_token_ids=tuple(range(2, 60)), **common),
-        request("banned", prompt, bad_words=("w11", "w12"), repetition_penalty=1.2, **common),
+        request("banned", prompt, bad_words=("w23", "w45", "w11"), repetition_penalty=1.2, **common),
     ]
-    bans = {"banned": ((11,), (12,), (0,))}  # this tokenizer's " w11" is the unknown word, banned as well
+    encode = AutoTokenizer.from_pretrained(engine.config.model_path).encode
     for asked, output in zip(requests, await engine.answer(*requests), strict=True):
-        expected = _by_our_sampler(engine.model, asked, output, bans.get(asked.request_id, ()))
-        assert gap(output, expected) <= TOLERANCE
+        bans = tokenised(asked.sampling.bad_words, partial(encode, add_special_tokens=False))
+        assert gap(output, _by_our_sampler(engine.model, asked, output, bans)) <= TOLERANCE
+    assert bans == ((23,), (0,), (45,), (0,), (1, 0)), "one word of one token, and one of two"
 
 
 @torch.no_grad()
@@ -171,6 +173,65 @@ async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(engine:
     mask = torch.arange(tokens.shape[1])[None] >= 3
     with torch.no_grad():
         assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]) <= TOLERANCE
+
+
+@pytest.fixture
+def one_per_prompt(engine: Engine) -> Iterator[None]:
+    engine.config.extra["one_per_prompt"] = True
+    yield
+    del engine.config.extra["one_per_prompt"]
+
+
+async def asked_of_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, *requests: GenerationRequest):
+    """The answers, and the n of each request that vLLM got."""
+    counts: list[int] = []
+    outputs = engine._core.outputs
+
+    def counting(name, tokens, parameters):
+        counts.append(parameters.n)
+        return outputs(name, tokens, parameters)
+
+    monkeypatch.setattr(engine._core, "outputs", counting)
+    return await engine.answer(*requests), counts
+
+
+async def test_requests_that_differ_in_their_id_alone_are_one_request_of_n_samples(
+    engine: Engine, one_per_prompt: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request(f"n{i}", [7, 8, 9], max_tokens=3 + 20 * (i > 3)) for i in range(8)]
+    requests += [request(f"s{i}", [7, 8, 9], max_tokens=3, seed=i) for i in range(2)] + [request("other", [4, 5])]
+    answers, counts = await asked_of_vllm(engine, monkeypatch, *requests)
+    assert sorted(counts) == [1, 1, 1, 4, 4]
+    assert len({tuple(answer.token_ids) for answer in answers[4:8]}) > 1, "samples differ"
+    for asked, answer in zip(requests, answers, strict=True):
+        assert answer.request_id == asked.request_id and len(answer.versions) == len(answer.token_ids)
+        assert gap(answer, reference(engine.model, asked.prompt_token_ids, answer)) <= TOLERANCE
+    assert (await engine.stats()).running == 0
+
+
+async def test_a_bundle_ends_when_all_of_it_is_aborted_and_its_aborted_members_say_so(
+    engine: Engine, one_per_prompt: None
+) -> None:
+    requests = [request(f"b{i}", [7, 8, 9], max_tokens=300, ignore_eos=True) for i in range(3)]
+    answers = asyncio.create_task(engine.answer(*requests))
+    await engine.until_running(3)
+    await engine.abort(["b0"])
+    assert (await engine.stats()).running == 3
+    await engine.abort(["b1", "b2"])
+    assert {answer.finish_reason for answer in await answers} == {"abort"}
+
+
+async def test_a_bundle_survives_a_weight_update_and_is_stamped_token_by_token(
+    engine: Engine, one_per_prompt: None
+) -> None:
+    before = engine._core.version
+    requests = [request(f"u{i}", [7, 8, 9], max_tokens=200, ignore_eos=True) for i in range(4)]
+    answers = asyncio.create_task(engine.answer(*requests))
+    await engine.until_running(4)
+    after = await engine.sync()
+    for answer in await answers:
+        assert set(answer.versions) <= {before, after} and answer.versions[-1] == after
+        assert answer.versions == sorted(answer.versions) and len(answer.logprobs) == 200
 
 
 async def test_vllm_ends_a_response_that_repeats_itself_as_one_cut_by_its_length(engine: Engine) -> None:

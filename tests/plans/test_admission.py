@@ -279,3 +279,68 @@ def test_the_mean_bound_trains_fast_prompts_first_and_the_hard_bound_does_not() 
         trained = ages_of_slow_and_fast(durations, limits, engine_slots=64)
         backlog[bound] = np.mean([p // 64 != version for p, (version, _) in trained.items()])
     assert backlog["hard"] < 0.02 < backlog["mean"]
+
+
+# ---------------------------------------------------------------- rejected prompts
+
+
+@dataclass
+class Rejecting(Run):
+    """Every prompt whose number is in ``dull`` is rejected when it has finished."""
+
+    dull: frozenset[int] = frozenset()
+    rejected: list[int] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)  # their sizes
+
+    def finish(self, which: int) -> None:
+        if self.running[which] not in self.dull:
+            return super().finish(which)
+        self.rejected.append(self.running.pop(which))
+        self.machine.reject(self.rejected[-1])
+
+    def take(self) -> bool:
+        if not super().take():
+            return False
+        self.batches.append(len(self.taken))
+        if not self.taken:  # a step that has nothing to train ends all the same
+            self.sync()
+        return True
+
+    @property
+    def over(self) -> bool:
+        return super().over or (len(self.batches) >= self.limits.steps and not self.taken)
+
+
+@st.composite
+def rejecting(draw: st.DrawFn) -> Rejecting:
+    bounds = draw(limits())
+    bounds = replace(
+        bounds,
+        steps=draw(st.sampled_from([float("inf"), 1, 2, 5])),
+        most_rejected=draw(st.sampled_from([float("inf"), 0, bounds.batch_size, 3 * bounds.batch_size])),
+    )
+    return Rejecting(bounds, dull=frozenset(draw(st.sets(st.integers(0, bounds.total - 1)))))
+
+
+@QUICK
+@given(rejecting(), st.data())
+def test_with_rejections_every_prompt_is_trained_or_rejected_once_and_no_bound_is_broken(
+    run: Rejecting, data: st.DataObject
+) -> None:
+    drive(run, data)
+    assert len(set(run.trained + run.rejected)) == len(run.trained) + len(run.rejected)
+    assert sorted(run.trained + run.rejected) == sorted(run.admitted_at), "nothing is generated in vain"
+    assert set(run.trained).isdisjoint(run.dull) and run.dull.issuperset(run.rejected)
+    assert run.most_charged <= run.limits.slots and len(run.batches) <= run.limits.steps
+    if run.limits.bound == "hard":
+        assert max(run.ages, default=0) <= run.limits.max_staleness
+    if run.limits.steps == float("inf"):
+        assert len(run.admitted_at) == run.limits.total
+
+
+@QUICK
+@given(rejecting(), st.data())
+def test_batches_are_full_but_for_the_last_unless_too_much_is_rejected(run: Rejecting, data: st.DataObject) -> None:
+    run = Rejecting(replace(run.limits, most_rejected=float("inf")), dull=run.dull)
+    drive(run, data)
+    assert all(size == run.limits.batch_size for size in run.batches[:-1])

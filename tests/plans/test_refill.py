@@ -75,6 +75,14 @@ def test_a_step_makes_do_with_what_it_has_when_too_much_is_rejected(
 
 
 @every_plan
+def test_a_limit_of_one_batch_replaces_nothing(plan: type[RayPPOTrainer]) -> None:
+    run = refilling(plan, prompts=16, sampling={"max_sample_batches": 1}, trainer__max_staleness=0).train()
+    assert sorted(run.trained) == sorted(i for i in stream(16) if i.row not in DULL)
+    if plan is not FullyAsyncRayPPOTrainer:
+        assert sum(run.tracker.of("dynamic_sampling/sampled").values()) == 16 and len(run.tracker.rows) == 4
+
+
+@every_plan
 def test_a_stream_that_ends_in_rejected_prompts_ends_the_run_with_its_last_evaluation(
     plan: type[RayPPOTrainer],
 ) -> None:
@@ -112,6 +120,18 @@ def test_filtered_groups_leave_the_learning_rates_schedule_as_it_was_planned(pla
     starts = {batch.schedule_step - batch.schedule_step % 4 for batch in run.dispatch.batches}
     assert starts <= {0, 4, 8, 12}
     assert sum(run.tracker.of("dynamic_sampling/rejected").values()) == 16 - len(run.trained)
+
+
+@every_plan
+def test_an_interpolated_proximal_policy_needs_no_forward_pass_and_is_exact_in_the_first_update(
+    plan: type[RayPPOTrainer],
+) -> None:
+    run = make_run(
+        plan, prompts=8, trainer__policy_mini_batch_size=2, trainer__algorithm__proximal_logprobs="loglinear"
+    )
+    batches = run.train().dispatch.batches
+    assert [batch.approximated_version for batch in batches] == [None, 1, None, 2]
+    assert all(batch.proximal_logprobs is None for batch in batches) and run.faults.calls["logprobs"] == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])

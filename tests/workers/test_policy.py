@@ -75,6 +75,30 @@ def test_gradient_checkpointing_changes_no_gradient(cfg: Config) -> None:
     torch.testing.assert_close(gradients(recomputed), gradients(plain), atol=1e-7, rtol=1e-5)
 
 
+def test_the_learning_rate_follows_the_step_that_is_planned_where_one_is_given(cfg: Config) -> None:
+    cfg.trainer.policy.optimizer_config.scheduler = "linear"
+    worker = start(cfg, total_steps=10)
+    batch = make_batch()
+    batch.schedule_step = 5
+    assert worker.update_policy(batch)["lr"] == pytest.approx(0.5e-2)
+    assert worker.update_policy(make_batch())["lr"] == pytest.approx(0.9e-2), "its own second step"
+
+
+def test_the_proximal_policy_may_be_interpolated_by_the_tokens_versions(cfg: Config) -> None:
+    cfg.trainer.algorithm.proximal_logprobs = "loglinear"
+    cfg.trainer.algorithm.policy_loss_type = "decoupled_ppo"
+    batch = make_batch()
+    batch.versions = torch.where(batch.loss_mask, 3, -1)
+    batch.approximated_version = 6  # versions 3, 5 = proximal, 6: two thirds of the way
+    worker, by_hand = start(cfg), start(cfg)
+    current = by_hand.logprobs(batch)
+    metrics = worker.update_policy(batch)
+    given = make_batch()
+    given.proximal_logprobs = torch.where(batch.loss_mask, -2.0 + (current + 2.0) * 2 / 3, 0.0)
+    assert metrics == pytest.approx(by_hand.update_policy(given), rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(gradients(worker), gradients(by_hand), atol=1e-6, rtol=1e-4)
+
+
 def test_a_policy_gradient_step_equals_one_written_by_hand(cfg: Config) -> None:
     """With proximal = current the gradient of the loss is -advantage * grad log p, whatever the clipping."""
     cfg.trainer.algorithm.off_policy_correction = "none"
