@@ -175,6 +175,8 @@ class BasePPOExp:
 
     def prepare(self) -> None:
         """What must be settled before any process starts: the model's folder and the run's folder."""
+        from skyasync.envs.openrlhf import settle_agent_file
+
         for line in config_warnings(self.cfg):
             print(f"warning: {line}", file=sys.stderr)
         trainer = self.cfg.trainer
@@ -187,6 +189,7 @@ class BasePPOExp:
         for name in ("train_data", "val_data"):
             setattr(self.cfg.data, name, [absolute(source) for source in getattr(self.cfg.data, name)])
         settle_references(self.cfg.environment)
+        settle_agent_file(self.cfg)
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))

@@ -8,7 +8,10 @@ from typing import Any
 from skyasync.envs.base import BaseTextEnv
 from skyasync.registry import Registry, resolve_reference
 
-ENVS = Registry("environment", {"skyasync.envs.gsm8k": "gsm8k", "skyasync.envs.reward": "reward"})
+ENVS = Registry(
+    "environment",
+    {"skyasync.envs.gsm8k": "gsm8k", "skyasync.envs.openrlhf": "openrlhf", "skyasync.envs.reward": "reward"},
+)
 EnvFactory = Callable[..., BaseTextEnv]
 
 
