@@ -269,7 +269,10 @@ class BasePPOExp:
             kv_cache_gb=generator.kv_cache_gb,
             seed=trainer.seed,
             weight_sync_backend=self.weight_sync_backend(),
-            extra={"sleep_mode": self.engines_sleep()},
+            extra={
+                "sleep_mode": self.engines_sleep(),
+                "one_per_prompt": not generator.is_num_return_sequences_expand,
+            },
         )
 
     def engines_sleep(self) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.domains import check_domains, check_weights
+from skyasync.config.groups import check_groups
 from skyasync.config.sampling import check_sampling, sampling_warnings
 from skyasync.config.schema import Config, DataConfig, EnvironmentConfig
 from skyasync.errors import unknown
@@ -66,6 +67,7 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
         *_check_lengths(cfg),
         *check_sampling(cfg),
         *_check_algorithm(cfg),
+        *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),
         *_check_lists(cfg),
         *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
@@ -256,32 +258,6 @@ def _check_algorithm(cfg: Config) -> Iterator[str]:
             f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
             f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
             f"sample at least 2 per prompt, or choose an estimator without a group, such as reinforce++"
-        )
-    buffer = algorithm.overlong_buffer
-    if buffer.len and buffer.max_len < buffer.len:
-        yield (
-            f"trainer.algorithm.overlong_buffer.len={buffer.len} is longer than trainer.algorithm.overlong_buffer."
-            f"max_len={buffer.max_len}, which punishes every response: set max_len to the tokens at which the penalty "
-            f"is complete"
-        )
-    sampling = algorithm.dynamic_sampling
-    if sampling.mode == "refill" and sampling.type == "none":
-        yield (
-            "trainer.algorithm.dynamic_sampling.mode=refill replaces groups that are left out, and trainer.algorithm."
-            "dynamic_sampling.type=none leaves none out: set it to variance or mean"
-        )
-    within = sampling.low <= sampling.reward_min and sampling.high >= sampling.reward_max
-    if sampling.early_end and (sampling.type != "mean" or within):
-        yield (
-            f"trainer.algorithm.dynamic_sampling.early_end=true never ends a group early with dynamic_sampling.type="
-            f"{sampling.type}, low={sampling.low:g} and high={sampling.high:g}: it needs type=mean, and a range that "
-            f"rewards from reward_min={sampling.reward_min:g} to reward_max={sampling.reward_max:g} can miss"
-        )
-    if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
-        yield (
-            f"trainer.algorithm.truncated_responses={algorithm.truncated_responses} and trainer.algorithm."
-            f"stop_properly_penalty_coef={algorithm.stop_properly_penalty_coef:g} both decide about the reward of a "
-            f"truncated response: leave the one at train, or the other at 1"
         )
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield (

@@ -196,6 +196,11 @@ class GeneratorConfig:
     num_inference_engines: int = key(1, "Engines behind the client.", low=1)
     inference_engine_tensor_parallel_size: int = key(1, "GPUs per engine.", low=1)
     n_samples_per_prompt: int = key(8, "Responses per prompt: a group.", low=1)
+    is_num_return_sequences_expand: bool = key(
+        True,
+        "Ask for each sample on its own; false asks vLLM once per prompt for all of them, which then end together (the "
+        "transformers engine computes a prompt once either way).",
+    )
     eval_n_samples_per_prompt: int = key(1, "Responses per prompt in evaluation.", low=1)
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
