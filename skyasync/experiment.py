@@ -179,6 +179,7 @@ class BasePPOExp:
 
         for line in config_warnings(self.cfg):
             print(f"warning: {line}", file=sys.stderr)
+        settle_agent_file(self.cfg)
         trainer = self.cfg.trainer
         trainer.policy.model.path = model_path(trainer.policy.model.path)
         trainer.ref.model.path = model_path(trainer.ref.model.path or trainer.policy.model.path)
@@ -189,7 +190,6 @@ class BasePPOExp:
         for name in ("train_data", "val_data"):
             setattr(self.cfg.data, name, [absolute(source) for source in getattr(self.cfg.data, name)])
         settle_references(self.cfg.environment)
-        settle_agent_file(self.cfg)
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from math import ceil
 from operator import attrgetter
-from pathlib import Path
 
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.domains import check_domains, check_weights
@@ -73,7 +72,6 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
         *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
         *check_domains(cfg.environment.domains),
         *_check_environment(cfg.environment),
-        *_check_agent_file(cfg.generator.agent_func_path),
         *_check_tasks(cfg.data),
     ]
 
@@ -178,11 +176,6 @@ def _check_environment(environment: EnvironmentConfig) -> Iterator[str]:
             f"environment.reward_funcs are called by environment.env_class=reward, not by {environment.env_class}: "
             f"leave environment.env_class empty, or environment.reward_funcs"
         )
-
-
-def _check_agent_file(path: str) -> Iterator[str]:
-    if path and not (path.endswith(".py") and Path(path).expanduser().is_file()):
-        yield f"generator.agent_func_path={path} is no Python file"
 
 
 def _check_tasks(data: DataConfig) -> Iterator[str]:

@@ -5,7 +5,8 @@ import textwrap
 
 import pytest
 
-from skyasync.config import ConfigError, load_config
+from skyasync import BasePPOExp
+from skyasync.config import load_config
 from skyasync.envs.check import NonsenseError
 from skyasync.envs.openrlhf import PATH_KEY, OpenRLHFAgent, settle_agent_file
 from skyasync.errors import UserError
@@ -139,8 +140,9 @@ def test_a_file_without_an_agent_that_can_be_played_is_refused(code, problem, ag
 
 
 def test_a_file_that_is_not_there_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ConfigError, match=r"generator\.agent_func_path=.*is no Python file"):
-        load_config([f"generator.agent_func_path={tmp_path}/agent.py"])
+    cfg = load_config([f"generator.agent_func_path={tmp_path}/agent.py"])
+    with pytest.raises(UserError, match=r"generator\.agent_func_path=.*is no Python file"):
+        BasePPOExp(cfg).prepare()
 
 
 def test_the_key_makes_it_the_environment_of_rows_that_name_none(tmp_path):
