@@ -22,7 +22,7 @@ from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.config.sampling import backend
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory, default_run_name
-from skyasync.registry import resolve_reference
+from skyasync.registry import absolute_reference, resolve_reference
 from skyasync.rewards.settings import settle_references
 from skyasync.rollout.sources import absolute
 from skyasync.trainer import RayPPOTrainer
@@ -45,6 +45,7 @@ class BasePPOExp:
         self._placement: Any = None
         self._dispatch: Any = None
         self._client: Any = None
+        self._generator: Any = None
         self._tracker: Any = None  # until a trainer runs, which closes it
 
     # ---------------------------------------------------------------- parts
@@ -96,7 +97,9 @@ class BasePPOExp:
         return InferenceClient(engines, generator.request_timeout_s, self.get_tokenizer())
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
-        """What turns prompts into trajectories."""
+        """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
+        if cfg.generator.agent_program:
+            return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         from skyasync.envs.ray_pool import ray_pool
         from skyasync.envs.worker import WorkerSettings
         from skyasync.rewards.settings import env_settings
@@ -113,6 +116,21 @@ class BasePPOExp:
             cfg.data.apply_chat_template,
             decider(cfg.trainer.algorithm.dynamic_sampling),
         )
+
+    def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
+        """What plays agent programs through the endpoint."""
+        from skyasync.rollout.agent_generator import AgentGenerator
+        from skyasync.rollout.agent_pool import AgentPool, ray_processes
+        from skyasync.rollout.endpoint import Endpoint
+        from skyasync.rollout.rules import EpisodeRules
+
+        host = cfg.generator.endpoint_host
+        endpoint = Endpoint(inference_engine_client, tokenizer, self.engine_config().max_model_len, host)
+        processes = ray_processes(
+            cfg.generator.agent_program, cfg.environment.env_config, cfg.generator.agent_env, host
+        )
+        pool = AgentPool(processes, cfg.environment.num_workers)
+        return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
 
     async def get_dispatch(self, total_steps: int) -> Any:
         """The policy and the reference model, loaded. ``total_steps``: optimizer steps of the whole run."""
@@ -190,6 +208,7 @@ class BasePPOExp:
         for name in ("train_data", "val_data"):
             setattr(self.cfg.data, name, [absolute(source) for source in getattr(self.cfg.data, name)])
         settle_references(self.cfg.environment)
+        self.cfg.generator.agent_program = absolute_reference(self.cfg.generator.agent_program)
         name = trainer.run_name or default_run_name(trainer.plan)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
@@ -205,7 +224,7 @@ class BasePPOExp:
         tracker = self._tracker = self.get_tracker()
         self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
         self._client = self.get_inference_client()
-        generator = self.get_generator(cfg, tokenizer, self._client)
+        generator = self._generator = self.get_generator(cfg, tokenizer, self._client)
         trainer = self.get_trainer(
             cfg=cfg,
             tracker=tracker,
@@ -241,6 +260,8 @@ class BasePPOExp:
         """Shut every part down; parts that were never made are skipped."""
         if self._tracker is not None:
             self._tracker.close()
+        if hasattr(self._generator, "close"):  # first: it still asks the engines
+            await self._generator.close()
         parts = [part for part in (self._client, self._dispatch) if part is not None]
         await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
 

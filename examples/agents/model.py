@@ -54,9 +54,9 @@ _ASSISTANT = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.D
 class Recipe:
     """Everything that decides what the model is."""
 
-    steps: int = 250
+    steps: int = 300
     batch_size: int = 64
-    calls: float = 0.3  # share of the conversations that call the calculator
+    calls: float = 0.4  # share of the conversations that call the calculator
     lr: float = 2e-3
     warmup_steps: int = 20
     seed: int = 0

@@ -1,5 +1,8 @@
 """Products of two-digit numbers, which a tiny model cannot do in its head but a calculator can.
 
+They have four digits, so that what must be copied from the calculator stands at the same distance every time: the model
+has two layers and a short warm start.
+
 Invariant: training and held-out products are disjoint: a checksum of the question decides which side it is on.
 """
 
@@ -41,7 +44,7 @@ def questions(split: Split, seed: int) -> Iterator[tuple[int, int]]:
     while True:
         a, b = rng.randint(10, 99), rng.randint(10, 99)
         held_out = zlib.crc32(text(a, b).encode()) % HELD_OUT_ONE_IN == 0
-        if held_out == (split == "held_out"):
+        if a * b >= 1000 and held_out == (split == "held_out"):
             yield a, b
 
 

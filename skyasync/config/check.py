@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 from operator import attrgetter
 
+from skyasync.config.agents import check_agents
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.domains import check_domains, check_weights
 from skyasync.config.groups import check_groups
@@ -73,6 +74,7 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
         *check_domains(cfg.environment.domains),
         *_check_environment(cfg.environment),
         *_check_tasks(cfg.data),
+        *check_agents(cfg),
     ]
 
 

@@ -220,6 +220,18 @@ class GeneratorConfig:
     agent_func_path: str = key(
         "", "An OpenRLHF agent's file, played by every row that names no env_class.", open_ended=True
     )
+    agent_program: str = key(
+        "",
+        "Agent program in place of environments, module:function or file.py:function: it is called with data, base_url "
+        "and api_key of an OpenAI-compatible endpoint, and returns the score.",
+        open_ended=True,
+    )
+    agent_env: list[str] = key(
+        [], "Environment variables that agent programs may see though their names look secret (KEY, TOKEN, ...)."
+    )
+    endpoint_host: str = key(
+        "127.0.0.1", "Address that the endpoint listens on; one other than the loopback opens it.", open_ended=True
+    )
     max_model_len: int = key(0, "Most tokens per sequence in the engine; 0 is prompt plus response.", low=0)
     max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1)
     gpu_memory_utilization: float = key(0.8, "Share of a GPU's memory an engine may take.", above=0.0, high=1.0)
@@ -247,7 +259,7 @@ class GeneratorConfig:
 @dataclass
 class EnvironmentConfig:
     env_class: str = key("", "Environment of rows that name none: a registered id or module:Class.", open_ended=True)
-    num_workers: int = key(1, "Processes that run environments.", low=1)
+    num_workers: int = key(1, "Processes that run environments or agent programs.", low=1)
     max_threads: int = key(
         512, "Most threads per process for environments without async methods; quick steps use one.", low=1
     )

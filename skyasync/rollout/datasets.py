@@ -59,6 +59,8 @@ def _prompt(index: int, row: dict[str, Any], cfg: Config) -> Prompt:
     env_class = row.pop("env_class", None)
     if not env_class or not cfg.environment.env_class_from_rows:
         env_class = cfg.environment.env_class or ("reward" if judges(cfg.environment) else "")
+    if cfg.generator.agent_program:
+        env_class = "agent"  # the program judges
     if not env_class:
         raise UserError(
             f"data row {index} names no env_class and environment.env_class is empty: set it, or "

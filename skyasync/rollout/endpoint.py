@@ -20,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from typing import Any
@@ -39,6 +40,7 @@ from skyasync.rollout.session import Session
 from skyasync.rollout.types import Segment, TrajectoryId
 
 LOOPBACK = "127.0.0.1"
+ANY_ADDRESS = ("0.0.0.0", "::", "")
 MODEL = "policy"  # what the endpoint calls the policy; requests may call it anything
 MOST_BYTES = 32 * 1024**2  # of a request: a conversation of millions of tokens
 WAITING_CONNECTIONS = 4096  # a batch of episodes calls at once
@@ -81,6 +83,11 @@ class Endpoint:
     def port(self) -> int:
         """0 while nothing listens."""
         return self._port
+
+    @property
+    def base_url(self) -> str:
+        """What programs give their clients. One that listens on all addresses is reached at this machine's own."""
+        return f"http://{_own_address() if self._host in ANY_ADDRESS else self._host}:{self._port}/v1"
 
     async def close(self) -> None:
         """End all calls and stop listening. Safe to call twice."""
@@ -150,8 +157,7 @@ class Endpoint:
             asked, prompt = completion_request(await _body(request), session.sampling)
             if isinstance(prompt, str):
                 prompt = self._tokenizer(prompt)["input_ids"]
-            elif not all(0 <= token < len(self._tokenizer) for token in prompt):
-                raise RequestError(f"prompt has token ids outside of 0 to {len(self._tokenizer) - 1}", "prompt")
+            self._check_tokens("prompt", prompt)
             outputs = await self._sample(session, prompt, asked)
             choices = [self._choice(i, output, asked) for i, output in enumerate(outputs)]
             for output in outputs:
@@ -171,6 +177,7 @@ class Endpoint:
 
     async def _sample(self, session: Session, prompt: list[int], asked: Asked) -> list[GenerationOutput]:
         """The engine's answer to each choice that is asked for."""
+        self._check_tokens("logit_bias", asked.sampling.logit_bias)
         room = self._max_model_len - len(prompt)
         if room < 1:
             problem = f"the prompt has {len(prompt)} tokens, which leaves no room for a reply within the model's "
@@ -189,9 +196,14 @@ class Endpoint:
                 session.fail(result)
                 raise result
         outputs = [result for result in results if isinstance(result, GenerationOutput)]
-        if any(output.finish_reason == "abort" for output in outputs) or len(outputs) < len(requests):
+        if len(outputs) < len(requests) or any(o.finish_reason == "abort" or not o.token_ids for o in outputs):
             raise RequestError("the engine has ended this call", code="aborted", status=503)
         return outputs
+
+    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        """An engine that is asked for a token it does not know may fail, and with it the run."""
+        if not all(0 <= token < len(self._tokenizer) for token in tokens):
+            raise RequestError(f"{name} has token ids outside of 0 to {len(self._tokenizer) - 1}", name)
 
     def _choice(self, index: int, output: GenerationOutput, asked: Asked, chat: Any = None) -> reply.Choice:
         text = reply.until_stop(self._chat.text(output.token_ids), asked.sampling.stop)
@@ -257,6 +269,13 @@ async def _in_openai_form(request: web.Request, handler: Any) -> web.StreamRespo
     except Exception as error:
         body, status = reply.error_body(f"{type(error).__name__}: {error}", "server_error"), 500
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})
+
+
+def _own_address() -> str:
+    """This machine's address towards others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address for documentation, which no machine has
+        return str(probe.getsockname()[0])
 
 
 def _digest(key: str) -> bytes:

@@ -27,13 +27,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
-    "frequency_penalty": (None, 0, 0.0),
     "function_call": (None,),
     "functions": (None, []),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "presence_penalty": (None, 0, 0.0),
     "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
@@ -43,7 +40,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _COMMON = frozenset(
     ["model", "n", "stream", "stream_options", "return_token_ids", "temperature", "top_p", "top_k", "min_p",
-     "min_tokens", "repetition_penalty", "seed", "stop", "max_tokens"]
+     "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "repetition_penalty", "seed",
+     "stop", "max_tokens"]
 )  # fmt: skip
 CHAT_FIELDS = _COMMON | {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "max_completion_tokens",
@@ -154,12 +152,18 @@ def _sampling(body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         "top_k": {"low": -1, "whole": True},
         "min_p": {"low": 0.0, "high": 1.0},
         "min_tokens": {"low": 0, "whole": True},
+        "presence_penalty": {"low": -2.0, "high": 2.0},
+        "frequency_penalty": {"low": -2.0, "high": 2.0},
         "repetition_penalty": {"above": 0.0},
         "seed": {"low": 0, "high": 2**62, "whole": True},
         "max_tokens": {"low": 1, "whole": True},
     }
     given = {name: _number(body, name, **limit) for name, limit in limits.items()}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if bias := _given(body, "logit_bias", dict, "an object", {}):
+        if not all(token.isascii() and token.isdigit() for token in bias):
+            raise RequestError("logit_bias must have token ids as its names", "logit_bias")
+        chosen["logit_bias"] = {int(token): _number(bias, token, low=-100.0, high=100.0) or 0.0 for token in bias}
     if body.get("stop") is not None:
         stop = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):

@@ -23,3 +23,14 @@ def train_prompts() -> list[dict[str, Any]]:
 
 def val_prompts() -> list[dict[str, Any]]:
     return [{**row, "env_class": ""} for row in prompts("held_out", count=32, seed=2)]
+
+
+async def sevens(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """``Sevens`` as an agent program."""
+    from openai import AsyncOpenAI
+
+    from examples.agents.calculator import connections
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
+    reply = await client.chat.completions.create(model="policy", messages=data["prompt"])
+    return (reply.choices[0].message.content or "")[:7].count("7") / 7

@@ -197,6 +197,14 @@ async def test_sampling_settings_are_the_runs_unless_the_request_has_its_own(rea
     assert short.choices[0].message.content == greedy.choices[0].message.content
 
 
+async def test_a_bias_decides_what_is_sampled(real: Any, tokenizer: Any) -> None:
+    five = str(tokenizer.convert_tokens_to_ids("5"))
+    async with entered(real.endpoint) as (client, session):
+        await chat(client, HELLO, logit_bias={five: 100}, max_tokens=4, presence_penalty=0.5)
+    (call,) = session.recorder.calls
+    assert call.action.tokens == [int(five)] * 4
+
+
 async def test_plain_completions_go_on_from_token_ids(real: Any) -> None:
     async with entered(real.endpoint) as (client, session):
         first = await client.completions.create(model="any", prompt="12 *", extra_body={"return_token_ids": True})
@@ -292,9 +300,11 @@ async def test_a_stop_string_ends_the_text_but_not_what_is_trained(tokenizer: An
         ({"max_tokens": 0}, "max_tokens"),
         ({"seed": 1.5}, "whole number"),
         ({"stop": [""]}, "stop"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty=1.0 is not supported"),
+        ({"frequency_penalty": 3.0}, "frequency_penalty must be a number at least -2 and at most 2"),
+        ({"logit_bias": {"x": 1}}, "logit_bias must have token ids"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias has token ids outside"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "cannot be enforced"),
         ({"extra_body": {"temprature": 1}}, "did you mean temperature"),
         ({"messages": []}, "messages is empty"),

@@ -1,0 +1,26 @@
+"""What an agent program takes the place of.
+
+Invariant: nothing here imports torch; each problem is one line that names both keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyasync.config.schema import Config
+
+
+def check_agents(cfg: Config) -> Iterator[str]:
+    """Settings that would judge what the program judges."""
+    program = cfg.generator.agent_program
+    others = {
+        "environment.env_class": cfg.environment.env_class,
+        "environment.reward_funcs": ",".join(cfg.environment.reward_funcs),
+        "generator.agent_func_path": cfg.generator.agent_func_path,
+    }
+    for name, value in others.items():
+        if program and value:
+            yield (
+                f"generator.agent_program={program} plays the episodes and returns their scores; {name}={value} would "
+                f"have no part in it: leave one of them empty"
+            )

@@ -1,0 +1,70 @@
+"""Agent programs for tests: right ones, and every way to be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+ASYNC_SLEEP_S = 600.0
+released = threading.Event()  # ends the hanging of threads
+
+
+async def length(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """One call; the score is the length of the reply. A row may have it fail in the way that ``fails`` names."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        failure = data.get("fails")
+        if failure == "no call":
+            return 1.0
+        reply = await client.chat.completions.create(model="policy", messages=data["prompt"])
+        if failure == "raises":
+            raise LookupError("broken")
+        if failure == "exits":
+            raise SystemExit(3)
+        if failure == "hangs":
+            await asyncio.sleep(ASYNC_SLEEP_S)
+        if failure == "dies":
+            os._exit(1)
+        if failure == "dies once" and first_time(data["mark"]):
+            os._exit(1)
+        wrong = {"nan": float("nan"), "none": None, "text": "1.0", "bool": True, "key": {"score": 1.0}}
+        wrong["metric"] = {"reward": 1.0, "metrics": {"x": float("inf")}}
+        return wrong[failure] if failure in wrong else float(len(reply.choices[0].message.content or ""))
+
+
+def first_time(mark: str) -> bool:
+    """Whether this file was not there yet; it is now."""
+    try:
+        open(mark, "x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+def in_a_thread(data: dict[str, Any], base_url: str, api_key: str, **further: Any) -> dict[str, Any]:
+    """Two calls of one conversation, without async; tells what else it was given."""
+    with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = list(data["prompt"])
+        for _ in range(2):
+            reply = client.chat.completions.create(model="policy", messages=messages)
+            messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
+            if data.get("fails") == "hangs":
+                released.wait(60)
+    config = further["config"]
+    return {"reward": config.get("reward", 0.5), "metrics": {"eval": float(further["is_eval"])}}
+
+
+async def two_agents(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """A sub-agent with a prompt of its own."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        helper = [{"role": "system", "content": "Help."}, *data["prompt"]]
+        await client.chat.completions.create(model="policy", messages=helper)
+        await client.chat.completions.create(model="policy", messages=data["prompt"])
+    return 1.0
+
+
+def no_program(data: dict[str, Any]) -> float:
+    return 0.0
