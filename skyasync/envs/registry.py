@@ -10,7 +10,13 @@ from skyasync.registry import Registry, resolve_reference
 
 ENVS = Registry(
     "environment",
-    {"skyasync.envs.gsm8k": "gsm8k", "skyasync.envs.openrlhf": "openrlhf", "skyasync.envs.reward": "reward"},
+    {
+        "skyasync.envs.gsm8k": "gsm8k",
+        "skyasync.envs.gymnasium": "gymnasium",
+        "skyasync.envs.openrlhf": "openrlhf",
+        "skyasync.envs.reward": "reward",
+        "skyasync.envs.textarena": "textarena",
+    },
 )
 EnvFactory = Callable[..., BaseTextEnv]
 

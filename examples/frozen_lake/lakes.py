@@ -1,0 +1,105 @@
+"""Random lakes of 4x4 fields: rows for training and evaluation, and a teacher that knows the way.
+
+Invariant: a lake is a function of its seed alone, and no held-out lake has the same map as one that is trained on: a
+checksum of the map decides which side it is on.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Literal
+
+from skyasync.envs.gymnasium import near_view
+
+Split = Literal["train", "held_out"]
+
+SIZE = 4
+MAX_STEPS = 8  # the shortest way has six
+HELD_OUT_ONE_IN = 5
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+Place = tuple[int, int]
+
+
+@lru_cache(maxsize=65536)
+def lake(seed: int) -> tuple[str, ...]:
+    """The map that the environment makes of this seed: S start, F frozen, H hole, G goal."""
+    from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+    return tuple(generate_random_map(SIZE, seed=seed))
+
+
+def split_of(seed: int) -> Split:
+    return "held_out" if zlib.crc32("".join(lake(seed)).encode()) % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def seeds(split: Split, start: int = 0) -> Iterator[int]:
+    """Seeds of one side's lakes, upwards."""
+    return (seed for seed in range(start, 1 << 31) if split_of(seed) == split)
+
+
+def row(seed: int) -> dict[str, Any]:
+    """As a dataset's row: the environment draws the lake below the (empty) prompt."""
+    return {
+        "prompt": [{"role": "user", "content": ""}],
+        "env_class": "gymnasium",
+        "gym_id": "FrozenLake-v1",
+        "gym_args": {"map_size": SIZE, "is_slippery": False},
+        "view": "near",
+        "max_steps": MAX_STEPS,
+        "seed": seed,
+    }
+
+
+def train_lakes(count: int = 2048) -> list[dict[str, Any]]:
+    return [row(seed) for seed, _ in zip(seeds("train", start=100_000), range(count), strict=False)]
+
+
+def val_lakes(count: int = 128) -> list[dict[str, Any]]:
+    return [row(seed) for seed, _ in zip(seeds("held_out"), range(count), strict=False)]
+
+
+def moved(at: Place, action: str) -> Place:
+    down, right = MOVES[action]
+    return min(max(at[0] + down, 0), SIZE - 1), min(max(at[1] + right, 0), SIZE - 1)
+
+
+def best_actions(board: tuple[str, ...], at: Place) -> list[str]:
+    """The first moves of all shortest ways to the goal."""
+    distances = _distances(board)
+    near = {action: distances.get(moved(at, action), SIZE**2 + 1) for action in MOVES}
+    return [action for action in MOVES if near[action] == min(near.values())]
+
+
+@lru_cache(maxsize=65536)
+def _distances(board: tuple[str, ...]) -> dict[Place, int]:
+    """Steps to the goal of every field from which it can be reached."""
+    goal = (SIZE - 1, SIZE - 1)
+    found, queue = {goal: 0}, deque([goal])
+    while queue:
+        at = queue.popleft()
+        for action in MOVES:
+            other = moved(at, action)
+            if other not in found and board[other[0]][other[1]] != "H":
+                found[other] = found[at] + 1
+                queue.append(other)
+    return found
+
+
+def lesson(seed: int, rng: random.Random, careful: float) -> list[dict[str, str]]:
+    """A game as its teacher plays it: a best move with probability ``careful``, else any; it may drown.
+
+    Every answer is a move that a good or a careless player makes, so who learns from it plays so as well.
+    """
+    board, at, messages = lake(seed), (0, 0), []
+    for _ in range(MAX_STEPS):
+        choices = best_actions(board, at) if rng.random() < careful else list(MOVES)
+        action = rng.choice(choices)
+        messages += [{"role": "user", "content": near_view(board, at)}, {"role": "assistant", "content": action}]
+        at = moved(at, action)
+        if board[at[0]][at[1]] in "HG":
+            break
+    return messages

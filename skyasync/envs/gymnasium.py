@@ -1,0 +1,152 @@
+"""Gymnasium's text games as environments: FrozenLake, Taxi, CliffWalking, Blackjack, any with discrete actions.
+
+Invariant: the same row gives the same game: its ``seed`` decides the map, the start and every slip. An answer that
+names no action costs a turn, changes nothing in the game, and is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
+from skyasync.envs.registry import ENVS
+from skyasync.errors import MissingExtraError, UserError, unknown
+
+#: Names of actions 0, 1, ... by the game; others are called by their numbers.
+ACTIONS = {
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Blackjack": ("stick", "hit"),
+}
+FIELDS = {"S": "start", "F": "frozen", "H": "hole", "G": "goal"}
+COLOURED = re.compile(r"\x1b\[\d[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
+
+
+@ENVS.register("gymnasium")
+class GymnasiumEnv(BaseTextEnv):
+    """Settings are the row's columns, or else those in ``environment.env_config.gymnasium``.
+
+    Args (of these settings):
+        gym_id: such as "FrozenLake-v1".
+        seed: of the game; with ``map_size`` among ``gym_args`` also of FrozenLake's random map.
+        gym_args: handed to ``gymnasium.make`` (``is_slippery``, ...).
+        max_steps: the game ends after so many answers; 0 leaves it to the game.
+        view: what FrozenLake shows: the "board", or what is "near", which a very small model can read.
+        step_reward, invalid_reward: added for every answer, and for one that names no action.
+    """
+
+    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        settings = {**self.env_config.get("gymnasium", {}), **self.extras}
+        if "gym_id" not in settings:
+            raise UserError("gymnasium needs gym_id, as a column of the row or in environment.env_config.gymnasium")
+        self._max_steps = int(settings.get("max_steps", 0))
+        self._step_reward = float(settings.get("step_reward", 0.0))
+        self._invalid_reward = float(settings.get("invalid_reward", 0.0))
+        self._seed = int(settings.get("seed", 0))
+        self._view = _view(settings.get("view", "board"))
+        self._is_lake = str(settings["gym_id"]).startswith("FrozenLake")
+        self._game = _make(settings["gym_id"], dict(settings.get("gym_args") or {}), self._seed)
+        self.actions = _action_names(self._game, settings["gym_id"])
+        self._observation: Any = None
+        self._earned, self._unparsable = 0.0, 0
+
+    def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
+        """The row's prompt with the game's first picture below it."""
+        self._observation, _ = self._game.reset(seed=self._seed)
+        if not prompt:
+            return [{"role": "user", "content": self._picture()}], {}
+        *before, last = prompt
+        return [*before, {**last, "content": f"{last['content']}\n{self._picture()}".lstrip("\n")}], {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        number, reward, done, said = self.parse(action), self._step_reward, False, ""
+        if number is None:
+            self._unparsable += 1
+            reward += self._invalid_reward
+            said = f"Answer with one of: {', '.join(self.actions)}.\n"
+        else:
+            self._observation, earned, terminated, truncated, _ = self._game.step(number)
+            self._earned += float(earned)
+            reward, done = reward + float(earned), terminated or truncated
+        done = done or self.turns == self._max_steps
+        observations = [] if done else [{"role": "user", "content": said + self._picture()}]
+        return {"observations": observations, "reward": reward, "done": done, "metadata": {}}
+
+    def parse(self, text: str) -> int | None:
+        """The last action that the text names as a word of its own; None if it names none."""
+        names = {name: number for number, name in enumerate(self.actions)}
+        named = [word for word in re.findall(r"\w+", text.lower()) if word in names]
+        return names[named[-1]] if named else None
+
+    def get_metrics(self) -> dict[str, float]:
+        return {
+            "success": float(self._earned > 0),
+            "steps": float(self.turns),
+            "unparsable": self._unparsable / max(self.turns, 1),
+        }
+
+    def close(self) -> None:
+        self._game.close()
+
+    def _picture(self) -> str:
+        game = self._game.unwrapped
+        if self._is_lake:
+            rows = ["".join(cell.decode() for cell in row) for row in game.desc]
+            at = divmod(int(game.s), game.ncol)
+            return near_view(rows, at) if self._view == "near" else board_view(rows, at)
+        if self._game.render_mode == "ansi":
+            return COLOURED.sub(r"[\1]", self._game.render()).strip("\n")
+        return str(self._observation)
+
+
+def _view(name: str) -> str:
+    if name not in ("board", "near"):
+        raise UserError(unknown("view", name, ("board", "near")))
+    return name
+
+
+def board_view(rows: Sequence[str], at: tuple[int, int]) -> str:
+    """FrozenLake's map (S start, F frozen, H hole, G goal) with P where the player stands."""
+    line = rows[at[0]]
+    return "\n".join([*rows[: at[0]], f"{line[: at[1]]}P{line[at[1] + 1 :]}", *rows[at[0] + 1 :]])
+
+
+def near_view(rows: Sequence[str], at: tuple[int, int]) -> str:
+    """Where FrozenLake's player stands, and what lies in each direction."""
+    lines = [f"row {at[0]} column {at[1]}"]
+    for name, (down, right) in zip(ACTIONS["FrozenLake"], ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True):
+        row, column = at[0] + down, at[1] + right
+        inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
+        lines.append(f"{name} {FIELDS[rows[row][column]] if inside else 'edge'}")
+    return "\n".join(lines)
+
+
+def _make(gym_id: str, args: dict[str, Any], seed: int) -> Any:
+    try:
+        import gymnasium
+    except ModuleNotFoundError:
+        raise MissingExtraError("gymnasium", "gymnasium") from None
+    if "map_size" in args:
+        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+        args["desc"] = generate_random_map(int(args.pop("map_size")), seed=seed)
+    try:
+        entry = gymnasium.spec(gym_id).entry_point
+        game_class = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+        as_text = "ansi" in getattr(game_class, "metadata", {}).get("render_modes", ())
+        return gymnasium.make(gym_id, render_mode="ansi" if as_text else None, **args)
+    except gymnasium.error.Error as error:
+        raise UserError(f"gym_id {gym_id!r}: {error}") from error
+
+
+def _action_names(game: Any, gym_id: str) -> tuple[str, ...]:
+    count = getattr(game.action_space, "n", None)
+    if count is None:
+        raise UserError(f"gym_id {gym_id!r} has the action space {game.action_space}: only discrete actions have names")
+    names = ACTIONS.get(gym_id.partition("-")[0], ())
+    return names if len(names) == count else tuple(str(number) for number in range(count))
