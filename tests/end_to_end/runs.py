@@ -85,7 +85,7 @@ def arguments(*overrides: str, runs: Path, model: str) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]  # text may hold other line ends
 
 
 def outside_environment() -> dict[str, str]:
