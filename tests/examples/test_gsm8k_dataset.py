@@ -6,7 +6,7 @@ import pytest
 from datasets import load_dataset
 
 from examples.gsm8k.gsm8k_dataset import prepare
-from examples.tiny.model import Recipe, make_tokenizer
+from examples.tiny.model import Recipe
 from skyasync import load_config
 from skyasync.envs import env_factory
 from skyasync.errors import UserError
@@ -58,7 +58,7 @@ def test_every_reference_solution_of_the_real_data_set_earns_the_reward(tmp_path
     files = prepare(tmp_path, Path(os.environ["SKYASYNC_GSM8K"]))
     for name, count in (("train", 7473), ("validation", 1319)):
         cfg = load_config(["trainer.policy.model.path=a/b", "trainer.max_prompt_length=10000"])
-        prompts = load_prompts([str(files[name])], cfg, make_tokenizer(Recipe()))
+        prompts = load_prompts([str(files[name])], cfg, Recipe().make_tokenizer())
         assert len(prompts) == count
         for prompt in prompts:
             env = env_factory(prompt.env_class)({}, prompt.extras)

@@ -7,15 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.tiny.model import IGNORED, Recipe, build, make_tokenizer, supervised_batch
+from examples.tiny.model import Recipe, build
+from examples.tiny.model import row as supervised_row
 from examples.tiny.tasks import questions, train_prompts
+from examples.warm_start import IGNORED, supervised_batch
 
 FEW = {"steps": 2, "batch_size": 8, "corpus_size": 512, "rarest_merge": 20, "progress": False}
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return make_tokenizer(Recipe())
+    return Recipe().make_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_prompts_and_answers_fit_the_example_configuration(tokenizer):
 
 def test_labels_are_the_answer_and_the_end_of_message_only(tokenizer):
     batch = list(islice(questions("train", 0), 16))
-    tensors = supervised_batch(batch, tokenizer)
+    tensors = supervised_batch([supervised_row(question, tokenizer) for question in batch], tokenizer.pad_token_id)
     for question, tokens, mask, labels in zip(batch, *tensors.values(), strict=True):
         learnt = labels[labels != IGNORED]
         assert tokenizer.decode(learnt) == question.answer + "<|im_end|>"

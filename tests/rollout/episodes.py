@@ -17,9 +17,9 @@ from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, Trajec
 @cache
 def tokenizer() -> Any:
     """A byte-level BPE with the ChatML template, as the tiny model has it."""
-    from examples.tiny.model import Recipe, make_tokenizer
+    from examples.tiny.model import Recipe
 
-    return make_tokenizer(Recipe(corpus_size=64, rarest_merge=8))
+    return Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
 
 
 def tokens_of(text: str) -> list[int]:

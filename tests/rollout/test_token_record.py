@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from examples.tiny.model import Recipe, llama_config
+from examples.tiny.model import Recipe
+from examples.warm_start import llama_config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.engines.transformers_engine import TransformersEngine

@@ -1,0 +1,197 @@
+"""Small chat models made on this machine by supervised steps: nothing is downloaded.
+
+Invariant: on one machine the same recipe gives the same model. A model's folder in the cache is named after a hash of
+the recipe and of the sources that carry it out, so a changed recipe never meets an older model.
+
+The warm start is counted in steps, not seconds: the starting point does not depend on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from examples.cache import cache_folder, made_once
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+IGNORED = -100  # the label that cross-entropy leaves out
+Row = tuple[list[int], list[int]]  # tokens, and labels of the same length: the token itself or IGNORED
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """Everything that decides what a model is; a subclass says how it speaks and what it is shown.
+
+    The tokenizer and the rows are functions of the recipe alone.
+    """
+
+    name: ClassVar[str]
+    lessons: ClassVar[str]  # the file beside the recipe's own that makes what is shown
+
+    steps: int = 300  # of the supervised warm start
+    batch_size: int = 128
+    lr: float = 2e-3
+    warmup_steps: int = 20
+    seed: int = 0
+    tied: bool = True  # the output layer shares the embedding's weights
+    layers: int = 2
+    hidden: int = 128
+    head_dim: int = 64
+    intermediate: int = 352
+
+    @abstractmethod
+    def make_tokenizer(self) -> PreTrainedTokenizerFast:
+        """With a chat template, an end of message (``eos_token``) and padding."""
+
+    @abstractmethod
+    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
+        """Endless conversations; labels are what the model shall learn to say."""
+
+    def folder_name(self) -> str:
+        """Changes with the recipe and with any source that carries it out."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
+        own = Path(inspect.getfile(type(self)))
+        for source in (Path(__file__), own, own.with_name(self.lessons)):
+            digest.update(source.read_bytes())
+        return f"{self.name}-{digest.hexdigest()[:12]}"
+
+
+def made(recipe: Recipe, out: str | Path | None = None, *, progress: bool = True) -> str:
+    """The folder of the model (weights, configuration, tokenizer), made if it is not there yet.
+
+    Args:
+        out: where it shall be; None is its place in the cache.
+        progress: show a bar while it is made.
+    """
+    folder = Path(out) if out else cache_folder() / recipe.folder_name()
+    return str(made_once(folder, lambda temporary: make(recipe, temporary, progress=progress)))
+
+
+def make(recipe: Recipe, folder: Path, *, progress: bool = True) -> None:
+    """Write tokenizer and warm-started model into ``folder``. The caller's randomness is left alone."""
+    tokenizer = recipe.make_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = LlamaForCausalLM(llama_config(recipe, tokenizer))
+    warm_start(model, tokenizer, recipe, progress=progress)
+    disable_progress_bar()  # transformers' own, for a file written in no time
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def byte_level_bpe(
+    corpus: Iterable[str], *, vocab_size: int, rarest_merge: int, template: str, marks: Sequence[Any] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE learnt from ``corpus``; each digit is a token of its own, and so are ``marks``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=rarest_merge,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_tokens(list(marks))
+    return chat_tokenizer(tokenizer, template)
+
+
+def chat_tokenizer(tokenizer: Tokenizer, template: str, **options: Any) -> PreTrainedTokenizerFast:
+    """``tokenizer``, whose vocabulary holds ``SPECIAL_TOKENS``, as transformers' with a chat template."""
+    end_of_text, _, end_of_message = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end_of_message,
+        pad_token=end_of_text,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **options,
+    )
+
+
+def llama_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    heads = recipe.hidden // recipe.head_dim
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.intermediate,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=1024,
+        tie_word_embeddings=recipe.tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def warm_start(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, progress: bool = True
+) -> None:
+    """``recipe.steps`` supervised steps of AdamW on the recipe's rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
+    rows, padding = recipe.rows(tokenizer), cast(int, tokenizer.pad_token_id)
+    model.train()
+    with _progress_bar(recipe, shown=progress) as bar:
+        for _ in range(recipe.steps):
+            loss = model(**supervised_batch(list(islice(rows, recipe.batch_size)), padding)).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            bar.update(bar.task_ids[0], advance=1, loss=loss.item())
+
+
+def supervised_batch(rows: Sequence[Row], padding: int) -> dict[str, Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels``, each int64 ``[batch, length]``, padded on the right."""
+    length = max(len(tokens) for tokens, _ in rows)
+
+    def padded(values: Iterable[list[int]], filler: int) -> Tensor:
+        return torch.tensor([row + [filler] * (length - len(row)) for row in values])
+
+    return {
+        "input_ids": padded((tokens for tokens, _ in rows), padding),
+        "attention_mask": padded(([1] * len(tokens) for tokens, _ in rows), 0),
+        "labels": padded((labels for _, labels in rows), IGNORED),
+    }
+
+
+def _progress_bar(recipe: Recipe, *, shown: bool) -> Progress:
+    columns = (
+        TextColumn(f"[bold]{recipe.name} model, supervised warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, disable=not shown)
+    bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
+    return bar
