@@ -33,7 +33,7 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         program = subprocess.Popen(
             [sys.executable, "-m", "skyasync", *arguments(*STREAMED, runs=tmp_path, model=models["tied"])],
             env={**outside_environment(), "MARK": mark}, cwd=Path(__file__).parents[2],
-            stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True,
+            stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hears_ctrl_c,
         )  # fmt: skip
     try:
         if moment == "while models load":
@@ -57,6 +57,11 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         assert saved == []
     else:
         goes_on_from(saved[-1], train)
+
+
+def hears_ctrl_c() -> None:
+    """As in a terminal, also where the tests run in the background of a shell, whose programs ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def goes_on_from(step: int, train: Train) -> None:
