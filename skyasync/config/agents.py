@@ -1,4 +1,4 @@
-"""What an agent program takes the place of.
+"""What an agent program or an agent file takes the place of.
 
 Invariant: nothing here imports torch; each problem is one line that names both keys.
 """
@@ -24,3 +24,9 @@ def check_agents(cfg: Config) -> Iterator[str]:
                 f"generator.agent_program={program} plays the episodes and returns their scores; {name}={value} would "
                 f"have no part in it: leave one of them empty"
             )
+    file, env_class = cfg.generator.agent_func_path, cfg.environment.env_class
+    if file and env_class not in ("", "openrlhf"):
+        yield (
+            f"generator.agent_func_path={file} plays the rows that name no environment, and environment.env_class="
+            f"{env_class} those too: leave one of them empty"
+        )

@@ -46,6 +46,8 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["generator.inference_engine_tensor_parallel_size=2", "generator.backend=vllm"]),
         (["generator.backend=transformers", "generator.weight_sync_backend=nccl"],
          ["generator.weight_sync_backend=nccl", "generator.backend=vllm", "use generator.weight_sync_backend"]),
+        (["generator.agent_func_path=a.py", "environment.env_class=gsm8k"],
+         ["generator.agent_func_path=a.py", "environment.env_class=gsm8k", "leave one of them empty"]),
         (["generator.agent_program=a:b", "environment.env_class=gsm8k"],
          ["generator.agent_program=a:b", "environment.env_class=gsm8k", "leave one of them empty"]),
         (["trainer.resume_mode=latest"], ["trainer.resume_mode=latest", "trainer.run_name", "trainer.ckpt_path"]),
