@@ -198,8 +198,8 @@ class GeneratorConfig:
     n_samples_per_prompt: int = key(8, "Responses per prompt: a group.", low=1)
     is_num_return_sequences_expand: bool = key(
         True,
-        "Ask for each sample on its own; false asks vLLM once per prompt for all of them, which then end together (the "
-        "transformers engine computes a prompt once either way).",
+        "Ask for each sample on its own, so that a group may spread over the engines; false keeps a group on one, and "
+        "asks vLLM once per prompt for all of it, which then ends together.",
     )
     eval_n_samples_per_prompt: int = key(1, "Responses per prompt in evaluation.", low=1)
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NotRequired, TypedDict
 
+from skyasync.envs.tools import answer_to, read_tool_calls
+
 Message = dict[str, str]
 Conversation = list[Message]
 
@@ -53,6 +55,15 @@ class BaseTextEnv:
     def step(self, action: str) -> Any:
         """Judge one response of the model; returns a ``BaseTextEnvStepOutput``."""
         raise NotImplementedError(f"{type(self).__name__} must define step(action)")
+
+    def call_tools(self, action: str) -> tuple[str, Conversation]:
+        """Carry out the tool calls in an action; returns its text in front of them, and the tools' answers.
+
+        The tools are the methods marked with ``skyasync.envs.tool``, and the model is shown them in its prompt. Without
+        calls the answers are empty, and the text is the whole action.
+        """
+        text, calls = read_tool_calls(action)
+        return text, [answer_to(call, self) for call in calls]
 
     def close(self) -> Any:
         """Release what the episode holds. Called once, also after an error."""

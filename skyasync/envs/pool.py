@@ -16,6 +16,7 @@ from skyasync.envs.episodes import StepResult
 from skyasync.envs.link import Worker, WorkerLink
 from skyasync.envs.local import LocalWorker
 from skyasync.envs.registry import EnvFactory, env_factory
+from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.envs.worker import HEARTBEAT_S, WorkerSettings
 
 MOST_HUNG = 4  # calls that may hang in a worker before it is replaced
@@ -36,12 +37,19 @@ class EnvPool:
         self._links = [self._new_link() for _ in range(workers)]
         self._homes: dict[str, WorkerLink] = {}
         self._factories: dict[str, EnvFactory] = {}
+        self._tools: dict[str, list[ToolSchema]] = {}
         self._next = 0
         self.replaced = 0  # workers
 
     def takes_text(self, env_class: str) -> bool:
         """Whether these environments are given and give plain text (``raw_text``), not messages."""
         return getattr(self._factory(env_class), "raw_text", False)
+
+    def tools(self, env_class: str) -> list[ToolSchema]:
+        """What the model is told of these environments' tools, in OpenAI's form."""
+        if env_class not in self._tools:
+            self._tools[env_class] = schemas(self._factory(env_class))
+        return self._tools[env_class]
 
     async def init(self, episode: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
         """Begin an episode; returns the conversation (or text) it starts from."""

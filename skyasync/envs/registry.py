@@ -26,6 +26,15 @@ def register(name: str, factory: EnvFactory | str) -> None:
     ENVS[name] = factory
 
 
+def make(name: str, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> BaseTextEnv:
+    """One environment, to be played by hand: ``init`` it with a conversation, then ``step`` through it.
+
+    Raises:
+        UserError: if there is none of this name, listing the nearest.
+    """
+    return env_factory(name)(env_config=env_config or {}, extras=extras or {})
+
+
 def env_factory(name: str) -> EnvFactory:
     """The class behind a name.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from skyasync.rollout.chat import Tools, knows_tools
 from skyasync.rollout.recorder import Call, Recorder
 
 Message = dict[str, Any]
-Tools = list[dict[str, Any]] | None
 
 _QUESTION: Message = {"role": "user", "content": "x"}
 
@@ -25,7 +25,7 @@ class AgentChat:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.knows_tools = "tools" in _template(tokenizer)
+        self.knows_tools = knows_tools(tokenizer)
 
     def prompt(self, messages: list[Message], tools: Tools, recorder: Recorder) -> list[int]:
         """The tokens that the model continues, from the recorded ones as far as those go."""
@@ -72,8 +72,3 @@ def _comparable(message: Message) -> str:
     if calls := seen.get("tool_calls"):
         seen["tool_calls"] = [call["function"] for call in calls]
     return json.dumps(seen, sort_keys=True)
-
-
-def _template(tokenizer: Any) -> str:
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return template if isinstance(template, str) else json.dumps(template)

@@ -62,7 +62,7 @@ class AgentGenerator:
         async with self._turn:
             problem: Exception | None = None
             for _ in range(PLAYS):
-                async with self._endpoint.session(identity, sampling) as session:
+                async with self._endpoint.session(identity, sampling, self._rules.session(identity)) as session:
                     try:
                         score = await self._play(session, data, is_eval)
                         return self._scored(session, score)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from skyasync.engines.protocol import SamplingParams
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 _BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 _THOUGHT: Conversation = [_BEFORE[0], {"role": "assistant", "content": "<think>\nz\n</think>\n\ny"}]
+
+
+Tools = Sequence[dict[str, Any]] | None  # in OpenAI's form
 
 
 class ChatTokenizer:
@@ -43,13 +47,20 @@ class ChatTokenizer:
         """What an environment is given to begin with."""
         return conversation
 
-    def prompt(self, conversation: Any) -> list[int]:
-        """The tokens that the model continues: the conversation and the opening of its own message."""
-        key = json.dumps(conversation, sort_keys=True, default=repr)
+    def prompt(self, conversation: Any, tools: Tools = None) -> list[int]:
+        """The tokens that the model continues: the tools, the conversation and the opening of its own message.
+
+        Raises:
+            UserError: if there are tools, of which the template would not tell the model.
+        """
+        key = json.dumps([conversation, tools], sort_keys=True, default=repr)
         if key not in self._cache:
             if len(self._cache) > 8192:
                 self._cache.clear()
-            self._cache[key] = self._frame(conversation, generation=True)
+            if tools and not (self._framed and knows_tools(self.tokenizer)):
+                names = ", ".join(tool["function"]["name"] for tool in tools)
+                raise UserError(f"the environment has tools ({names}), but the model's chat template shows none")
+            self._cache[key] = self._frame(conversation, tools, generation=True)
         return self._cache[key]
 
     def observation(self, messages: Any, action: list[int]) -> list[int]:
@@ -94,12 +105,16 @@ class ChatTokenizer:
         longer = self._frame([*conversation, {"role": "user", "content": "x"}], generation=False)
         return longer[: len(shorter)] == shorter
 
-    def _frame(self, conversation: Conversation, *, generation: bool) -> list[int]:
+    def _frame(self, conversation: Conversation, tools: Tools = None, *, generation: bool) -> list[int]:
         messages = [{**message, **_text_of(message)} for message in conversation]
         if not self._framed:
             return self.tokenizer.encode(_joined(messages))
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=generation, return_dict=False
+            messages,
+            tools=tools or None,
+            tokenize=True,
+            add_generation_prompt=generation,
+            return_dict=False,
         )
 
 
@@ -121,7 +136,7 @@ class PlainText:
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
-    def prompt(self, text: Any) -> list[int]:
+    def prompt(self, text: Any, tools: Tools = None) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not self._framed)
         return tokens
 
@@ -132,6 +147,12 @@ class PlainText:
     def text(self, tokens: list[int], sampling: SamplingParams | None = None) -> str:
         """Special tokens and stop strings included: what is read is exactly what was written."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether the chat template shows tools to the model."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "tools" in (template if isinstance(template, str) else json.dumps(template))
 
 
 def _text_of(message: Any) -> dict[str, str]:

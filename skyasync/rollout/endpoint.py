@@ -32,6 +32,7 @@ from aiohttp import web
 from skyasync.cleanup import afterwards
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
+from skyasync.envs.tools import read_tool_calls
 from skyasync.rollout import openai_reply as reply
 from skyasync.rollout.agent_chat import AgentChat, conversation
 from skyasync.rollout.openai_request import Asked, RequestError, chat_request, completion_request
@@ -98,9 +99,11 @@ class Endpoint:
             await runner.cleanup()
 
     @asynccontextmanager
-    async def session(self, identity: TrajectoryId, sampling: SamplingParams) -> AsyncIterator[Session]:
+    async def session(
+        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None
+    ) -> AsyncIterator[Session]:
         """An episode; ``sampling`` holds where its requests say nothing."""
-        session = Session(identity, sampling)
+        session = Session(identity, sampling, affinity)
         self._sessions[_digest(session.api_key)] = session
         async with afterwards(self._end, session):
             yield session
@@ -209,7 +212,7 @@ class Endpoint:
         text = reply.until_stop(self._chat.text(output.token_ids), asked.sampling.stop)
         calls: list[dict[str, Any]] = []
         if chat is not None and chat.tools:
-            text, calls = reply.read_tool_calls(text, several=chat.parallel_tool_calls)
+            text, calls = read_tool_calls(text, several=chat.parallel_tool_calls)
             calls = [{"id": f"call_{output.request_id}-{i}", **call} for i, call in enumerate(calls)]
         return reply.Choice(
             index,

@@ -117,7 +117,9 @@ class EpisodeGenerator:
         episode = str(trajectory.id)
         frame = self._plain if self._environments.takes_text(env_class) else self._chat
         begin = self._environments.init(episode, env_class, extras, frame.opening(prompt))
-        tokens = frame.prompt(await self._asked(begin))  # replaced, never changed: requests hold it
+        tokens = frame.prompt(
+            await self._asked(begin), self._environments.tools(env_class)
+        )  # replaced, never changed: requests hold it
         trajectory.segments[0].tokens = tokens
         for turn in range(self._rules.max_turns):
             action = await self._act(trajectory, tokens, turn, sampling)
@@ -153,7 +155,7 @@ class EpisodeGenerator:
                 request_id=request_id,
                 prompt_token_ids=tokens,
                 sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed),
-                session_id=str(trajectory.id.prompt),
+                session_id=self._rules.session(trajectory.id),
             )
         )
         trajectory.stop_reason = output.finish_reason or "stop"

@@ -2,22 +2,16 @@
 
 Invariant: pure functions of what was sampled. The text of a choice ends before the first stop string; a tool call is
 reported only if it is complete, and what is no call stays text.
-
-Tool calls are read in the Hermes form, which Qwen and many others use: ``<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>``, any number of them behind the text.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyasync.rollout.agent_chat import Message
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,30 +58,6 @@ class Answer:
 def until_stop(text: str, stop: Sequence[str]) -> str:
     """The text before the first stop string."""
     return text[: min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))]
-
-
-def read_tool_calls(text: str, *, several: bool = True) -> tuple[str, list[dict[str, Any]]]:
-    """The text in front of the tool calls, and the calls in the form of templates, without ids.
-
-    A call that is no JSON object with a name and arguments leaves the whole text as it is: the program then sees what
-    was wrong.
-    """
-    calls = [_read(found) for found in _CALL.findall(text)]
-    if not calls or None in calls:
-        return text, []
-    functions = [{"type": "function", "function": call} for call in calls if call is not None]
-    return text[: text.index("<tool_call>")].rstrip(), functions if several else functions[:1]
-
-
-def _read(text: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
 
 
 def chat_completion(answer: Answer, choices: Sequence[Choice]) -> dict[str, Any]:

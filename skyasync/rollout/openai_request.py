@@ -14,7 +14,8 @@ from typing import Any
 
 from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import nearest
-from skyasync.rollout.agent_chat import Message, Tools
+from skyasync.rollout.agent_chat import Message
+from skyasync.rollout.chat import Tools
 
 MOST_CHOICES = 128
 

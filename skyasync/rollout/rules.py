@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from skyasync.rollout.types import Segment, Trajectory
+from skyasync.rollout.types import Segment, Trajectory, TrajectoryId
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ class EpisodeRules:
         in_flight: ``generator.max_concurrent_episodes``.
         on_error: ``environment.on_error``, for environments that fail and episodes that take too long.
         give_up_reward: ``environment.give_up_reward``.
+        spread: ``generator.is_num_return_sequences_expand``: each episode is a session of its own, so that a group's
+            may go to different engines; false keeps a group on one.
     """
 
     max_turns: int = 1
@@ -34,6 +36,7 @@ class EpisodeRules:
     in_flight: int = 0
     on_error: str = "raise"
     give_up_reward: float = 0.0
+    spread: bool = True
 
     @staticmethod
     def of(cfg: Any) -> EpisodeRules:
@@ -45,7 +48,12 @@ class EpisodeRules:
             generator.max_concurrent_episodes,
             environment.on_error,
             environment.give_up_reward,
+            generator.is_num_return_sequences_expand,
         )
+
+    def session(self, episode: TrajectoryId) -> str:
+        """Its requests go to the engine that has answered the session's first."""
+        return str(episode if self.spread else episode.prompt)
 
 
 class GivenUpError(Exception):

@@ -17,10 +17,14 @@ from skyasync.rollout.types import TrajectoryId
 
 
 class Session:
-    """One episode at the endpoint: its key, its calls, and the failure of an engine if it met one."""
+    """One episode at the endpoint: its key, its calls, and the failure of an engine if it met one.
 
-    def __init__(self, identity: TrajectoryId, sampling: SamplingParams) -> None:
-        self.identity, self.sampling = identity, sampling
+    Args:
+        affinity: what shares it goes to the same engine; by default the episode is alone.
+    """
+
+    def __init__(self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None) -> None:
+        self.identity, self.sampling, self.affinity = identity, sampling, affinity or str(identity)
         self.api_key = secrets.token_urlsafe(32)
         self.recorder = Recorder()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,7 +42,7 @@ class Session:
                 request_id=f"{self.identity}-c{first + choice}",
                 prompt_token_ids=prompt,
                 sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice),
-                session_id=str(self.identity.prompt),
+                session_id=self.affinity,
             )
             for choice in range(asked.choices)
         ]

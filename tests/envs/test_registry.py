@@ -1,6 +1,6 @@
 import pytest
 
-from skyasync.envs import ENVS, BaseTextEnv, env_factory, register
+from skyasync.envs import ENVS, BaseTextEnv, env_factory, make, register
 from skyasync.envs.gsm8k import GSM8kEnv
 from skyasync.errors import UserError
 
@@ -26,3 +26,11 @@ def test_an_environment_is_found_by_id_by_reference_or_through_a_registered_refe
 def test_a_wrong_name_is_refused_with_a_hint(name, hint):
     with pytest.raises(UserError, match=hint):
         env_factory(name)
+
+
+def test_an_environment_can_be_made_and_played_by_hand():
+    env = make("gsm8k", extras={"reward_spec": {"ground_truth": "7"}})
+    assert isinstance(env, GSM8kEnv)
+    prompt, _ = env.init([{"role": "user", "content": "3 + 4?"}])
+    assert prompt == [{"role": "user", "content": "3 + 4?"}]
+    assert env.step("#### 7")["reward"] == 1.0

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.warm_start import CHATML
 from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer, PlainText
@@ -35,6 +36,21 @@ def user(text):
 def test_a_prompt_ends_where_the_model_begins_to_write():
     found = chat().prompt([user("add 2 and 3")])
     assert tokenizer().decode(found) == "<|im_start|>user\nadd 2 and 3<|im_end|>\n<|im_start|>assistant\n"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+WITH_TOOLS = "{% for tool in tools or [] %}{{ 'tool ' + tool.function.name + '\n' }}{% endfor %}" + CHATML
+
+
+def test_the_model_is_shown_an_environments_tools():
+    found = chat(WITH_TOOLS)
+    assert found.tokenizer.decode(found.prompt([user("hello")], TOOLS)).startswith("tool add\n<|im_start|>user")
+    assert not found.tokenizer.decode(found.prompt([user("hello")])).startswith("tool")
+
+
+def test_tools_that_the_template_would_not_show_are_refused():
+    with pytest.raises(UserError, match=r"has tools \(add\), but the model's chat template shows none"):
+        chat().prompt([user("hello")], TOOLS)
 
 
 def test_content_parts_are_the_text_they_make_together():

@@ -4,10 +4,14 @@ import asyncio
 
 import pytest
 
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.types import Prompt, PromptId
 from tests.rollout.episodes import (
     RecordedEnv,
     ScriptedEngine,
@@ -19,6 +23,8 @@ from tests.rollout.episodes import (
     tokens_of,
 )
 from tests.virtual_time import virtual_time
+
+ENV = "examples.agents.env:CalculatorEnv"
 
 
 class Once(RecordedEnv):
@@ -81,6 +87,48 @@ async def test_several_turns_feed_the_engine_exactly_what_it_said_and_what_the_e
     assert len({r.request_id for r in engine.requests}) == 3
     assert len({r.session_id for r in engine.requests}) == 1
     assert episode.metrics == {"turns": 3.0}
+
+
+@virtual_time
+@pytest.mark.parametrize(("spread", "sessions"), [(True, 4), (False, 2)])
+async def test_a_group_stays_on_one_engine_or_its_episodes_are_free_to_spread(spread, sessions):
+    asked = prompts(Countdown, 2)
+    engine = ScriptedEngine(lambda tokens: "yes")
+    await generator(engine, max_turns=5, spread=spread).generate(request(asked, samples=2))
+    assert len(engine.requests) == 2 * 2 * 3
+    assert len({r.session_id for r in engine.requests}) == sessions
+
+
+@virtual_time
+async def test_an_environments_tools_are_shown_called_and_answered_without_a_loss():
+    from examples.agents.model import Recipe
+
+    speaks = Recipe(corpus_size=64).make_tokenizer()
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "12*34"}}</tool_call>'
+    asked = [Prompt(PromptId(0, 0), [{"role": "user", "content": "12 * 34 ="}], ENV, {"answer": "408"})]
+
+    class Engine(ScriptedEngine):
+        async def generate(self, requests):
+            self.requests += requests
+            for r in requests:
+                said = "408" if "408" in speaks.decode(r.prompt_token_ids) else call
+                tokens = speaks(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
+                yield [GenerationOutput(r.request_id, tokens, [-0.5] * len(tokens), [0] * len(tokens), "stop")]
+
+    engine = Engine(lambda _: "")
+    episodes = EpisodeGenerator(InferenceClient([engine]), local_pool(), speaks, 256, EpisodeRules(max_turns=3))
+    (group,) = groups(await episodes.generate(request(asked)), asked)
+    (episode,) = group.trajectories
+    prompt, asks, observation, answers = (speaks.decode(segment.tokens) for segment in episode.segments)
+    assert prompt == (
+        "<|im_start|>system\ntools: calculator<|im_end|>\n"
+        "<|im_start|>user\n12 * 34 =<|im_end|>\n<|im_start|>assistant\n"
+    )  # fmt: skip
+    assert (asks, answers) == (f"{call}<|im_end|>", "408<|im_end|>")
+    assert observation == "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
+    assert [s.kind for s in episode.segments] == ["prompt", "action", "observation", "action"]
+    assert group.rewards == [1.0]
+    assert episode.metrics == {"tool_used": 1.0}
 
 
 @virtual_time

@@ -1,0 +1,33 @@
+"""The same agent as an environment: a question, a tool, and a judge.
+
+uv run -m skyasync --config examples/agents/config.yaml --config examples/agents/env.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from examples.agents.tasks import calculate
+from skyasync.envs import BaseTextEnv, tool
+
+
+class CalculatorEnv(BaseTextEnv):
+    """The model may call the calculator; the reply without a call is its answer, and ends the episode."""
+
+    @tool
+    def calculator(self, expression: str) -> str:
+        """The product of two whole numbers.
+
+        Args:
+            expression: for example 12*34
+        """
+        return calculate(expression)
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.turns += 1
+        answer, results = self.call_tools(action)
+        reward = float(not results and answer.strip() == self.extras["answer"])
+        return {"observations": results, "reward": reward, "done": not results, "metadata": {}}
+
+    def get_metrics(self) -> dict[str, float]:
+        return {"tool_used": float(self.turns > 1)}

@@ -1,0 +1,102 @@
+"""Tools that the model may call while it plays an episode: methods of an environment, marked with ``@tool``.
+
+Invariant: what the model is shown of a tool (its name, what it does, its arguments) is read from the method itself, its
+docstring and its type hints. A call that cannot be carried out is answered with text that begins with "error:", for
+the model to read; what a tool raises besides ``ToolError`` is an error of the environment.
+
+Calls are read in the Hermes form, which Qwen and many others use: ``<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>``, any number of them behind the text.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar
+
+from skyasync.errors import UserError, unknown
+
+ToolSchema = dict[str, Any]  # in OpenAI's form, which chat templates read
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_MARK = "_is_tool"
+
+
+class ToolError(Exception):
+    """Raised by a tool to tell the model why it cannot do what was asked."""
+
+
+def tool(method: Tool) -> Tool:
+    """Let the model call this method; its docstring describes it, ``Args:`` section included."""
+    setattr(method, _MARK, True)
+    return method
+
+
+def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
+    """Name -> method, for every method of a class (or of an object) that is marked."""
+    found = ((name, getattr(owner, name)) for name in dir(owner) if not name.startswith("__"))
+    return {name: method for name, method in found if getattr(method, _MARK, False)}
+
+
+def schemas(env_class: Any) -> list[ToolSchema]:
+    """What the chat template is told of an environment's tools; none for one that has none.
+
+    Raises:
+        UserError: if a tool lacks a docstring, a type hint or the description of an argument.
+    """
+    found = []
+    for name, method in tools_of(env_class).items():
+        from transformers.utils import get_json_schema
+
+        try:
+            found.append(get_json_schema(MethodType(method, env_class)))
+        except Exception as error:
+            raise UserError(f"tool {env_class.__name__}.{name}: {error}") from error
+    return found
+
+
+def read_tool_calls(text: str, *, several: bool = True) -> tuple[str, list[dict[str, Any]]]:
+    """The text in front of the tool calls, and the calls in the form of templates, without ids.
+
+    A call that is no JSON object with a name and arguments leaves the whole text as it is: whoever reads it then sees
+    what was wrong.
+    """
+    calls = [_read(found) for found in _CALL.findall(text)]
+    if not calls or None in calls:
+        return text, []
+    functions = [{"type": "function", "function": call} for call in calls if call is not None]
+    return text[: text.index("<tool_call>")].rstrip(), functions if several else functions[:1]
+
+
+def answer_to(call: dict[str, Any], owner: Any) -> dict[str, str]:
+    """The message that a call is answered with."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return {"role": "tool", "name": name, "content": _carried_out(name, arguments, tools_of(owner))}
+
+
+def _carried_out(name: str, arguments: dict[str, Any], tools: dict[str, Callable[..., Any]]) -> str:
+    if name not in tools:
+        return f"error: {unknown('tool', name, tools)}"
+    try:
+        bound = inspect.signature(tools[name]).bind(**arguments)
+    except TypeError as error:
+        return f"error: {name}: {error}"
+    try:
+        return str(tools[name](*bound.args, **bound.kwargs))
+    except ToolError as error:
+        return f"error: {error}"
+
+
+def _read(text: str) -> dict[str, Any] | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
