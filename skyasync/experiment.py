@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -51,9 +52,9 @@ class BasePPOExp:
     # ---------------------------------------------------------------- parts
 
     def get_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        from skyasync.rollout.tokenizer import load_tokenizer
 
-        return AutoTokenizer.from_pretrained(self.cfg.trainer.policy.model.path)
+        return load_tokenizer(self.cfg.trainer.policy.model.path)
 
     def get_train_dataset(self) -> Sequence[Any]:
         return self._prompts(self.cfg.data.train_data)
@@ -80,7 +81,7 @@ class BasePPOExp:
         return reserve(slots, timeout, self.placement_name)
 
     def get_inference_client(self) -> Any:
-        """The client in front of the engines; they load in ``start``."""
+        """The client in front of the engines, whose processes start; their models load in ``start``."""
         from skyasync.engines.client import InferenceClient
         from skyasync.engines.ray_engine import RayEngine
 
@@ -94,7 +95,7 @@ class BasePPOExp:
             )
             for index in range(generator.num_inference_engines)
         ]
-        return InferenceClient(engines, generator.request_timeout_s, self.get_tokenizer())
+        return InferenceClient(engines, generator.request_timeout_s, lambda: self._tokenizer)
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
@@ -132,13 +133,11 @@ class BasePPOExp:
         pool = AgentPool(processes, cfg.environment.num_workers)
         return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
 
-    async def get_dispatch(self, total_steps: int) -> Any:
-        """The policy and the reference model, loaded. ``total_steps``: optimizer steps of the whole run."""
+    def get_dispatch(self) -> Any:
+        """The policy's and the reference model's processes; their models load in ``start``."""
         from skyasync.workers.dispatch import RayWorkerDispatch
 
-        threads = self.cfg.trainer.policy.threads
-        policy, reference = (self._placement.ranks(role, threads) for role in ("policy", "reference"))
-        return await RayWorkerDispatch.create(self.cfg, policy, reference, total_steps=total_steps)
+        return RayWorkerDispatch(self.cfg, self._placement.ranks("policy"), self._placement.ranks("reference"))
 
     def get_weight_sync(self, dispatch: Any, inference_engine_client: Any, probe: Sequence[Sequence[int]]) -> Any:
         """The way of the weights from the policy to the engines."""
@@ -214,16 +213,20 @@ class BasePPOExp:
         self.run_dir.save_config(dump_config(self.cfg))
 
     def build(self) -> RayPPOTrainer:
-        """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
+        """Make every part. Blocks on Ray, so the controller calls it off its event loop.
+
+        The processes of engines and models come first: importing their libraries takes each of them seconds.
+        """
         from skyasync.rollout.datasets import warn_of_overlap
 
         cfg = self.cfg
-        tokenizer = self.get_tokenizer()
+        self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
+        self._client = self.get_inference_client()
+        self._dispatch = self.get_dispatch()
+        tokenizer = self._tokenizer
         train_dataset, eval_dataset = self.get_train_dataset(), self.get_eval_dataset()
         warn_of_overlap(train_dataset, eval_dataset or [])
         tracker = self._tracker = self.get_tracker()
-        self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
-        self._client = self.get_inference_client()
         generator = self._generator = self.get_generator(cfg, tokenizer, self._client)
         trainer = self.get_trainer(
             cfg=cfg,
@@ -245,10 +248,7 @@ class BasePPOExp:
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.together import run_together
 
-        async def load_workers() -> None:
-            self._dispatch = await self.get_dispatch(trainer.total_updates)
-
-        await run_together(self._client.start(), load_workers())
+        await run_together(self._client.start(), self._dispatch.start(trainer.total_updates))
         chat = ChatTokenizer(trainer.tokenizer, self.cfg.data.apply_chat_template)
         probe = [chat.prompt(trainer.prompts.prompt(p).messages) for p in range(min(PROBES, trainer.dataset_size))]
         weight_sync = self.get_weight_sync(self._dispatch, self._client, probe)
@@ -266,6 +266,10 @@ class BasePPOExp:
         await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
 
     # ---------------------------------------------------------------- what the parts share
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self.get_tokenizer()
 
     def needs_reference(self) -> bool:
         algorithm = self.cfg.trainer.algorithm
@@ -332,4 +336,4 @@ class BasePPOExp:
     def _prompts(self, sources: Sequence[str], *, held_out: bool = False) -> Sequence[Any]:
         from skyasync.rollout.datasets import load_prompts
 
-        return load_prompts(sources, self.cfg, self.get_tokenizer(), held_out=held_out)
+        return load_prompts(sources, self.cfg, self._tokenizer, held_out=held_out)

@@ -135,11 +135,16 @@ class OwnTracker(BasePPOExp):
         return self.mine
 
     def get_colocate_pg(self, timeout=180):
-        raise ConnectionError("no cluster")
+        return None
+
+    get_inference_client = get_dispatch = lambda self: None
+
+    def get_generator(self, cfg, tokenizer, inference_engine_client):
+        raise ConnectionError("no environments")
 
 
 async def test_a_tracker_is_closed_also_if_no_trainer_comes_to_run():
     experiment = OwnTracker(Config())
-    with pytest.raises(ConnectionError, match="no cluster"):
+    with pytest.raises(ConnectionError, match="no environments"):
         await Controller(experiment, {}).run()
     assert experiment.mine.closed == 1

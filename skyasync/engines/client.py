@@ -48,11 +48,14 @@ class InferenceClient:
     Args:
         engines: at least one; they hold the same weights.
         request_timeout_s: how long a request may go unanswered, pauses of the engines included.
-        tokenizer: the model's; needed where requests with stop strings are cut.
+        tokenizer: gives the model's; needed where requests with stop strings are cut.
     """
 
     def __init__(
-        self, engines: Sequence[InferenceEngine], request_timeout_s: float = 600.0, tokenizer: Any = None
+        self,
+        engines: Sequence[InferenceEngine],
+        request_timeout_s: float = 600.0,
+        tokenizer: Callable[[], Any] | None = None,
     ) -> None:
         if not engines:
             raise ValueError("an inference client needs at least one engine")
@@ -111,7 +114,7 @@ class InferenceClient:
             )
         key = (request.sampling.stop, request.sampling.skip_special_tokens)
         if key not in self._stop_strings:
-            self._stop_strings[key] = StopStrings(self._tokenizer, key[0], skip_special_tokens=key[1])
+            self._stop_strings[key] = StopStrings(self._tokenizer(), key[0], skip_special_tokens=key[1])
         return self._stop_strings[key]
 
     async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:

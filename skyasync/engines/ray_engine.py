@@ -1,6 +1,6 @@
 """An engine in a Ray actor, spoken to as if it were local.
 
-Invariant: nothing here blocks the caller's event loop; the actor lives from ``start`` to ``shutdown`` and
+Invariant: nothing here blocks the caller's event loop; the actor lives from the engine's making to ``shutdown`` and
 dies with the process that started it.
 """
 
@@ -37,10 +37,16 @@ CALLS = 1_000_000
 class _EngineActor:
     """Forwards to the engine it holds."""
 
-    def __init__(self, backend: str, config: EngineConfig) -> None:
+    def __init__(self, backend: str, user_engines: dict[str, Any]) -> None:
         for name, value in QUIET.items():  # before the engine's libraries are imported, here and in its processes
             os.environ.setdefault(name, value)
-        self._engine: InferenceEngine = ENGINES[backend](config)
+        ENGINES.update(user_engines)
+        self._engine_class = ENGINES[backend]
+        self._engine: InferenceEngine
+
+    async def start(self, config: EngineConfig) -> None:
+        self._engine = self._engine_class(config)
+        await self._engine.start()
 
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._engine, method)(*args)
@@ -66,20 +72,21 @@ class RayEngine:
         self, backend: str, config: EngineConfig, options: dict[str, Any] | None = None, start_timeout_s: float = 300.0
     ) -> None:
         self.backend, self.config = backend, config
-        self._options = options or {}
         self._start_timeout_s = start_timeout_s
-        self._actor: Any = None
+        self._asked_to_start = False
+        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **(options or {}))
+        # Its libraries are imported while the caller does other things.
+        self._actor: Any = actor_class.remote(backend, ENGINES.user_parts())
 
     def set_threads(self, threads: int) -> None:
         """CPU threads of the engine; call before ``start``."""
         self.config = replace(self.config, threads=threads)
 
     async def start(self) -> None:
-        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self._options)
-        self._actor = actor_class.remote(self.backend, self.config)
+        self._asked_to_start = True
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._call("start")
+                await self._actor.start.remote(self.config)
         except TimeoutError as error:
             raise TimeoutError(
                 f"the {self.backend} engine did not start within {self._start_timeout_s:g} s "
@@ -123,9 +130,10 @@ class RayEngine:
         if self._actor is None:
             return
         actor, self._actor = self._actor, None
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(20):
-                await actor.call.remote("shutdown")
+        if self._asked_to_start:  # else it holds nothing, and may still be importing
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(20):
+                    await actor.call.remote("shutdown")
         ray.kill(actor)
 
     async def _call(self, method: str, *args: Any) -> Any:

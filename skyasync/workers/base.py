@@ -26,8 +26,7 @@ from skyasync.config.schema import Config, ModelConfig
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
 from skyasync.workers.packing import MicroBatch, micro_batches
-
-LOOPBACK = "127.0.0.1"
+from skyasync.workers.ranks import LOOPBACK
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Where the user sets none. On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are

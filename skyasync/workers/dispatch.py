@@ -23,40 +23,39 @@ from skyasync.registry import user_parts
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.broadcast import Broadcast
-from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import RankGroup, WorkerPlacement, joined, split_for_ranks
-from skyasync.workers.reference import ReferenceWorker
 
 
 class RayWorkerDispatch:
-    """Implements :class:`skyasync.workers.protocol.WorkerDispatch`; make it with :meth:`create`."""
+    """Implements :class:`skyasync.workers.protocol.WorkerDispatch`.
 
-    def __init__(self, policy: RankGroup, reference: RankGroup | None, broadcast: Broadcast | None = None) -> None:
-        self._policy = policy
-        self._reference = reference
-        self._broadcast = broadcast
+    Making it starts the ranks' processes and waits for nothing; :meth:`start` loads the models.
 
-    @classmethod
-    async def create(
-        cls, cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None, *, total_steps: int = 0
-    ) -> RayWorkerDispatch:
-        """Start all ranks and load the models. ``cfg.trainer.policy.model.path`` is a folder or hub name.
+    Args:
+        reference: None if nothing asks for the reference model.
+    """
+
+    def __init__(self, cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None) -> None:
+        self._cfg = cfg
+        self._policy = RankGroup("skyasync.workers.policy:PolicyWorker", policy)
+        self._reference = RankGroup("skyasync.workers.reference:ReferenceWorker", reference) if reference else None
+        self._broadcast = _broadcast(cfg, self._policy)
+
+    async def start(self, total_steps: int = 0) -> None:
+        """Load the models. ``cfg.trainer.policy.model.path`` is a folder or hub name.
 
         Args:
-            reference: None if nothing asks for the reference model.
             total_steps: optimizer steps of the run, for learning rates that decay.
         """
-        groups = [RankGroup(PolicyWorker, cfg, policy, total_steps=total_steps, parts=user_parts())]
-        if reference is not None:
-            groups.append(RankGroup(ReferenceWorker, cfg, reference))
+        loading = [self._policy.start(self._cfg, total_steps=total_steps, parts=user_parts())]
+        if self._reference is not None:
+            loading.append(self._reference.start(self._cfg))
         try:
-            async with asyncio.timeout(cfg.trainer.step_timeout_s):
-                await asyncio.gather(*(group.start() for group in groups))
+            async with asyncio.timeout(self._cfg.trainer.step_timeout_s):
+                await asyncio.gather(*loading)
         except BaseException:
-            for group in groups:
-                group.kill()
+            await self.shutdown()
             raise
-        return cls(groups[0], groups[1] if reference is not None else None, _broadcast(cfg, groups[0]))
 
     async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
         return await self._policy.logprobs(batch)

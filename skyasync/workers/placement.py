@@ -91,7 +91,7 @@ class Placement:
             ),
         }
 
-    def ranks(self, role: str, threads: int) -> Any:
+    def ranks(self, role: str) -> Any:
         """Where the ranks of a model go; None for a role that nothing needs."""
         from skyasync.workers.ranks import WorkerPlacement
 
@@ -105,7 +105,6 @@ class Placement:
             first_bundle=slots[0],
             num_cpus=bundle["CPU"] * share,
             num_gpus=bundle.get("GPU", 0.0) * share,
-            threads=threads,
         )
 
 

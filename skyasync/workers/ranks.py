@@ -19,9 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.workers.base import LOOPBACK, ModelWorker
+from skyasync.registry import resolve_reference
 from skyasync.workers.batch import TrainingBatch
 
+LOOPBACK = "127.0.0.1"
 DEATH_NOTICE_S = 2.0
 """Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
 
@@ -32,7 +33,6 @@ class WorkerPlacement:
 
     Args:
         num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share one.
-        threads: CPU threads per rank; 0 takes ``num_cpus``, at least one.
     """
 
     group: PlacementGroup
@@ -40,25 +40,40 @@ class WorkerPlacement:
     first_bundle: int = 0
     num_cpus: float = 1.0
     num_gpus: float = 0.0
-    threads: int = 0
+
+
+class _Rank:
+    """Forwards to the worker it holds, whose libraries are imported in this process while the caller does other
+    things."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker_class = resolve_reference(worker, kind="worker")
+
+    def construct(self, *args: Any, **options: Any) -> None:
+        self._worker = self._worker_class(*args, **options)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
 
 
 class RankGroup:
     """The actors of one model. Every call goes to all ranks in the same order, so that collectives line up.
 
-    ``busy_s`` is the wall time with at least one call under way.
+    Making it starts their processes; ``busy_s`` is the wall time with at least one call under way.
+
+    Args:
+        worker: the class of the ranks, ``module:Class``, a ``ModelWorker``.
     """
 
-    def __init__(self, worker: type[ModelWorker], cfg: Config, placement: WorkerPlacement, **options: Any) -> None:
+    def __init__(self, worker: str, placement: WorkerPlacement) -> None:
         self.ranks = placement.ranks
         self._placement = placement
         self._finished_s = 0.0
         self._running = 0
         self._since = 0.0
         self._failure: BaseException | None = None
-        actor_class = ray.remote(max_restarts=0)(worker)
-        device = "cuda" if placement.num_gpus else "cpu"
-        threads = placement.threads or max(1, int(placement.num_cpus))
+        name = worker.rpartition(":")[2]  # which Ray puts into errors and process titles
+        actor_class: Any = ray.remote(max_restarts=0)(type(name, (_Rank,), {}))
         self._actors: list[Any] = [
             actor_class.options(
                 num_cpus=placement.num_cpus,
@@ -66,12 +81,23 @@ class RankGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=placement.group, placement_group_bundle_index=placement.first_bundle + rank
                 ),
-            ).remote(cfg, rank, placement.ranks, device, threads, **options)
+            ).remote(worker)
             for rank in range(placement.ranks)
         ]
 
-    async def start(self) -> None:
-        """Let the ranks find each other and load the model."""
+    async def start(self, cfg: Config, **options: Any) -> None:
+        """Make the workers, let the ranks find each other and load the model.
+
+        Args:
+            options: what the class takes besides a ``ModelWorker``'s arguments.
+        """
+        device = "cuda" if self._placement.num_gpus else "cpu"
+        threads = cfg.trainer.policy.threads or max(1, int(self._placement.num_cpus))
+        workers = [
+            actor.construct.remote(cfg, rank, self.ranks, device, threads, **options)
+            for rank, actor in enumerate(self._alive())
+        ]
+        await self._gather(workers)
         if self.ranks == 1:
             await self.call("setup")
             return
@@ -91,17 +117,17 @@ class RankGroup:
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; results by rank."""
-        return await self._gather([getattr(actor, method).remote(*args) for actor in self._alive()])
+        return await self._gather([actor.call.remote(method, *args) for actor in self._alive()])
 
     async def call_each(self, method: str, shards: Sequence[TrainingBatch]) -> list[Any]:
         """One shard per rank; results by rank."""
         actors = self._alive()
         puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in shards])
-        return await self._gather([getattr(a, method).remote(p) for a, p in zip(actors, puts, strict=True)])
+        return await self._gather([a.call.remote(method, p) for a, p in zip(actors, puts, strict=True)])
 
     async def call_first(self, method: str, *args: Any) -> Any:
         """A call that needs no other rank."""
-        return (await self._gather([getattr(self._alive()[0], method).remote(*args)]))[0]
+        return (await self._gather([self._alive()[0].call.remote(method, *args)]))[0]
 
     def kill(self) -> None:
         for actor in self._actors:

@@ -30,6 +30,12 @@ def split(batch: TrainingBatch, ranks: int) -> list[list[int]]:
     return [rows.tolist() for rows in split_for_ranks(batch, ranks)]
 
 
+async def started(cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None) -> RayWorkerDispatch:
+    dispatch = RayWorkerDispatch(cfg, policy, reference)
+    await dispatch.start()
+    return dispatch
+
+
 async def published(dispatch: RayWorkerDispatch) -> dict[str, torch.Tensor]:
     update = await dispatch.publish_weights(version=3)
     assert update.version == 3
@@ -59,7 +65,7 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
 ) -> None:
     cfg, batch = config_for(untied_model), make_batch()
     expected = in_process(cfg)
-    dispatch = await RayWorkerDispatch.create(
+    dispatch = await started(
         cfg,
         WorkerPlacement(bundles, num_cpus=0.5),
         reference=WorkerPlacement(bundles, num_cpus=0.5),
@@ -90,7 +96,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     single = in_process(cfg)
     single.update_policy(make_batch(seed=7))
     single.save(str(tmp_path / "one"))
-    dispatch = await RayWorkerDispatch.create(cfg, WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
     try:
         await dispatch.load(tmp_path / "one")
         for seed, samples in ((0, 4), (1, 1)):  # with one group of one sample a rank has no rows at all
@@ -126,7 +132,7 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
 ) -> None:
     """Rank 1 refuses its shard before its first collective; rank 0 already waits in one."""
     cfg, batch = config_for(untied_model), make_batch(groups=4)
-    dispatch = await RayWorkerDispatch.create(cfg, WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
     try:
         rows = split_for_ranks(batch, 2)
         shards = [batch.select(rows[0]), batch.select(rows[1])]
@@ -147,7 +153,7 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
 async def test_a_rank_whose_process_dies_is_the_error_not_the_broken_collective(
     untied_model: str, bundles: PlacementGroup
 ) -> None:
-    dispatch = await RayWorkerDispatch.create(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
     try:
         pids = await dispatch._policy.call("ready")
         os.kill(pids[1], signal.SIGKILL)
@@ -163,7 +169,7 @@ async def test_a_rank_whose_process_dies_is_the_error_not_the_broken_collective(
 async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles: PlacementGroup) -> None:
     batch = make_batch(groups=4)
     batch.advantages[-1] = float("nan")
-    dispatch = await RayWorkerDispatch.create(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
     try:
         with pytest.raises(NonFiniteError, match="loss of optimizer step 0"):
             await dispatch.update_policy(batch)
@@ -174,7 +180,7 @@ async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles
 @pytest.mark.slow
 async def test_a_model_that_cannot_be_loaded_ends_the_start(bundles: PlacementGroup, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=str(tmp_path)):
-        await RayWorkerDispatch.create(config_for(str(tmp_path)), WorkerPlacement(bundles))
+        await started(config_for(str(tmp_path)), WorkerPlacement(bundles))
     await _until_free(bundles)
 
 
@@ -190,7 +196,7 @@ async def test_the_event_loop_runs_on_while_a_model_loads(untied_model: str, bun
 
     ticking = asyncio.create_task(tick())
     began = time.monotonic()
-    dispatch = await RayWorkerDispatch.create(config_for(untied_model), WorkerPlacement(bundles))
+    dispatch = await started(config_for(untied_model), WorkerPlacement(bundles))
     seconds = time.monotonic() - began
     ticking.cancel()
     await dispatch.shutdown()

@@ -89,9 +89,9 @@ def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_e
 
 def test_ranks_say_where_a_model_goes():
     placement = Placement(plan(config(ranks=2, engines=1)), group="group")
-    ranks = placement.ranks("reference", threads=3)
-    assert (ranks.ranks, ranks.first_bundle, ranks.num_cpus, ranks.num_gpus, ranks.threads) == (2, 0, 0.5, 0.5, 3)
-    assert Placement(plan(config(), with_reference=False), "group").ranks("reference", 1) is None
+    ranks = placement.ranks("reference")
+    assert (ranks.ranks, ranks.first_bundle, ranks.num_cpus, ranks.num_gpus) == (2, 0, 0.5, 0.5)
+    assert Placement(plan(config(), with_reference=False), "group").ranks("reference") is None
 
 
 def test_an_actors_options_are_its_share_of_its_bundle():

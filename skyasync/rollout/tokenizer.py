@@ -1,0 +1,32 @@
+"""The model's tokenizer.
+
+Invariant: what comes is what ``AutoTokenizer`` would give. Importing that takes seconds, since it knows all models; a
+folder whose tokenizer is of no model's own class, but the ``tokenizers`` library's, does without.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a folder or of a model on the hub."""
+    if _is_generic(Path(path)):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _is_generic(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return found.get("tokenizer_class") in GENERIC and "auto_map" not in found
