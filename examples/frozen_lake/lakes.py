@@ -1,6 +1,6 @@
-"""Random lakes of 4x4 fields: rows for training and evaluation, and a teacher that knows the way.
+"""Random lakes, of 4x4 fields if nothing else is asked for: rows for training and evaluation, and a teacher that knows the way.
 
-Invariant: a lake is a function of its seed alone, and no held-out lake has the same map as one that is trained on: a
+Invariant: a lake is a function of its seed and size alone, and no held-out lake has the same map as one that is trained on: a
 checksum of the map decides which side it is on.
 """
 
@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal
 
 from skyasync.envs.gymnasium import near_view
@@ -18,88 +19,93 @@ from skyasync.envs.gymnasium import near_view
 Split = Literal["train", "held_out"]
 
 SIZE = 4
-MAX_STEPS = 8  # the shortest way has six
 HELD_OUT_ONE_IN = 5
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 Place = tuple[int, int]
 
 
 @lru_cache(maxsize=65536)
-def lake(seed: int) -> tuple[str, ...]:
+def lake(seed: int, size: int = SIZE) -> tuple[str, ...]:
     """The map that the environment makes of this seed: S start, F frozen, H hole, G goal."""
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-    return tuple(generate_random_map(SIZE, seed=seed))
+    return tuple(generate_random_map(size, seed=seed))
 
 
-def split_of(seed: int) -> Split:
-    return "held_out" if zlib.crc32("".join(lake(seed)).encode()) % HELD_OUT_ONE_IN == 0 else "train"
+def most_steps(size: int = SIZE) -> int:
+    """Of a game; the shortest way has ``2 * (size - 1)``."""
+    return 2 * size
 
 
-def seeds(split: Split, start: int = 0) -> Iterator[int]:
+def split_of(seed: int, size: int = SIZE) -> Split:
+    return "held_out" if zlib.crc32("".join(lake(seed, size)).encode()) % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def seeds(split: Split, start: int = 0, size: int = SIZE) -> Iterator[int]:
     """Seeds of one side's lakes, upwards."""
-    return (seed for seed in range(start, 1 << 31) if split_of(seed) == split)
+    return (seed for seed in range(start, 1 << 31) if split_of(seed, size) == split)
 
 
-def row(seed: int) -> dict[str, Any]:
+def row(seed: int, size: int = SIZE) -> dict[str, Any]:
     """As a dataset's row: the environment draws the lake below the (empty) prompt."""
     return {
         "prompt": [{"role": "user", "content": ""}],
         "env_class": "gymnasium",
         "gym_id": "FrozenLake-v1",
-        "gym_args": {"map_size": SIZE, "is_slippery": False},
+        "gym_args": {"map_size": size, "is_slippery": False},
         "view": "near",
-        "max_steps": MAX_STEPS,
+        "max_steps": most_steps(size),
         "seed": seed,
     }
 
 
-def train_lakes(count: int = 2048) -> list[dict[str, Any]]:
-    return [row(seed) for seed, _ in zip(seeds("train", start=100_000), range(count), strict=False)]
+def train_lakes(count: int = 2048, size: int = SIZE) -> list[dict[str, Any]]:
+    return [row(seed, size) for seed in islice(seeds("train", 100_000, size), count)]
 
 
-def val_lakes(count: int = 128) -> list[dict[str, Any]]:
-    return [row(seed) for seed, _ in zip(seeds("held_out"), range(count), strict=False)]
+def val_lakes(count: int = 128, size: int = SIZE) -> list[dict[str, Any]]:
+    return [row(seed, size) for seed in islice(seeds("held_out", size=size), count)]
 
 
-def moved(at: Place, action: str) -> Place:
+def moved(at: Place, action: str, size: int = SIZE) -> Place:
     down, right = MOVES[action]
-    return min(max(at[0] + down, 0), SIZE - 1), min(max(at[1] + right, 0), SIZE - 1)
+    return min(max(at[0] + down, 0), size - 1), min(max(at[1] + right, 0), size - 1)
 
 
 def best_actions(board: tuple[str, ...], at: Place) -> list[str]:
     """The first moves of all shortest ways to the goal."""
-    distances = _distances(board)
-    near = {action: distances.get(moved(at, action), SIZE**2 + 1) for action in MOVES}
+    distances, size = _distances(board), len(board)
+    near = {action: distances.get(moved(at, action, size), size**2 + 1) for action in MOVES}
     return [action for action in MOVES if near[action] == min(near.values())]
 
 
 @lru_cache(maxsize=65536)
 def _distances(board: tuple[str, ...]) -> dict[Place, int]:
     """Steps to the goal of every field from which it can be reached."""
-    goal = (SIZE - 1, SIZE - 1)
+    size = len(board)
+    goal = (size - 1, size - 1)
     found, queue = {goal: 0}, deque([goal])
     while queue:
         at = queue.popleft()
         for action in MOVES:
-            other = moved(at, action)
+            other = moved(at, action, size)
             if other not in found and board[other[0]][other[1]] != "H":
                 found[other] = found[at] + 1
                 queue.append(other)
     return found
 
 
-def lesson(seed: int, rng: random.Random, careful: float) -> list[dict[str, str]]:
+def lesson(seed: int, rng: random.Random, careful: float, size: int = SIZE) -> list[dict[str, str]]:
     """A game as its teacher plays it: a best move with probability ``careful``, else any; it may drown.
 
     Every answer is a move that a good or a careless player makes, so who learns from it plays so as well.
     """
-    board, at, messages = lake(seed), (0, 0), []
-    for _ in range(MAX_STEPS):
+    board, at, messages = lake(seed, size), (0, 0), []
+    for _ in range(most_steps(size)):
         choices = best_actions(board, at) if rng.random() < careful else list(MOVES)
         action = rng.choice(choices)
         messages += [{"role": "user", "content": near_view(board, at)}, {"role": "assistant", "content": action}]
-        at = moved(at, action)
+        at = moved(at, action, size)
         if board[at[0]][at[1]] in "HG":
             break
     return messages

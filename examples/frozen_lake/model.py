@@ -39,6 +39,7 @@ class Recipe(warm_start.Recipe):
     hidden: int = 64
     head_dim: int = 32
     intermediate: int = 192
+    size: int = SIZE  # of the lakes, at most that
     careful: float = 0.7  # how often the teacher makes a best move on purpose
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
@@ -50,7 +51,7 @@ class Recipe(warm_start.Recipe):
 
     def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
         rng = random.Random(self.seed)
-        return (row(lesson(seed, rng, self.careful), tokenizer) for seed in seeds("train"))
+        return (row(lesson(seed, rng, self.careful, self.size), tokenizer) for seed in seeds("train", size=self.size))
 
 
 def build(*, out: str | Path | None = None, progress: bool = True, **options: Any) -> str:
