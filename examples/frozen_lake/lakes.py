@@ -1,7 +1,7 @@
-"""Random lakes, of 4x4 fields if nothing else is asked for: rows for training and evaluation, and a teacher that knows the way.
+"""Random lakes, by default of 4x4 fields: rows for training and evaluation, and a teacher that knows the way.
 
-Invariant: a lake is a function of its seed and size alone, and no held-out lake has the same map as one that is trained on: a
-checksum of the map decides which side it is on.
+Invariant: a lake is a function of its seed and size alone, and no held-out lake has the same map as one that is trained
+on: a checksum of the map decides which side it is on.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def test_more_games_are_won_on_lakes_it_has_not_trained_on(
         "--config", str(CONFIG), f"trainer.policy.model.path={beginner}", f"trainer.plan={plan}",
         f"data.train_data=[{HERE}:train_lakes]", f"data.val_data=[{HERE}:val_lakes]",
         "generator.backend=transformers", "trainer.max_training_steps=16", "trainer.train_batch_size=16",
-        "trainer.policy.optimizer_config.lr=1.5e-3", "trainer.eval_interval=0", "generator.eval_n_samples_per_prompt=12",
-        "trainer.policy.threads=1", "generator.threads=1", f"trainer.runs_dir={tmp_path}", "trainer.run_name=run",
-        "trainer.progress=false",
+        "trainer.policy.optimizer_config.lr=1.5e-3", "trainer.eval_interval=0",
+        "generator.eval_n_samples_per_prompt=12", "trainer.policy.threads=1", "generator.threads=1",
+        f"trainer.runs_dir={tmp_path}", "trainer.run_name=run", "trainer.progress=false",
     ]))  # fmt: skip
     experiment.run()
     before, *_, after = read_lines(tmp_path / "run" / "metrics.jsonl")

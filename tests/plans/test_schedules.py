@@ -2,6 +2,8 @@
 
 The plan is the real one, on virtual time, where a deadlock is an error; only the tensors are left out. What a run has
 saved is what its successor goes on with, as from a checkpoint.
+
+    SCHEDULES=10000 uv run --no-sync pytest tests/plans/test_schedules.py      # as many as that: about a minute
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from skyasync.simulate.clock import run_virtual
 from tests.plans.parts import make_run
 
 QUICK = 300
-THOROUGH = int(os.environ.get("SCHEDULES", "10000"))
+THOROUGH = int(os.environ.get("SCHEDULES", "1000"))
 DURATIONS = (0.0, 0.1, 1.0, 7.0, 60.0)
 
 

@@ -7,6 +7,7 @@ and played again to both.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from copy import deepcopy
 from statistics import median
 from typing import Any
 
@@ -129,12 +130,14 @@ async def replayed(plan: type[RayPPOTrainer], cfg: Any, tape: dict[TrajectoryId,
 
 
 async def test_recorded_rollouts_train_the_same_in_both_plans_bit_for_bit(model: str, engine: Any) -> None:
-    settings = {"steps": 6, "eval_interval": 0, "train_length": 32}
-    live = LocalRun(RayPPOTrainer, config(model, **settings), engine=engine)
+    cfg = config(model, steps=6, eval_interval=0, train_length=32)
+    cfg.trainer.policy.optimizer_config.lr = 1e-3  # slow enough for samples to differ until the end
+    live = LocalRun(RayPPOTrainer, cfg, engine=engine)
     recorder = live.trainer.generator = Recorder(live.trainer.generator)
     await live.train()
-    sync = await replayed(RayPPOTrainer, config(model, **settings), recorder.tape)
-    streamed = await replayed(FullyAsyncRayPPOTrainer, config(model, max_staleness=0, **settings), recorder.tape)
+    sync = await replayed(RayPPOTrainer, deepcopy(cfg), recorder.tape)
+    cfg.trainer.max_staleness = 0
+    streamed = await replayed(FullyAsyncRayPPOTrainer, cfg, recorder.tape)
 
     assert without_times(streamed.tracker.rows) == without_times(sync.tracker.rows)
     assert len({row["policy/loss"] for row in sync.tracker.rows.values()}) == 6
