@@ -90,6 +90,7 @@ def consistent(config: Config) -> Config:
     generator.eval_sampling_params.min_tokens = plain.generator.eval_sampling_params.min_tokens
     config.environment.reward_funcs, config.environment.reward_weights, config.environment.domains = [], [], {}
     config.data.reasoning_gym = {}
+    generator.agent_program = generator.agent_func_path = ""
     return config
 
 

@@ -115,10 +115,11 @@ def test_a_call_that_is_not_well_formed_leaves_the_text_as_it_is(broken):
     assert answers(text) == []
 
 
-names, values = st.text('abc \n"{}é', max_size=6), st.none() | st.integers() | st.text(max_size=5)
+WORDS = st.sampled_from(["", "a", "price", "two words", '"quoted"', "{}", "é\n", "</tool"])
+CALLS = st.lists(st.tuples(WORDS, st.dictionaries(WORDS, st.none() | st.integers() | WORDS, max_size=3)), max_size=3)
 
 
-@given(text=names, calls=st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3))
+@given(text=WORDS, calls=CALLS)
 def test_every_well_formed_call_is_read(text, calls):
     written = "".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls)
     said, found = read_tool_calls(text + written)
