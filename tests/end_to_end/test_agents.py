@@ -43,6 +43,7 @@ class PortIsClosed(BasePPOExp):
         assert was_open and endpoint.port == 0
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("program", ["calculator", "calculator_sdk"])
 def test_the_examples_programs_run_while_weights_are_swapped(program: str, train: Train, untrained: str) -> None:
     """OpenAI's client and its Agents SDK; programs are in the middle of a call when the policy changes."""

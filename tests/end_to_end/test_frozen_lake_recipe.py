@@ -11,7 +11,7 @@ from examples.frozen_lake.model import build
 from skyasync import BasePPOExp, load_config
 from tests.end_to_end.runs import Trained, read_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.recipe]
 
 CONFIG = Path(__file__).parents[2] / "examples" / "frozen_lake" / "config.yaml"
 HERE = "tests.end_to_end.test_frozen_lake_recipe"

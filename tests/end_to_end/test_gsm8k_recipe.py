@@ -16,7 +16,7 @@ from examples.gsm8k.gsm8k_dataset import prepare
 from skyasync import BasePPOExp, load_config
 from tests.end_to_end.runs import Trained
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.recipe]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 

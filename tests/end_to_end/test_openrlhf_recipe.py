@@ -10,7 +10,7 @@ from examples.tiny.model import build
 from skyasync import BasePPOExp, load_config
 from tests.end_to_end.runs import Trained, read_lines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.recipe]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openrlhf"
 
