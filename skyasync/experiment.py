@@ -21,7 +21,8 @@ from skyasync.config.check import config_warnings
 from skyasync.config.load import dump_config
 from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.config.sampling import backend
-from skyasync.errors import UserError
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.settings import engine_config, sync_tolerance
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import absolute_reference, resolve_reference
 from skyasync.rewards.settings import settle_references
@@ -88,7 +89,7 @@ class BasePPOExp:
         generator, config = self.cfg.generator, self.engine_config()
         engines = [
             RayEngine(
-                self.engine_backend(),
+                backend(self.cfg),
                 replace(config, extra={**config.extra, "engine_index": index}),
                 self._placement.options("engines", index),
                 generator.engine_start_timeout_s,
@@ -143,9 +144,8 @@ class BasePPOExp:
         """The way of the weights from the policy to the engines."""
         from skyasync.weight_sync.sync import WeightSync
 
-        tolerance = self.cfg.generator.weight_sync_tolerance or (1e-4 if self._all_float32() else 1.0)
         probe = probe if self.cfg.generator.verify_weight_sync else ()
-        return WeightSync(dispatch, inference_engine_client, probe, tolerance)
+        return WeightSync(dispatch, inference_engine_client, probe, sync_tolerance(self.cfg, gpus=self.gpus))
 
     def get_trainer(self, cfg: Any, tracker: Any, tokenizer: Any, train_dataset: Any, eval_dataset: Any,
                     inference_engine_client: Any, generator: Any, colocate_pg: Any) -> RayPPOTrainer:  # fmt: skip
@@ -275,54 +275,8 @@ class BasePPOExp:
         algorithm = self.cfg.trainer.algorithm
         return algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
-    def engine_backend(self) -> str:
-        return backend(self.cfg)
-
-    def engine_config(self) -> Any:
-        from skyasync.engines.protocol import EngineConfig
-
-        generator, trainer = self.cfg.generator, self.cfg.trainer
-        response = generator.sampling_params.max_generate_length
-        response = max(response, generator.eval_sampling_params.max_generate_length)
-        return EngineConfig(
-            model_path=trainer.policy.model.path,
-            dtype=generator.dtype if generator.dtype != "auto" else trainer.policy.model.dtype,
-            max_model_len=generator.max_model_len or trainer.max_prompt_length + response * generator.max_turns,
-            max_num_seqs=generator.max_num_seqs,
-            tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
-            gpu_memory_utilization=generator.gpu_memory_utilization,
-            kv_cache_gb=generator.kv_cache_gb,
-            seed=trainer.seed,
-            weight_sync_backend=self.weight_sync_backend(),
-            extra={
-                "sleep_mode": self.engines_sleep(),
-                "one_per_prompt": not generator.is_num_return_sequences_expand,
-            },
-        )
-
-    def engines_sleep(self) -> bool:
-        """Whether the engines give their devices away while the policy is trained."""
-        colocated = self.cfg.trainer.placement.colocate_all
-        if colocated and not self.gpus and self.engine_backend() == "vllm":
-            raise UserError(
-                "trainer.placement.colocate_all=true puts engines to sleep during training, which vLLM cannot do on a "
-                "CPU: set generator.backend=transformers, or trainer.placement.colocate_all=false"
-            )
-        return colocated
-
-    def weight_sync_backend(self) -> str:
-        backend = self.cfg.generator.weight_sync_backend
-        if backend == "nccl" and not self.gpus:
-            raise UserError(
-                "generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory"
-            )
-        if backend == "nccl" and self.engine_backend() != "vllm":
-            raise UserError("generator.weight_sync_backend=nccl needs generator.backend=vllm; use shared_memory")
-        return "shared_memory" if backend == "auto" else backend
-
-    def _all_float32(self) -> bool:
-        dtypes = {self.cfg.trainer.policy.model.dtype, self.engine_config().dtype}
-        return dtypes <= ({"float32"} if self.gpus else {"float32", "auto"})
+    def engine_config(self) -> EngineConfig:
+        return engine_config(self.cfg, gpus=self.gpus)
 
     def _share_threads(self, overlap: bool) -> None:
         from skyasync.workers.placement import share_threads
