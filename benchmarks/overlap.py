@@ -55,23 +55,23 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from examples.tiny.model import build
-        from skyasync.engines.client import InferenceClient
-        from skyasync.engines.protocol import EngineConfig
-        from skyasync.engines.ray_engine import RayEngine
 
         self.options = options
         size = {"hidden": options.hidden, "intermediate": options.hidden * 11 // 4}
         self.model = build(out=options.folder / f"model_{options.hidden}", steps=1, progress=False, **size)
-        samples = options.prompts * options.samples
-        config = EngineConfig(self.model, threads=1, max_model_len=MODEL_LENGTH, max_num_seqs=samples, kv_cache_gb=1.0)
-        self.client = InferenceClient([RayEngine("vllm", config, {"num_cpus": 0})])
 
     async def start(self) -> None:
         """Everything that Ray starts inherits this process's core; the policy's thread begins on the other."""
+        from skyasync.engines.client import InferenceClient
+        from skyasync.engines.protocol import EngineConfig
+        from skyasync.engines.ray_engine import RayEngine
         from skyasync.workers.cluster import start_on_loopback
 
+        samples = self.options.prompts * self.options.samples
+        config = EngineConfig(self.model, threads=1, max_model_len=MODEL_LENGTH, max_num_seqs=samples, kv_cache_gb=1.0)
         os.sched_setaffinity(0, {ENGINE_CORE})
         start_on_loopback(num_cpus=2, object_store_memory=1 << 28, log_to_driver=False)
+        self.client = InferenceClient([RayEngine("vllm", config, {"num_cpus": 0})])
         await self.client.start()
         os.sched_setaffinity(0, {POLICY_CORE})
 

@@ -61,7 +61,7 @@ class _EngineActor:
 
 
 class RayEngine:
-    """See ``InferenceEngine`` for the methods.
+    """See ``InferenceEngine`` for the methods. Making one starts its process, so Ray must be up.
 
     Args:
         options: Ray's actor options (resources, placement).
