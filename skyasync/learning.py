@@ -36,8 +36,9 @@ class Learning(Refill):
         """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps."""
         from skyasync.algorithms.filters import group_filter
 
-        keep = group_filter(self.cfg.trainer.algorithm)
-        return [group for group in groups if keep(group.rewards)]
+        algorithm = self.cfg.trainer.algorithm
+        keep = group_filter(algorithm)
+        return [group for group in groups if keep(group.judged_by(algorithm.dynamic_sampling.metric))]
 
     def _filtered(self, groups: list[Group]) -> list[Group]:
         kept = self.filter_groups(groups)

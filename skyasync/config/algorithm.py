@@ -79,6 +79,11 @@ class DynamicSamplingConfig:
         "Train only groups whose mean reward lies strictly between low and high, or whose rewards differ.",
         choices=("none", "mean", "variance"),
     )
+    metric: str = key(
+        "",
+        "A metric of the environments that groups are judged by in place of their rewards (score, of OpenRLHF agents).",
+        open_ended=True,
+    )
     low: float = key(0.0, "Groups with a mean reward up to this are left out (type mean).")
     high: float = key(1.0, "Groups with a mean reward from this on are left out (type mean).")
     tolerance: float = key(0.0, "Rewards this close count as equal (type variance).", low=0.0)

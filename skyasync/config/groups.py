@@ -32,6 +32,11 @@ def check_groups(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"{sampling.type}, low={sampling.low:g} and high={sampling.high:g}: it needs type=mean, and a range that "
             f"rewards from reward_min={sampling.reward_min:g} to reward_max={sampling.reward_max:g} can miss"
         )
+    if sampling.early_end and sampling.metric:
+        yield (
+            f"trainer.algorithm.dynamic_sampling.early_end=true decides by rewards, and trainer.algorithm."
+            f"dynamic_sampling.metric={sampling.metric} judges groups by something else: leave one of them out"
+        )
     if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
         yield (
             f"trainer.algorithm.truncated_responses={algorithm.truncated_responses} and trainer.algorithm."

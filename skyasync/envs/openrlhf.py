@@ -38,7 +38,7 @@ class OpenRLHFAgent(BaseTextEnv):
     """One episode of an agent file.
 
     The rewards of the steps are the rewards of the turns; ``scores`` and ``extra_logs`` of the last step that gave
-    them are metrics. Training filters groups by reward, not by score.
+    them are metrics; ``trainer.algorithm.dynamic_sampling.metric=score`` filters groups by the score.
 
     Args:
         env_config: the file's path under ``agent_func_path``.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from skyasync.envs.base import Conversation
+from skyasync.errors import UserError, unknown
 
 
 class PromptId(NamedTuple):
@@ -118,6 +119,19 @@ class Group:
     def rewards(self) -> list[float]:
         """Of the trajectories that were played to their end."""
         return [t.reward for t in self.trajectories if not t.ended_early]
+
+    def judged_by(self, metric: str) -> list[float]:
+        """The metric of each of them; the reward if there is no metric, or where an episode was given up.
+
+        Raises:
+            UserError: if none of those that were played has this metric.
+        """
+        ended = [t for t in self.trajectories if not t.ended_early]
+        played = [t for t in ended if not t.metrics.get("given_up")]
+        if metric and played and not any(metric in t.metrics for t in played):
+            known = {name for t in played for name in t.metrics}
+            raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, known))
+        return [t.metrics.get(metric, t.reward) for t in ended]
 
     @property
     def oldest_version(self) -> int:

@@ -530,6 +530,22 @@ def test_dynamic_sampling_leaves_out_the_groups_that_its_setting_says(plan):
 
 
 @every_plan
+def test_groups_are_judged_by_a_metric_of_their_environment_where_that_is_asked_for(plan):
+    class RowThreeScoresAlike(plan):
+        def postprocess_generator_output(self, groups):
+            for group in groups:
+                for number, trajectory in enumerate(group.trajectories):
+                    trajectory.metrics = {"score": 1.0 if group.prompt.id.row == 3 else float(number)}
+                    trajectory.segments[-1].reward = float(number)
+            return groups
+
+    asked = {"type": "variance", "metric": "score"}
+    settings = {f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in asked.items()}
+    run = make_run(RowThreeScoresAlike, prompts=8, **settings).train()
+    assert run.trained == [i for i in stream(8) if i != PromptId(0, 3)]
+
+
+@every_plan
 def test_the_kl_penalty_in_the_reward_has_what_it_needs(plan):
     run = make_run(plan, prompts=8, trainer__algorithm__use_kl_in_reward=True).train()
     assert run.tracker.of("reward/kl") == {1: 0.0, 2: 0.0}
