@@ -7,12 +7,14 @@ error, never a log line.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from skyasync.cleanup import afterwards
+from skyasync.cleanup import GRACE_S, afterwards
 from skyasync.together import run_together
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -56,9 +58,20 @@ class WeightSync:
 
         Sender and engines may wait for each other (NCCL), so the first failure of either is raised at once.
         """
-        update = await self.source.publish_weights(version)
+        update = await self._published(version)
         async with afterwards(self.source.release_weights, update):
             await run_together(self.source.send_weights(update), self.destination.update_weights(update))
+
+    async def _published(self, version: int) -> WeightUpdate:
+        """Cancelled meanwhile, it waits for what is being published and releases it: nobody else knows of it."""
+        publishing = asyncio.ensure_future(self.source.publish_weights(version))
+        try:
+            return await asyncio.shield(publishing)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # it was cancelled, whatever becomes of this
+                async with asyncio.timeout(GRACE_S):
+                    await self.source.release_weights(await publishing)
+            raise
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities; the engines are not paused. Returns metrics.

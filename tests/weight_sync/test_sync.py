@@ -11,11 +11,12 @@ from tests.virtual_time import virtual_time
 
 
 class Trainer:
-    def __init__(self, scores=((-1.0, -2.0),), seconds=0.0, fault=None):
-        self.scores, self.released = [list(s) for s in scores], []
+    def __init__(self, scores=((-1.0, -2.0),), seconds=0.0, fault=None, publishes_in=0.0):
+        self.scores, self.released, self.publishes_in = [list(s) for s in scores], [], publishes_in
         self.seconds, self.fault = seconds, fault
 
     async def publish_weights(self, version):
+        await asyncio.sleep(self.publishes_in)
         return WeightUpdate(version, "memory", {"path": "p"})
 
     async def send_weights(self, update):
@@ -115,6 +116,28 @@ async def test_weights_are_released_after_a_failure_and_cancellation():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert trainer.released == [1, 2]
+
+
+@virtual_time
+async def test_weights_whose_publication_is_cancelled_are_released_once_they_are_there():
+    trainer = Trainer(publishes_in=5.0)
+    task = asyncio.create_task(sync(trainer, Engines()).sync(3))
+    await asyncio.sleep(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert trainer.released == [3]
+
+
+@virtual_time
+async def test_a_publication_that_never_ends_does_not_keep_a_cancellation_back():
+    task = asyncio.create_task(sync(Trainer(publishes_in=1e9), Engines()).sync(3))
+    await asyncio.sleep(1)
+    task.cancel()
+    before = asyncio.get_running_loop().time()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.get_running_loop().time() - before < 30
 
 
 @pytest.mark.parametrize("part", ["sender", "engines"])
