@@ -34,10 +34,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize(("part", "plan"), [
-    ("generator", "sync"), ("generator", "one_step_off"), ("environment", "fully_async"), ("policy worker", "sync"),
-    ("engine", "one_step_off"),
-])  # fmt: skip
+@pytest.mark.parametrize("plan", ["sync", "one_step_off"])
+@pytest.mark.parametrize("part", FAILURES)
 def test_a_failure_ends_the_run_with_its_traceback(
     part: str, plan: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from skyasync.plans.admission import Admission, Limits
 
 #: Four promises on so many schedules each, which makes ten thousand.
-QUICK = settings(max_examples=1000, deadline=None)
+QUICK = settings(max_examples=2500, deadline=None)
 
 
 @st.composite
