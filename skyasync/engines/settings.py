@@ -1,7 +1,7 @@
 """What the engines of a run are told: its configuration in the terms of ``EngineConfig``.
 
 Invariant: pure functions of the configuration and of whether there are GPUs; what cannot work is refused here, before
-any process starts.
+an engine starts.
 """
 
 from __future__ import annotations

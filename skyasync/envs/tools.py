@@ -31,14 +31,20 @@ class ToolError(Exception):
 
 
 def tool(method: Tool) -> Tool:
-    """Let the model call this method; its docstring describes it, ``Args:`` section included."""
+    """Let the model call this method; its docstring describes it, ``Args:`` section included.
+
+    Raises:
+        TypeError: for an ``async def``, since nobody would await it.
+    """
+    if inspect.iscoroutinefunction(method):
+        raise TypeError(f"tool {method.__qualname__} is async def: a tool must be a plain method")
     setattr(method, _MARK, True)
     return method
 
 
-def tools_of(owner: Any) -> dict[str, Callable[..., Any]]:
-    """Name -> method, for every method of a class (or of an object) that is marked."""
-    found = ((name, getattr(owner, name)) for name in dir(owner) if not name.startswith("__"))
+def tools_of(env_class: Any) -> dict[str, Callable[..., Any]]:
+    """Name -> method, for every method of a class that is marked. Of the class: an object's properties would run."""
+    found = ((name, getattr(env_class, name)) for name in dir(env_class) if not name.startswith("__"))
     return {name: method for name, method in found if getattr(method, _MARK, False)}
 
 
@@ -48,10 +54,13 @@ def schemas(env_class: Any) -> list[ToolSchema]:
     Raises:
         UserError: if a tool lacks a docstring, a type hint or the description of an argument.
     """
-    found = []
-    for name, method in tools_of(env_class).items():
-        from transformers.utils import get_json_schema
+    tools = tools_of(env_class)
+    if not tools:
+        return []
+    from transformers.utils import get_json_schema
 
+    found = []
+    for name, method in tools.items():
         try:
             found.append(get_json_schema(MethodType(method, env_class)))
         except Exception as error:
@@ -75,18 +84,20 @@ def read_tool_calls(text: str, *, several: bool = True) -> tuple[str, list[dict[
 def answer_to(call: dict[str, Any], owner: Any) -> dict[str, str]:
     """The message that a call is answered with."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    return {"role": "tool", "name": name, "content": _carried_out(name, arguments, tools_of(owner))}
+    return {"role": "tool", "name": name, "content": _carried_out(name, arguments, owner)}
 
 
-def _carried_out(name: str, arguments: dict[str, Any], tools: dict[str, Callable[..., Any]]) -> str:
+def _carried_out(name: str, arguments: dict[str, Any], owner: Any) -> str:
+    tools = tools_of(type(owner))
     if name not in tools:
         return f"error: {unknown('tool', name, tools)}"
+    method = getattr(owner, name)
     try:
-        bound = inspect.signature(tools[name]).bind(**arguments)
+        bound = inspect.signature(method).bind(**arguments)
     except TypeError as error:
         return f"error: {name}: {error}"
     try:
-        return str(tools[name](*bound.args, **bound.kwargs))
+        return str(method(*bound.args, **bound.kwargs))
     except ToolError as error:
         return f"error: {error}"
 

@@ -103,6 +103,25 @@ def test_methods_that_are_no_tools_cannot_be_called():
     assert answers(call("__init__"))[0].startswith("error: unknown tool '__init__'")
 
 
+def test_looking_for_tools_runs_none_of_an_environments_properties():
+    class Unready(Shop):
+        @property
+        def shelf(self):
+            raise AssertionError("nobody asked for the shelf")
+
+    (message,) = Unready().call_tools(call("price", item="apple"))[1]
+    assert message["content"] == "3"
+
+
+def test_a_tool_that_would_have_to_be_awaited_is_refused_where_it_is_written():
+    with pytest.raises(TypeError, match=r"ask is async def: a tool must be a plain method"):
+
+        @tool
+        async def ask(self) -> str:
+            """Ask somebody."""
+            return ""
+
+
 def test_what_a_tool_raises_is_an_error_of_the_environment():
     with pytest.raises(ZeroDivisionError, match="the door is broken"):
         answers(call("leave"))
