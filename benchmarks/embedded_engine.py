@@ -37,10 +37,10 @@ from transformers import (
     StoppingCriteria,
 )
 
-from skyasync.engines.decoder import Row
+from skyasync.engines.embedded.decoder import Row
+from skyasync.engines.embedded.engine import TransformersEngine
+from skyasync.engines.embedded.sampling import BatchSampler
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.sampling import BatchSampler
-from skyasync.engines.transformers_engine import TransformersEngine
 
 Run = Callable[[Sequence[GenerationRequest]], int]  # answers the requests, returns how many tokens that were
 

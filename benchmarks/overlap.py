@@ -62,10 +62,10 @@ class Bench:
 
     async def start(self) -> None:
         """Everything that Ray starts inherits this process's core; the policy's thread begins on the other."""
+        from skyasync.cluster.ray_cluster import start_on_loopback
         from skyasync.engines.client import InferenceClient
         from skyasync.engines.protocol import EngineConfig
         from skyasync.engines.ray_engine import RayEngine
-        from skyasync.workers.cluster import start_on_loopback
 
         samples = self.options.prompts * self.options.samples
         config = EngineConfig(self.model, threads=1, max_model_len=MODEL_LENGTH, max_num_seqs=samples, kv_cache_gb=1.0)
@@ -91,11 +91,11 @@ class Bench:
     async def run(self, plan: str, length: int, steps: int, name: str) -> Rows:
         from transformers import AutoTokenizer
 
+        from skyasync.data.datasets import load_prompts
         from skyasync.envs.pool import local_pool
         from skyasync.observe.timeline import Timeline
         from skyasync.plans import PLANS
         from skyasync.rollout.chat import ChatTokenizer
-        from skyasync.rollout.datasets import load_prompts
         from skyasync.rollout.generator import EpisodeGenerator
         from skyasync.weight_sync.sync import WeightSync
         from skyasync.workers.local import LocalDispatch

@@ -70,13 +70,13 @@ def run(job: Job) -> dict[str, Any]:
 async def train(job: Job) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
+    from skyasync.data.datasets import load_prompts
     from skyasync.engines.client import InferenceClient
+    from skyasync.engines.embedded.engine import TransformersEngine
     from skyasync.engines.protocol import EngineConfig
-    from skyasync.engines.transformers_engine import TransformersEngine
     from skyasync.envs.pool import local_pool
     from skyasync.plans import PLANS
     from skyasync.rollout.chat import ChatTokenizer
-    from skyasync.rollout.datasets import load_prompts
     from skyasync.rollout.generator import EpisodeGenerator
     from skyasync.weight_sync.sync import WeightSync
     from skyasync.workers.local import LocalDispatch

@@ -104,7 +104,7 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from skyasync.workers.placement import release
+    from skyasync.cluster.placement import release
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)

@@ -21,12 +21,12 @@ from skyasync.config.check import config_warnings
 from skyasync.config.load import dump_config
 from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.config.sampling import backend
+from skyasync.data.sources import absolute
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import engine_config, sync_tolerance
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import absolute_reference, resolve_reference
 from skyasync.rewards.settings import settle_references
-from skyasync.rollout.sources import absolute
 from skyasync.trainer import RayPPOTrainer
 
 PROBES = 8  # prompts whose log-probabilities prove a weight sync
@@ -76,7 +76,7 @@ class BasePPOExp:
 
     def get_colocate_pg(self, timeout: float = 180) -> Any:
         """The placement of all workers and engines, granted by Ray within ``timeout`` seconds."""
-        from skyasync.workers.placement import plan_slots, reserve
+        from skyasync.cluster.placement import plan_slots, reserve
 
         slots = plan_slots(self.cfg, gpus=self.gpus, with_reference=self.needs_reference())
         return reserve(slots, timeout, self.placement_name)
@@ -121,9 +121,9 @@ class BasePPOExp:
 
     def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What plays agent programs through the endpoint."""
-        from skyasync.rollout.agent_generator import AgentGenerator
-        from skyasync.rollout.agent_pool import AgentPool, ray_processes
-        from skyasync.rollout.endpoint import Endpoint
+        from skyasync.endpoint.agent_generator import AgentGenerator
+        from skyasync.endpoint.agent_pool import AgentPool, ray_processes
+        from skyasync.endpoint.server import Endpoint
         from skyasync.rollout.rules import EpisodeRules
 
         host = cfg.generator.endpoint_host
@@ -169,8 +169,8 @@ class BasePPOExp:
 
     def run(self) -> dict[str, float] | None:
         """Train on a Ray cluster; returns the last metrics, or None if the run was stopped."""
+        from skyasync.cluster.ray_cluster import cluster
         from skyasync.controller import run_in_controller
-        from skyasync.workers.cluster import cluster
 
         self.prepare()
         with cluster(self.cfg, with_reference=self.needs_reference()) as gpus:
@@ -192,7 +192,7 @@ class BasePPOExp:
 
     def prepare(self) -> None:
         """What must be settled before any process starts: the model's folder and the run's folder."""
-        from skyasync.envs.openrlhf import settle_agent_file
+        from skyasync.envs.adapters.openrlhf import settle_agent_file
 
         for line in config_warnings(self.cfg):
             print(f"warning: {line}", file=sys.stderr)
@@ -217,7 +217,7 @@ class BasePPOExp:
 
         The processes of engines and models come first: importing their libraries takes each of them seconds.
         """
-        from skyasync.rollout.datasets import warn_of_overlap
+        from skyasync.data.datasets import warn_of_overlap
 
         cfg = self.cfg
         self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
@@ -279,7 +279,7 @@ class BasePPOExp:
         return engine_config(self.cfg, gpus=self.gpus)
 
     def _share_threads(self, overlap: bool) -> None:
-        from skyasync.workers.placement import share_threads
+        from skyasync.cluster.placement import share_threads
 
         policy, engine = share_threads(self.cfg, os.cpu_count() or 1, overlap=overlap)
         self.cfg.trainer.policy.threads = policy
@@ -288,6 +288,6 @@ class BasePPOExp:
                 part.set_threads(engine)
 
     def _prompts(self, sources: Sequence[str], *, held_out: bool = False) -> Sequence[Any]:
-        from skyasync.rollout.datasets import load_prompts
+        from skyasync.data.datasets import load_prompts
 
         return load_prompts(sources, self.cfg, self._tokenizer, held_out=held_out)

@@ -15,20 +15,20 @@ from typing import Any
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.config.domains import proportions_of
+from skyasync.data.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.errors import UserError
-from skyasync.handover import HandOver
-from skyasync.learning import Learning
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.usage import UsageMeter
-from skyasync.phases import Metrics
 from skyasync.rollout.convert import groups_from_output
 from skyasync.rollout.gate import Gate
 from skyasync.rollout.metrics import eval_name, rollout_metrics, sample_records, staleness_metrics
-from skyasync.rollout.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
-from skyasync.state.saving import Saving
+from skyasync.training.handover import HandOver
+from skyasync.training.learning import Learning
+from skyasync.training.phases import Metrics
+from skyasync.training.saving import Saving
 
 
 class RayPPOTrainer(Learning, HandOver, Saving):
@@ -47,7 +47,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
     Args:
         cfg: a ``skyasync.config.Config``.
         tracker: receives ``log(metrics, step)``.
-        train_dataset: prompts; see ``skyasync.rollout.prompts``.
+        train_dataset: prompts; see ``skyasync.data.prompts``.
         generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``.
 
     Raises:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
-from skyasync.envs.gymnasium import near_view
+from skyasync.envs.adapters.gymnasium import near_view
 
 Split = Literal["train", "held_out"]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from examples import warm_start
 from examples.frozen_lake.lakes import MOVES, SIZE, lesson, seeds
 from examples.warm_start import CHATML, IGNORED, SPECIAL_TOKENS, Row, chat_tokenizer
-from skyasync.envs.gymnasium import FIELDS
+from skyasync.envs.adapters.gymnasium import FIELDS
 
 PLACES = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
 SIDES = [f"{move} {field}" for move in MOVES for field in ("edge", *FIELDS.values())]

@@ -160,5 +160,5 @@ class EngineConfig:
 
 ENGINES = Registry(
     "engine",
-    {"skyasync.engines.transformers_engine": "transformers", "skyasync.engines.vllm_engine": "vllm"},
+    {"skyasync.engines.embedded.engine": "transformers", "skyasync.engines.vllm.engine": "vllm"},
 )

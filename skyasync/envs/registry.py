@@ -12,10 +12,10 @@ ENVS = Registry(
     "environment",
     {
         "skyasync.envs.gsm8k": "gsm8k",
-        "skyasync.envs.gymnasium": "gymnasium",
-        "skyasync.envs.openrlhf": "openrlhf",
+        "skyasync.envs.adapters.gymnasium": "gymnasium",
+        "skyasync.envs.adapters.openrlhf": "openrlhf",
         "skyasync.envs.reward": "reward",
-        "skyasync.envs.textarena": "textarena",
+        "skyasync.envs.adapters.textarena": "textarena",
     },
 )
 EnvFactory = Callable[..., BaseTextEnv]

@@ -35,12 +35,12 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from skyasync.phases import Metrics
 from skyasync.plans import PLANS
 from skyasync.plans.admission import Admission, Batch, Limits
 from skyasync.rollout.types import Group
 from skyasync.together import run_together, together
 from skyasync.trainer import RayPPOTrainer, Rollout
+from skyasync.training.phases import Metrics
 
 
 @PLANS.register("fully_async")

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyasync.engines.client import InferenceClient, continuation
+from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.transformers_engine import TransformersEngine
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
+from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
-from skyasync.engines.transformers_engine import TransformersEngine
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
 from skyasync.rollout.generator import EpisodeGenerator

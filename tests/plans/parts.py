@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from skyasync.config.schema import Config
+from skyasync.data.prompts import PromptStream
 from skyasync.engines.protocol import EngineStats
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.rollout.prompts import PromptStream
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine_of_all(model: str) -> AsyncIterator[Any]:
-    from skyasync.engines.vllm_engine import VLLMEngine
+    from skyasync.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(engine_config(model))
     await engine.start()

@@ -13,11 +13,11 @@ from transformers import LlamaForCausalLM
 pytest.importorskip("vllm")
 
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm_core import EngineDiedError
-from skyasync.engines.vllm_engine import VLLMEngine
+from skyasync.engines.vllm.core import EngineDiedError
+from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.engines.vllm_models import perturb, publish, save_model, token_logprobs
+from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -1,0 +1,114 @@
+"""Joining a Ray cluster, or starting one on this machine's loopback and ending it again.
+
+Invariant: what is started here is ended here, and listens on no other interface; a cluster that was there
+before is left as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from skyasync.cluster.placement import missing, plan_slots, too_small
+from skyasync.errors import UserError
+
+ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
+SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
+
+
+@contextmanager
+def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
+    """Ray is up inside; yields whether there are GPUs.
+
+    Raises:
+        UserError: if ``ray.address`` names no cluster that answers, or this machine has too few devices. (A cluster
+            that is joined may grow, so it is asked.)
+    """
+    _prepare_environment()
+    import ray
+
+    mine = not ray.is_initialized()
+    if mine:
+        _join(ray, cfg.ray.address) if cfg.ray.address else _start(cfg, with_reference)
+    try:
+        gpus = ray.cluster_resources().get("GPU", 0) > 0
+        slots = plan_slots(cfg, gpus=gpus, with_reference=with_reference)
+        if mine and not cfg.ray.address and missing(slots):
+            raise too_small(slots, "on this machine")
+        yield gpus
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def start_on_loopback(**options: Any) -> None:
+    """``ray.init`` of a cluster that no other machine can reach.
+
+    Args:
+        options: further ones of ``ray.init``.
+    """
+    import ray
+
+    with _loopback_only():
+        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, **options)
+
+
+def _prepare_environment() -> None:
+    """Before Ray is imported, which reads them then."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+def _join(ray: Any, address: str) -> None:
+    if address != "auto":
+        _knock(address)
+    local = address.startswith(("127.", "localhost:"))  # one that `start_on_loopback` has started
+    try:
+        with _loopback_only() if local else nullcontext():
+            ray.init(address=address, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise UserError(f"ray.address={address!r}: no Ray cluster answers there ({error})") from error
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"ray.address={address!r} is neither 'auto' nor host:port")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
+
+
+def _start(cfg: Any, with_reference: bool) -> None:
+    bundles = plan_slots(cfg, gpus=False, with_reference=with_reference).bundles
+    has_gpus = os.path.exists("/dev/nvidia0")
+    start_on_loopback(
+        num_cpus=max(os.cpu_count() or 1, len(bundles)), object_store_memory=None if has_gpus else SMALL_OBJECT_STORE
+    )
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Ray turns an address of 127.0.0.1 into the machine's own, except where it may not form clusters.
+
+    That is its default outside of Linux; the switch is read by this process at import, by its children at start.
+    """
+    from ray._private import ray_constants
+
+    name, allowed = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(name)
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = allowed
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,1 @@
+"""Prompts, datasets, sources, mixtures."""

@@ -1,0 +1,146 @@
+"""Rows to prompts.
+
+A row has a prompt (a conversation, or one string for the user's message), perhaps an ``env_class``, a label, a
+domain, and whatever else the environment wants to know. Invariant: rows are never dropped silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from skyasync.config.domains import domains_of, judges
+from skyasync.config.schema import Config, DataConfig
+from skyasync.data.sources import rows
+from skyasync.envs.base import Conversation
+from skyasync.errors import UserError, nearest, unknown
+from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.types import Prompt, PromptId
+
+log = logging.getLogger(__name__)
+
+
+def load_prompts(sources: Sequence[str], cfg: Config, tokenizer: Any, *, held_out: bool = False) -> list[Prompt]:
+    """The prompts of all sources (see ``skyasync.data.sources``), numbered through.
+
+    Raises:
+        UserError: naming the source or the row that is wrong.
+    """
+    found = [row for source in sources for row in rows(source, cfg, held_out=held_out)]
+    prompts = [_prompt(index, dict(row), cfg) for index, row in enumerate(found)]
+    chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
+    limit = cfg.trainer.max_prompt_length
+    kept = [p for p in prompts if len(chat.prompt(p.messages)) <= limit]
+    if len(kept) < len(prompts):
+        log.warning(
+            "%d of %d prompts have more than trainer.max_prompt_length=%d tokens and are left out",
+            len(prompts) - len(kept), len(prompts), limit,
+        )  # fmt: skip
+    if prompts and not kept:
+        raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens")
+    if kept and not held_out:
+        _check_domains(kept, cfg)
+        _check_judged(kept, cfg)
+    return kept
+
+
+def warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
+    """How many held-out prompts are also trained on; says so if there are any."""
+    trained = {_text(prompt) for prompt in train}
+    shared = sum(_text(prompt) in trained for prompt in held_out)
+    if shared:
+        log.warning("%d of %d held-out prompts are also training prompts", shared, len(held_out))
+    return shared
+
+
+def _prompt(index: int, row: dict[str, Any], cfg: Config) -> Prompt:
+    messages = _messages(index, row, cfg.data)
+    env_class = row.pop("env_class", None)
+    if not env_class or not cfg.environment.env_class_from_rows:
+        env_class = cfg.environment.env_class or ("reward" if judges(cfg.environment) else "")
+    if cfg.generator.agent_program:
+        env_class = "agent"  # the program judges
+    if not env_class:
+        raise UserError(
+            f"data row {index} names no env_class and environment.env_class is empty: set it, or "
+            f"environment.reward_funcs"
+        )
+    extras = {**row, **(row.pop("extras", None) or {})}
+    for name, column, usual in (("label", cfg.data.label_key, "label"), ("domain", cfg.data.domain_key, "domain")):
+        if column != usual or column in row:
+            extras[name] = _column(index, row, column, f"data.{name}_key")
+    return Prompt(PromptId(0, index), messages, env_class, extras)
+
+
+def _messages(index: int, row: dict[str, Any], data: DataConfig) -> Conversation:
+    prompt = _column(index, row, data.prompt_key, "data.prompt_key")
+    row.pop(data.prompt_key, None)
+    if not isinstance(prompt, str):
+        if not data.apply_chat_template:
+            raise UserError(f"data row {index} holds a conversation, and data.apply_chat_template=false takes text")
+        if not _is_conversation(prompt):
+            raise UserError(
+                f"data row {index}: {data.prompt_key!r} must be a string, or a list of messages with role and content; "
+                f"found {str(prompt)[:80]!r}"
+            )
+        messages = [dict(message) for message in prompt]
+    else:
+        messages = [{"role": "user", "content": prompt}]
+    if data.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    return messages
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) > 0
+        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    )
+
+
+def _column(index: int, row: Mapping[str, Any], name: str, key: str) -> Any:
+    """A column by its name, or ``a.b`` for b in column a."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            close = nearest(name, _names(row), count=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"data row {index} has no column {name!r} ({key}); it has: {', '.join(row)}{hint}")
+        value = value[part]
+    return value
+
+
+def _names(row: Mapping[str, Any]) -> Iterable[str]:
+    for name, value in row.items():
+        yield name
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in value)
+
+
+def _check_domains(prompts: Sequence[Prompt], cfg: Config) -> None:
+    """Every domain with settings of its own is met in the training rows: another name would be a slip."""
+    found = {str(p.extras.get("domain") or "") for p in prompts}
+    for name in domains_of(cfg.environment.domains):
+        if name not in found:
+            raise UserError(
+                f"environment.domains.{name} is no training row's domain (data.domain_key={cfg.data.domain_key}): "
+                f"{unknown('domain', name, found - {''})}"
+            )
+
+
+def _check_judged(prompts: Sequence[Prompt], cfg: Config) -> None:
+    """Reward functions that no row asks for would be ignored without a word."""
+    funcs, named = judges(cfg.environment), sorted({p.env_class for p in prompts})
+    if funcs and "reward" not in named:
+        raise UserError(
+            f"the reward functions {', '.join(funcs)} would judge no row, since all rows name their env_class "
+            f"({', '.join(named)}): set environment.env_class_from_rows=false"
+        )
+
+
+def _text(prompt: Prompt) -> str:
+    return "\n".join(str(message.get("content")) for message in prompt.messages)

@@ -1,0 +1,95 @@
+"""The training prompts, in an order that only the seed decides.
+
+Invariant: the stream is a pure function of (seed, position): whoever knows which positions have been trained
+knows exactly what comes next, also in the middle of an epoch and at its end. No prompt is left out:
+a batch may run over the end of an epoch, and the last batch may be smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from skyasync.data.mixture import Order
+from skyasync.errors import UserError
+from skyasync.rollout.types import Prompt, PromptId
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts of one step. Behind it all before ``position`` are done, and those in ``ahead``."""
+
+    prompts: list[Prompt]
+    position: int
+    ahead: frozenset[int] = frozenset()
+
+
+class PromptStream:
+    """Shuffled passes over a dataset, cut into batches.
+
+    Args:
+        dataset: prompts whose ``id.row`` is their row; ``id.epoch`` is set here.
+        total: prompts of the whole run, over all epochs.
+        proportions: domain -> share of the prompts; see ``skyasync.data.mixture``.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Prompt],
+        batch_size: int,
+        seed: int,
+        total: int,
+        proportions: Mapping[str, float] | None = None,
+    ) -> None:
+        if not dataset:
+            raise UserError("there are no training prompts (data.train_data)")
+        self._dataset, self._batch_size, self.total = dataset, batch_size, total
+        self._order = Order(dataset, seed, proportions)
+
+    def steps(self, position: int = 0, ahead: Collection[int] = ()) -> int:
+        """How many batches are left when all before ``position`` and those in ``ahead`` are done."""
+        return max(0, -(-(self.total - position - len(ahead)) // self._batch_size))
+
+    def cursor(self, position: int = 0, ahead: Collection[int] = ()) -> PromptCursor:
+        """Behind all before ``position`` and those in ``ahead``."""
+        return PromptCursor(self, position, ahead)
+
+    def batches(self, position: int = 0, ahead: Collection[int] = ()) -> Iterator[PromptBatch]:
+        """The batches of what is left when all before ``position`` and those in ``ahead`` are done."""
+        cursor = self.cursor(position, ahead)
+        while (batch := cursor.take(self._batch_size)).prompts:
+            yield batch
+
+    def prompt(self, position: int) -> Prompt:
+        epoch, offset = self._order.at(position)
+        row = self._dataset[offset]
+        return Prompt(PromptId(epoch, row.id.row), row.messages, row.env_class, row.extras)
+
+
+class PromptCursor:
+    """Where a reader of the stream stands; each prompt that is left is taken once, in order."""
+
+    def __init__(self, stream: PromptStream, position: int, ahead: Collection[int]) -> None:
+        self._stream, self._position, self._ahead = stream, position, ahead
+        self._left = (p for p in range(position, stream.total) if p not in ahead)
+
+    def take(self, count: int) -> PromptBatch:
+        """The next ``count`` prompts, or as many as there are."""
+        taken = list(islice(self._left, count))
+        self._position = taken[-1] + 1 if taken else self._position
+        ahead = frozenset(p for p in self._ahead if p >= self._position)
+        return PromptBatch([self._stream.prompt(p) for p in taken], self._position, ahead)
+
+
+def prompts_of_run(trainer_cfg: Any, dataset_size: int) -> int:
+    """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows.
+
+    Where rejected prompts are replaced, nobody knows how many that is.
+    """
+    total = trainer_cfg.epochs * dataset_size
+    if trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
+        return total
+    limit = trainer_cfg.max_training_steps * trainer_cfg.train_batch_size
+    return min(total, limit) if limit else total

@@ -1,0 +1,119 @@
+"""Plays episodes of agent programs: a program calls the endpoint as it likes and returns a score.
+
+Invariant: every trajectory asked for comes back, in the order asked, made of the calls that were recorded; the score is
+earned by the last of them. An engine's failure and a wrong setting end the run. A program that fails ends its own
+episode, and with it the run, unless ``environment.on_error`` has such episodes given up and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from typing import Any
+
+from skyasync.endpoint.agent_pool import AgentError, AgentPool, ProcessLostError, Score
+from skyasync.endpoint.recorder import sequences
+from skyasync.endpoint.server import Endpoint
+from skyasync.endpoint.session import Session
+from skyasync.engines.protocol import SamplingParams
+from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.convert import generator_output
+from skyasync.rollout.generator import all_or_error
+from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
+from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
+
+PLAYS = 3  # of an episode whose process another one may have ended
+
+
+class AgentGenerator:
+    """Implements ``skyasync.rollout.generator.Generator``.
+
+    Args:
+        endpoint: where programs find the policy; the first ``generate`` starts it.
+        agents: what runs the programs.
+        rules: limits of an episode; its turns are the program's own affair.
+    """
+
+    def __init__(self, endpoint: Endpoint, agents: AgentPool, tokenizer: Any, rules: EpisodeRules) -> None:
+        self._endpoint, self._agents = endpoint, agents
+        self._chat = ChatTokenizer(tokenizer)
+        self._rules = rules
+        self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        await self._endpoint.start()
+        sampling, is_eval = input_batch["sampling_params"], input_batch["is_eval"]
+        episodes = [
+            self._episode(identity, {**extras, "prompt": prompt}, sampling, is_eval)
+            for identity, prompt, extras in zip(
+                input_batch["trajectory_ids"], input_batch["prompts"], input_batch["env_extras"], strict=True
+            )
+        ]
+        return generator_output(await all_or_error(episodes))
+
+    async def close(self) -> None:
+        """Stop listening, and end the programs' processes."""
+        await self._agents.close()
+        await self._endpoint.close()
+
+    async def _episode(
+        self, identity: TrajectoryId, data: dict[str, Any], sampling: SamplingParams, is_eval: bool
+    ) -> Trajectory:
+        async with self._turn:
+            problem: Exception | None = None
+            for _ in range(PLAYS):
+                async with self._endpoint.session(identity, sampling, self._rules.session(identity)) as session:
+                    try:
+                        score = await self._play(session, data, is_eval)
+                        return self._scored(session, score)
+                    except AgentError as error:
+                        return self._given_up(session, error, data)
+                    except ProcessLostError as error:
+                        problem = error
+            lost = AgentError(f"{identity}: its process was lost {PLAYS} times ({problem})")
+            return self._given_up(session, lost, data)
+
+    async def _play(self, session: Session, data: dict[str, Any], is_eval: bool) -> Score:
+        """The program's score, or the failure of an engine that it met: whichever is there first."""
+        episode, url, key = str(session.identity), self._endpoint.base_url, session.api_key
+        play = self._agents.play(episode, data, url, key, is_eval=is_eval, timeout_s=self._rules.timeout_s)
+        playing = asyncio.ensure_future(play)
+        waited: set[asyncio.Future[Any]] = {playing, session.failure}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure.done():
+                session.failure.result()
+            score = await playing
+        finally:
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+        if not session.recorder.calls:
+            raise AgentError(f"{session.identity}: the program returned a score without a call of the model")
+        return score
+
+    def _scored(self, session: Session, score: Score) -> Trajectory:
+        trajectory = _recorded(session)
+        trajectory.segments[-1].reward = score.reward
+        trajectory.metrics |= score.metrics
+        if self._rules.on_error != "raise":
+            trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
+        return trajectory
+
+    def _given_up(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
+        if self._rules.on_error == "raise":
+            raise error
+        trajectory = Trajectory(session.identity, [Segment("prompt", [])])
+        if session.recorder.calls:
+            trajectory = _recorded(session)
+            if self._rules.on_error == "mask":
+                trajectory.branches = []  # without a loss they say nothing
+        reason = GivenUpError()
+        reason.__cause__ = error
+        return give_up(trajectory, self._rules, reason, self._chat.prompt(data["prompt"]))
+
+
+def _recorded(session: Session) -> Trajectory:
+    calls = session.recorder.calls
+    *branches, last = sequences(calls)
+    metrics = {"agent_calls": float(len(calls)), "agent_sequences": float(len(branches) + 1)}
+    return Trajectory(session.identity, last, calls[-1].stop_reason, metrics, branches)

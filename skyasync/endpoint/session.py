@@ -1,0 +1,53 @@
+"""One episode at the endpoint.
+
+Invariant: its key and the ids of its requests are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from skyasync.endpoint.recorder import Recorder
+from skyasync.endpoint.request import Asked
+from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.rollout.types import TrajectoryId
+
+
+class Session:
+    """One episode at the endpoint: its key, its calls, and the failure of an engine if it met one.
+
+    Args:
+        affinity: what shares it goes to the same engine; by default the episode is alone.
+    """
+
+    def __init__(self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None) -> None:
+        self.identity, self.sampling, self.affinity = identity, sampling, affinity or str(identity)
+        self.api_key = secrets.token_urlsafe(32)
+        self.recorder = Recorder()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.handlers: set[asyncio.Task[Any]] = set()
+        self.asked = 0
+
+    def requests(self, prompt: list[int], asked: Asked, room: int) -> list[GenerationRequest]:
+        """One request per choice, each with an id (and seed) of its own."""
+        sampling = asked.sampling
+        most = min(sampling.max_tokens, room)
+        sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        first, self.asked = self.asked, self.asked + asked.choices
+        return [
+            GenerationRequest(
+                request_id=f"{self.identity}-c{first + choice}",
+                prompt_token_ids=prompt,
+                sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice),
+                session_id=self.affinity,
+            )
+            for choice in range(asked.choices)
+        ]
+
+    def fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
+            self.failure.exception()  # whoever plays the episode may not be there to ask for it

@@ -1,0 +1,1 @@
+"""The engine that needs no extra install: transformers, decoding in this process."""

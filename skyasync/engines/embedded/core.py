@@ -1,0 +1,236 @@
+"""What happens inside the embedded engine's thread: requests, pauses, swaps and reports around the decoder.
+
+Invariant: no method is ever called during a step, so whatever one changes holds from the next token on.
+
+    who waits                     for what                        who wakes them
+    ---------                     --------                        --------------
+    reader of a ``Reply``         an output of its rows           ``work`` (as rows finish), ``abort``, ``fail``
+    caller of ``pause("wait")``   accepted requests to finish     ``work``; ``resume``, another ``pause``, ``fail``
+    held requests                 ``resume``                      the caller of ``pause``
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+import torch
+
+from skyasync.engines.embedded.decoder import Decoder, Row, cache_budget
+from skyasync.engines.embedded.logit_edits import Words, tokenised
+from skyasync.engines.embedded.model import EmbeddedModel
+from skyasync.engines.embedded.sampling import stream_key
+from skyasync.engines.protocol import (
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    PauseMode,
+)
+from skyasync.engines.stop_strings import StopStrings
+from skyasync.errors import UserError, unknown
+from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.weight_sync.update import WeightUpdate
+
+
+class Reply:
+    """Where the outputs of one call go: an asyncio queue of lists, or of the error that ended the engine."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[list[GenerationOutput] | BaseException] = asyncio.Queue()
+
+    def send(self, message: list[GenerationOutput] | BaseException) -> None:
+        """Callable from any thread; a loop that has ended no longer listens."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, message)
+
+
+class EmbeddedCore:
+    """All methods run in the engine's thread; only ``stats`` may be read from elsewhere."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)  # holds for the calling thread
+        self._config = config
+        self._model = EmbeddedModel(config)
+        budget = cache_budget(self._model.device, config.kv_cache_gb, config.gpu_memory_utilization)
+        self._decoder = Decoder(
+            self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
+        )
+        self._state: Literal["running", "draining", "paused"] = "running"
+        self._rows: dict[str, Row] = {}  # every request that has not been answered
+        self._held: list[Row] = []  # accepted while not running
+        self._drained: list[Future[None]] = []
+        self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
+        self._tokenised_words: dict[tuple[str, ...], Words] = {}
+        self._busy_s = 0.0
+        self._paused_s = 0.0
+        self._paused_since: float | None = None
+
+    def work(self) -> bool:
+        """Compute one token for every running request; false when there is nothing to do."""
+        if self._state == "paused" or not self._decoder.busy:
+            return False
+        started = time.perf_counter()
+        rows = self._decoder.step()
+        self._busy_s += time.perf_counter() - started  # counted before anyone can know of the tokens
+        self._report(row for row in rows if row.streamed or row.output.finish_reason)
+        if self._state == "draining" and not self._decoder.busy:
+            self._enter("paused")
+        return True
+
+    def submit(self, requests: Sequence[GenerationRequest], reply: Reply, streamed: bool) -> None:
+        """Accept all requests, or none.
+
+        Raises:
+            UserError: if one has the id of a request not answered yet, or tokens that the model does not know.
+        """
+        rows: dict[str, Row] = {}
+        for request in requests:
+            if request.request_id in rows or request.request_id in self._rows:
+                raise UserError(f"request id {request.request_id!r} is already that of an unanswered request")
+            rows[request.request_id] = self._row(request, reply, streamed)
+        self._rows.update(rows)
+        if self._state == "running":
+            self._decoder.submit(rows.values())
+        else:
+            self._held += rows.values()
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """The future ends when no token is being computed any more."""
+        if mode not in ("keep", "abort", "wait"):
+            raise UserError(unknown("pause mode", mode, ["keep", "abort", "wait"]))
+        if mode == "abort":
+            self.abort(None)
+        done: Future[None] = Future()
+        self._drained.append(done)
+        self._enter("draining" if mode == "wait" and self._decoder.busy and self._state != "paused" else "paused")
+        return done
+
+    def resume(self) -> None:
+        self._enter("running")
+        held, self._held = self._held, []
+        self._decoder.submit(held)
+
+    def abort(self, ids: Sequence[str] | None) -> None:
+        chosen = None if ids is None else set(ids)
+        cut = self._decoder.abort(chosen)
+        for row in self._held:
+            if chosen is None or row.request.request_id in chosen:
+                row.output.finish_reason = "abort"
+                cut.append(row)
+        self._held = [row for row in self._held if row.output.finish_reason is None]
+        self._report(cut)
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        if update.backend != "shared_memory":
+            raise UserError(
+                unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
+            )
+        self._model.load_weights(read_weights(update.info["path"]))
+        self._decoder.version = update.version
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._model.score(sequences)
+
+    def sleep(self) -> None:
+        if self._rows:
+            raise UserError(f"sleep needs an idle engine; {len(self._rows)} requests are unanswered")
+        self._decoder.free_cache()
+
+    def stats(self) -> EngineStats:
+        since = self._paused_since
+        return EngineStats(
+            running=self._decoder.running,
+            waiting=self._decoder.waiting + len(self._held),
+            generated_tokens=self._decoder.generated_tokens,
+            busy_s=self._busy_s,
+            paused_s=self._paused_s + (time.perf_counter() - since if since is not None else 0.0),
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Answer everyone who waits with ``error``."""
+        for reply in {id(row.owner): row.owner for row in self._rows.values()}.values():
+            reply.send(error)
+        self._rows.clear()
+        drained, self._drained = self._drained, []
+        for future in drained:
+            future.set_exception(error)
+
+    def _row(self, request: GenerationRequest, reply: Reply, streamed: bool) -> Row:
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        if min(prompt) < 0 or max(prompt) >= self._model.vocabulary:
+            raise UserError(
+                f"request {request.request_id!r} cannot be answered: its prompt has tokens from {min(prompt)} to "
+                f"{max(prompt)}, the model's vocabulary has {self._model.vocabulary}"
+            )
+        self._refuse_unknown_tokens(request)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        return Row(
+            request,
+            key=stream_key(sampling.seed, self._config.seed, request.request_id),
+            limit=min(sampling.max_tokens, self._config.max_model_len - len(prompt)),
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
+            stop_strings=self._stops(request) if sampling.stop else None,
+            bad_words=self._bad_words(request) if sampling.bad_words else (),
+            streamed=streamed,
+            owner=reply,
+        )
+
+    def _stops(self, request: GenerationRequest) -> StopStrings:
+        tokenizer = self._tokenizer_for("stop strings", request)
+        key = (request.sampling.stop, request.sampling.skip_special_tokens)
+        if key not in self._stop_strings:
+            self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
+        return self._stop_strings[key]
+
+    def _bad_words(self, request: GenerationRequest) -> Words:
+        tokenizer, words = self._tokenizer_for("bad words", request), request.sampling.bad_words
+        if words not in self._tokenised_words:
+            self._tokenised_words[words] = tokenised(
+                words, lambda text: tokenizer.encode(text, add_special_tokens=False)
+            )
+        return self._tokenised_words[words]
+
+    def _tokenizer_for(self, what: str, request: GenerationRequest) -> Any:
+        if self._model.tokenizer is None:
+            raise UserError(
+                f"request {request.request_id!r} has {what}, but {self._config.model_path} has no tokenizer"
+            )
+        return self._model.tokenizer
+
+    def _refuse_unknown_tokens(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        named = {"logit_bias": sampling.logit_bias, "allowed_token_ids": sampling.allowed_token_ids}
+        for name, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.vocabulary:
+                raise UserError(
+                    f"request {request.request_id!r} cannot be answered: {name} has tokens from {min(tokens)} to "
+                    f"{max(tokens)}, the model's vocabulary has {self._model.vocabulary}"
+                )
+
+    def _report(self, rows: Iterable[Row]) -> None:
+        """Send the rows' outputs to their owners, one message each."""
+        messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
+        for row in rows:
+            messages.setdefault(id(row.owner), (row.owner, []))[1].append(row.news() if row.streamed else row.output)
+            if row.output.finish_reason:
+                del self._rows[row.request.request_id]
+        for reply, outputs in messages.values():
+            reply.send(outputs)
+
+    def _enter(self, state: Literal["running", "draining", "paused"]) -> None:
+        """Change the state, keep the clock of pauses, and release those who waited for the end of a drain."""
+        now = time.perf_counter()
+        if self._paused_since is not None:
+            self._paused_s += now - self._paused_since
+        self._paused_since = now if state == "paused" else None
+        self._state = state
+        if state != "draining":
+            drained, self._drained = self._drained, []
+            for future in drained:
+                future.set_result(None)

@@ -1,0 +1,244 @@
+"""The decode loop of the embedded engine: continuous batching, one token for every running request per step.
+
+Invariant: a request is in exactly one place (waiting, admitted, running) until it is reported finished, once.
+Between two calls of ``step`` everything may be changed: weights, version, requests; the caches stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyasync.engines.embedded.logit_edits import asks_for_edits
+from skyasync.engines.embedded.model import FORWARD_TOKENS, EmbeddedModel
+from skyasync.engines.embedded.sampling import BatchSampler
+from skyasync.engines.embedded.slot_cache import SlotCache
+from skyasync.engines.protocol import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.stop_strings import StopStrings
+
+
+@dataclass(eq=False)
+class Row:
+    """A request on its way. ``limit`` is the most tokens it may get; ``owner`` is whoever wants to hear of it."""
+
+    request: GenerationRequest
+    key: int
+    limit: int
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    streamed: bool = False
+    owner: Any = None
+    output: GenerationOutput = field(init=False)
+    _told: int = 0  # tokens that a streaming owner has heard of
+
+    def __post_init__(self) -> None:
+        self.output = GenerationOutput(self.request.request_id)
+        self.sampling: SamplingParams = self.request.sampling
+        self.prompt: list[int] = self.request.prompt_token_ids
+        self.token_ids: list[int] = self.output.token_ids
+        self.edited = asks_for_edits(self.sampling)
+
+    @property
+    def reserved(self) -> int:
+        """The most tokens it can have in the cache."""
+        return len(self.prompt) + self.limit
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache while running: the newest token is not in it yet."""
+        return len(self.prompt) + len(self.token_ids) - 1
+
+    def record(self, token: int, logprob: float, version: int) -> None:
+        output = self.output
+        self.token_ids.append(token)
+        output.logprobs.append(logprob)
+        output.versions.append(version)
+        output.finish_reason = self._finish_reason(token)
+
+    def news(self) -> GenerationOutput:
+        """What has been added since the last call."""
+        output, start = self.output, self._told
+        self._told = len(output.token_ids)
+        return GenerationOutput(
+            output.request_id,
+            output.token_ids[start:],
+            output.logprobs[start:],
+            output.versions[start:],
+            output.finish_reason,
+        )
+
+    def _finish_reason(self, token: int) -> FinishReason | None:
+        if token in self.stop_ids:
+            return "stop"
+        count = len(self.token_ids)
+        if (
+            self.stop_strings
+            and count > self.sampling.min_tokens
+            and self.stop_strings.completed_by_last(self.token_ids)
+        ):
+            return "stop"
+        return "length" if count >= self.limit else None
+
+
+class Decoder:
+    """``submit`` rows, then call ``step`` until ``busy`` is false. Not thread-safe."""
+
+    def __init__(self, model: EmbeddedModel, *, version: int, max_num_seqs: int, cache_bytes: int) -> None:
+        self.model = model
+        self.version = version
+        self.generated_tokens = 0
+        self._max_num_seqs = max_num_seqs
+        self._cache_bytes = cache_bytes
+        self._cache: SlotCache | None = None
+        self._waiting: deque[Row] = deque()
+        self._admitted: list[Row] = []  # room is reserved; sorted by prompt, longest last
+        self._running: list[Row] = []  # row i lives in slot i
+        self._changed = False  # the tensors below no longer describe the running rows
+        self._sampler: BatchSampler
+        self._tokens: Tensor
+        self._lengths: np.ndarray
+        self._positions: np.ndarray
+
+    @property
+    def running(self) -> int:
+        return len(self._running) + len(self._admitted)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._admitted or self._waiting)
+
+    def submit(self, rows: Iterable[Row]) -> None:
+        self._waiting.extend(rows)
+
+    @torch.inference_mode()
+    def abort(self, ids: Collection[str] | None) -> list[Row]:
+        """Take out the requests with these ids (None: all) and return them, their outputs marked as aborted."""
+        everywhere = [*self._running, *self._admitted, *self._waiting]
+        cut = [row for row in everywhere if ids is None or row.request.request_id in ids]
+        for row in cut:
+            row.output.finish_reason = "abort"
+        self._waiting = deque(row for row in self._waiting if row.output.finish_reason is None)
+        self._admitted = [row for row in self._admitted if row.output.finish_reason is None]
+        self._drop_finished()
+        return cut
+
+    def free_cache(self) -> None:
+        self._cache = None
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token."""
+        if not self._admitted:
+            self._admit()
+        rows = self._prefill() if self._admitted else self._decode()
+        self.generated_tokens += len(rows)
+        self._drop_finished()
+        return rows
+
+    def _admit(self) -> None:
+        """Take waiting requests, in order, while slots and cache have room for all that they may become."""
+        cache = self._ensure_cache()
+        columns = max((row.reserved for row in self._running), default=0)
+        while self._waiting and self.running < self._max_num_seqs:
+            needed = max(columns, self._waiting[0].reserved)
+            if self.running and not cache.fits(self.running + 1, needed):
+                break
+            columns = needed
+            self._admitted.append(self._waiting.popleft())
+        if self._admitted:
+            cache.reserve(self.running, columns)
+            self._admitted.sort(key=lambda row: (len(row.prompt), row.prompt))
+
+    def _ensure_cache(self) -> SlotCache:
+        if self._cache is None:
+            _, prefixes = self.model.prefill([[0]])
+            self._cache = SlotCache(prefixes, self._cache_bytes)
+        return self._cache
+
+    def _prefill(self) -> list[Row]:
+        """Compute each different prompt once, give all its samples a copy, and sample their first tokens."""
+        rows, prompts, index = self._next_prompts()
+        logits, prefixes = self.model.prefill(prompts)
+        which = torch.tensor(index, device=self.model.device)
+        assert self._cache is not None
+        self._cache.fill(len(self._running), prefixes, which)
+        self._running += rows
+        self._changed = True
+        sampler = BatchSampler(rows, self.model.device)
+        self._record(rows, *sampler(logits[which], np.zeros(len(rows), dtype=np.int64)))
+        return rows
+
+    def _next_prompts(self) -> tuple[list[Row], list[list[int]], list[int]]:
+        """Admitted rows with the longest prompts, their different prompts, and which row has which."""
+        rows: list[Row] = []
+        prompts: list[list[int]] = []
+        index: list[int] = []
+        while self._admitted:
+            prompt = self._admitted[-1].prompt
+            if not prompts or prompt != prompts[-1]:
+                if prompts and (len(prompts) + 1) * len(prompts[0]) > FORWARD_TOKENS:
+                    break
+                prompts.append(prompt)
+            rows.append(self._admitted.pop())
+            index.append(len(prompts) - 1)
+        return rows, prompts, index
+
+    def _decode(self) -> list[Row]:
+        if self._changed:
+            self._describe_rows()
+        assert self._cache is not None
+        lengths = torch.from_numpy(self._lengths).to(self.model.device)
+        logits = self.model.decode(self._tokens, lengths, int(self._lengths.max()) + 1, self._cache)
+        self._tokens, logprobs = self._sampler(logits, self._positions)
+        rows = list(self._running)
+        self._record(rows, self._tokens, logprobs)
+        self._lengths = self._lengths + 1
+        self._positions = self._positions + 1
+        return rows
+
+    def _record(self, rows: list[Row], tokens: Tensor, logprobs: Tensor) -> None:
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.record(token, logprob, self.version)
+
+    def _describe_rows(self) -> None:
+        rows, device = self._running, self.model.device
+        self._sampler = BatchSampler(rows, device)
+        self._tokens = torch.tensor([row.token_ids[-1] for row in rows], device=device)
+        self._lengths = np.array([row.cached for row in rows])
+        self._positions = np.array([len(row.token_ids) for row in rows])
+        self._changed = False
+
+    def _drop_finished(self) -> None:
+        """Keep the running rows in slots 0 to n-1: those beyond the new n move into the holes."""
+        rows = self._running
+        count = sum(row.output.finish_reason is None for row in rows)
+        if count == len(rows):
+            return
+        holes = [i for i in range(count) if rows[i].output.finish_reason is not None]
+        movers = [i for i in range(count, len(rows)) if rows[i].output.finish_reason is None]
+        if holes:
+            assert self._cache is not None
+            self._cache.move(movers, holes, max(rows[i].cached for i in movers) + 1)
+            for source, target in zip(movers, holes, strict=True):
+                rows[target] = rows[source]
+        del rows[count:]
+        self._changed = True
+
+
+def cache_budget(device: torch.device, kv_cache_gb: float, gpu_memory_utilization: float) -> int:
+    """Bytes the cache may take: on a GPU what the weights leave of the allowed share, else ``kv_cache_gb``."""
+    if device.type != "cuda":
+        return int(kv_cache_gb * 2**30)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(int(free - (1 - gpu_memory_utilization) * total), 2**28)

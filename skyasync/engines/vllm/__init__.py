@@ -1,0 +1,1 @@
+"""vLLM behind the engines' protocol."""

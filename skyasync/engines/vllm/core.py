@@ -1,0 +1,174 @@
+"""vLLM's ``AsyncLLM`` and the processes behind it: started, asked, and ended.
+
+Invariant: no caller waits for a core that is dead or whose weights are broken, and no process of it
+outlives this one (see ``process_guard``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skyasync.engines.process_guard import ProcessGuard
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.vllm.setup import engine_arguments, prepare_environment
+from skyasync.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+POLL_S = 0.5  # how often a call looks whether the core still lives
+SHUTDOWN_S = 1.0  # for vLLM to end by itself; the guard ends the rest
+_starting = threading.Lock()  # the environment belongs to the process: one engine starts at a time
+
+
+class EngineDiedError(RuntimeError):
+    """The engine can answer nothing any more; whatever it was computing is lost."""
+
+
+class VLLMCore:
+    """One vLLM engine. ``version`` salts the prefix cache: a prompt finds only blocks of its own version."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.version = config.version
+        self.cpu = True
+        self._engine: AsyncLLM | None = None
+        self._guard: ProcessGuard | None = None
+        self._end = "it was not started"  # why it cannot be asked; empty while it can
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        try:
+            await asyncio.to_thread(self._load)
+            await self.call(self.llm.get_supported_tasks())  # vLLM remembers them; see ``outputs``
+            await self.call(self.llm.update_weight_version(str(self.version)))
+        except BaseException:
+            await self.shutdown()
+            raise
+
+    def _load(self) -> None:
+        with _starting:
+            prepare_environment(self.config)
+            try:
+                from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.platforms import current_platform
+                from vllm.v1.engine.async_llm import AsyncLLM
+            except ModuleNotFoundError as error:
+                raise MissingExtraError("vLLM", "vllm (with a GPU) or --extra cpu (without)") from error
+            self.cpu = current_platform.is_cpu()
+            arguments = AsyncEngineArgs(**engine_arguments(self.config, cpu=self.cpu))
+            self._guard = ProcessGuard()
+            with self._guard.marking():
+                self._engine = AsyncLLM.from_engine_args(arguments)
+            self._guard.note_shared_memory()
+            self._end = ""
+
+    async def shutdown(self) -> None:
+        """End all processes; whoever still waits for an answer gets ``EngineDiedError``. Safe to call twice."""
+        engine, guard = self._engine, self._guard
+        self.give_up("it was shut down")
+        self._engine = self._guard = None
+        if engine is not None:
+            if engine.output_handler is not None:  # it would log the core's end as a failure
+                engine.output_handler.cancel()
+            await asyncio.to_thread(engine.shutdown, timeout=SHUTDOWN_S)
+        if guard is not None:
+            await asyncio.to_thread(guard.close)
+
+    def give_up(self, reason: str) -> None:
+        """From now on every call raises, and so does every request in flight."""
+        self._end = reason
+        if self._engine is not None:
+            self._engine.output_processor.propagate_error(self.died())
+
+    def died(self) -> EngineDiedError:
+        return EngineDiedError(f"the vLLM engine of {self.config.model_path} is not running: {self._end}")
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises ``EngineDiedError`` where there is none to be asked."""
+        if self._engine is None or self._end:
+            raise self.died()
+        return self._engine
+
+    @property
+    def process_mark(self) -> str:
+        """What its processes can be found by: ``process_guard.guarded(mark)``."""
+        if self._guard is None:
+            raise self.died()
+        return self._guard.mark
+
+    async def call(self, answer: Awaitable[T]) -> T:
+        """Await an answer of the core. vLLM itself would wait for a dead one for ever."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(answer)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=POLL_S)
+                if not task.done() and self.llm.errored:
+                    raise EngineDeadError
+            return task.result()
+        except EngineDeadError as error:
+            self._end = self._end or "its process died (its own messages say why)"
+            raise self.died() from error
+        finally:
+            task.cancel()
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    async def outputs(
+        self, name: str, tokens: Sequence[int], parameters: SamplingParams
+    ) -> AsyncIterator[RequestOutput]:
+        """vLLM's outputs for one prompt.
+
+        vLLM registers the request before its first suspension (it knows its supported tasks by then), so that
+        no weight update comes between the reading of ``version`` and ``unbegun``.
+        """
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        prompt = tokens_input(list(tokens), cache_salt=f"version {self.version}")
+        try:
+            async for output in self.llm.generate(prompt, parameters, name):
+                yield output
+        except EngineDeadError as error:
+            self._end = self._end or "its process died (its own messages say why)"
+            raise self.died() from error
+        except Exception:
+            if self._end:
+                raise self.died() from None
+            raise
+
+    def states(self) -> list[Any]:
+        """vLLM's records of the requests it holds (``RequestState``)."""
+        return list(self._engine.output_processor.request_states.values()) if self._engine else []
+
+    def unbegun(self) -> list[str]:
+        """Requests, scores included, that have no token yet."""
+        return [state.external_req_id for state in self.states() if not state.weight_version_starts]
+
+    def begun_tokens(self) -> list[int]:
+        """For each request that has tokens, how many."""
+        return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
+
+    def versions(self, name: str, output: RequestOutput) -> list[int]:
+        """The version of each token of the response so far; vLLM itself reports it with the last output only."""
+        if output.finished:
+            return versions_of(output.outputs[0])
+        processor = self.llm.output_processor
+        state: Any = processor.request_states[processor.external_req_ids[name][0]]
+        versions, starts = zip(*state.weight_version_starts, strict=True)
+        ends = [*starts[1:], state.detokenizer.num_output_tokens()]
+        return [int(v) for v, start, end in zip(versions, starts, ends, strict=True) for _ in range(start, end)]
+
+
+def versions_of(completion: Any) -> list[int]:
+    """The version of each token of a finished sample."""
+    return [int(span.version) for span in completion.weight_versions or [] for _ in range(span.start, span.end)]

@@ -1,0 +1,285 @@
+"""vLLM behind the engine protocol: ``AsyncLLM`` in this process, its core in a child process.
+
+Invariant: a token's version is the one that vLLM's core sent along with it. The core changes its version
+only while it is paused, between two steps, so a stamp cannot be off by a token.
+
+What is cached under which weights: a request that has begun keeps its cache over a weight update (its later
+tokens read keys and values of the former weights; that is what "keep" means). Nothing else does: a request
+that has no token yet is started over, and the prefix cache is salted with the version, so that no prompt
+finds the blocks of an older one.
+
+| who waits                | for what                      | woken by                                        |
+|--------------------------|-------------------------------|-------------------------------------------------|
+| ``generate``, ``stream`` | outputs of the core           | the core; its death (vLLM's monitor raises)     |
+| ``score``                | the same, and for ``resume``  | the same                                        |
+| control calls            | the core's answer, each other | the core; its death (looked for every half second) |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from skyasync.engines.protocol import (
+    ENGINES,
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    PauseMode,
+)
+from skyasync.engines.stopwatch import Stopwatch
+from skyasync.engines.vllm.core import VLLMCore, versions_of
+from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
+from skyasync.errors import UserError
+from skyasync.weight_sync.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+
+@ENGINES.register("vllm")
+class VLLMEngine:
+    """See ``InferenceEngine`` for the methods. After its death they raise ``vllm_core.EngineDiedError``.
+
+    ``config.extra``: ``cpu_bind`` (cores for the threads, CPU), ``sleep_mode`` (allow ``sleep``, GPU),
+    ``engine_index`` (place among the engines; needed by the nccl weight sync with several), ``one_per_prompt``
+    (requests of one call that differ in their id alone are one request for vLLM, of which it draws n samples).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._core = VLLMCore(config)
+        self._in_flight: dict[str, set[str]] = {}  # request as vLLM knows it -> those of ours that want its samples
+        self._restarting: set[str] = set()
+        self._scores = 0
+        self._finished_tokens = 0
+        self._busy, self._paused = Stopwatch(), Stopwatch()
+        self._control = asyncio.Lock()
+        self._joined_group = False
+
+    async def start(self) -> None:
+        await self._core.start()
+
+    async def shutdown(self) -> None:
+        await self._core.shutdown()
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        finished: list[GenerationOutput | Exception] = []
+        arrived = asyncio.Event()
+
+        async def answer(bundle: list[GenerationRequest]) -> None:
+            try:
+                finished.extend(await self._answer(bundle))
+            except Exception as error:
+                finished.append(error)
+            arrived.set()
+
+        bundles = alike(requests) if self.config.extra.get("one_per_prompt") else [[r] for r in requests]
+        tasks = [asyncio.create_task(answer(bundle)) for bundle in bundles]
+        unanswered = len(requests)
+        try:
+            while unanswered:
+                await arrived.wait()
+                arrived.clear()
+                batch, finished[:] = list(finished), []
+                unanswered -= len(batch)
+                yield [_or_raise(output) for output in batch]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _answer(self, bundle: list[GenerationRequest]) -> list[GenerationOutput]:
+        """One output for each of the requests, which are alike."""
+        wanted = {request.request_id for request in bundle}
+        (output,) = [found async for found in self._outputs(bundle[0], wanted, streaming=False)]
+        answers = []
+        for request, completion in zip(bundle, output.outputs, strict=True):
+            answer = _answered(request, completion, versions_of(completion))
+            answers.append(answer if request.request_id in wanted else replace(answer, finish_reason="abort"))
+        return answers
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        sent = 0
+        async for output in self._outputs(request, {request.request_id}, streaming=True):
+            versions = self._core.versions(request.request_id, output)
+            yield _answered(request, output.outputs[0], versions[sent:])
+            sent = len(versions)
+
+    async def _outputs(
+        self, request: GenerationRequest, wanted: set[str], *, streaming: bool
+    ) -> AsyncIterator[RequestOutput]:
+        """vLLM's outputs, with a sample for each of ``wanted``; what a weight update found without a token is started
+        over. ``abort`` takes names out of ``wanted``, and ends the request when none is left."""
+        parameters = sampling_parameters(request.sampling, streaming=streaming, samples=len(wanted))
+        name = request.request_id
+        self._in_flight[name] = wanted
+        self._watch()
+        try:
+            finished = False
+            while not finished:
+                async for output in self._core.outputs(name, request.prompt_token_ids, parameters):
+                    finished = output.finished and name not in self._restarting
+                    if finished:
+                        self._finished_tokens += sum(len(versions_of(completion)) for completion in output.outputs)
+                    if finished or not output.finished:
+                        yield output
+                self._restarting.discard(name)
+        finally:
+            self._in_flight.pop(name, None)
+            self._restarting.discard(name)
+            self._watch()
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """As the protocol says; waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
+        return await asyncio.gather(*(self._score(sequence) for sequence in sequences))
+
+    async def _score(self, sequence: Sequence[int]) -> list[float]:
+        if len(sequence) < 2:
+            return []
+        while True:  # until neither a weight update nor pause("abort") has cut it
+            self._scores += 1
+            scores: Any = None
+            async for output in self._core.outputs(f"score-{self._scores}", sequence, scoring_parameters()):
+                scores = output.prompt_logprobs
+            if scores and len(scores) == len(sequence):  # the entry of the first token is empty
+                return list(scores.logprobs)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        names = []
+        for name, wanted in self._in_flight.items():
+            given_up = wanted if request_ids is None else wanted.intersection(request_ids)
+            if given_up:
+                wanted -= set(given_up)
+                names += [] if wanted else [name]
+        self._restarting.difference_update(names)
+        await self._core.call(self._core.llm.abort(names))
+
+    # -- control ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        async with self._control:
+            await self._pause(mode)
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._resume()
+
+    async def _pause(self, mode: PauseMode) -> None:
+        # Not clear_cache, which would throw away the kept requests' cache and compute it anew. And not
+        # AsyncLLM.pause_generation, which sleeps for 20 ms more: the stamps do not need it.
+        await self._core.call(self._core.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        self._paused.switch(True)
+        self._watch()
+
+    async def _resume(self) -> None:
+        await self._core.call(self._core.llm.resume_generation())
+        self._paused.switch(False)
+        self._watch()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """As the protocol says; an engine that is not paused is paused ("keep") for the update.
+
+        An update that fails may leave layers without weights: the engine gives up, and every call raises.
+
+        Raises:
+            ValueError: for a backend other than the one the engine was started with.
+        """
+        if update.backend != self.config.weight_sync_backend:
+            raise ValueError(
+                f"the engine was started for weight sync by {self.config.weight_sync_backend!r}, "
+                f"and cannot take an update by {update.backend!r}"
+            )
+        async with self._control:
+            was_paused = self._paused.on
+            if not was_paused:
+                await self._pause("keep")
+            try:
+                await self._transfer(update)
+            except Exception as error:
+                self._core.give_up(f"the update to version {update.version} failed: {error}")
+                raise
+            self._core.version = update.version
+            await self._restart_unbegun()
+            if not was_paused:
+                await self._resume()
+
+    async def _transfer(self, update: WeightUpdate) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        core, info = self._core, update.info
+        if update.backend == "nccl":
+            await self._join_group(info)
+            info = info["parameters"]
+        await core.call(core.llm.start_weight_update())
+        await core.call(core.llm.update_weights(WeightTransferUpdateRequest(info)))
+        await core.call(core.llm.finish_weight_update(weight_version=str(update.version)))
+
+    async def _join_group(self, info: dict[str, Any]) -> None:
+        """Meet the trainer in its NCCL group, before the first update."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        from skyasync.weight_sync.nccl import worker_info
+
+        if not self._joined_group:
+            index = self.config.extra.get("engine_index", 0)
+            request = WeightTransferInitRequest(worker_info(info, index, self.config.tensor_parallel_size))
+            await self._core.call(self._core.llm.init_weight_transfer_engine(request))
+            self._joined_group = True
+
+    async def _restart_unbegun(self) -> None:
+        """Have the requests that vLLM holds without a token computed from the start, by the new weights."""
+        names = self._core.unbegun()
+        self._restarting.update(self._in_flight.keys() & names)
+        await self._core.call(self._core.llm.abort(names))
+
+    async def sleep(self) -> None:
+        """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
+        self._refuse_on_cpu()
+        await self._core.call(self._core.llm.sleep(level=2, mode="wait"))
+
+    async def wake(self) -> None:
+        self._refuse_on_cpu()
+        await self._core.call(self._core.llm.wake_up())
+
+    def _refuse_on_cpu(self) -> None:
+        if self._core.cpu:
+            raise UserError("vLLM has no sleep mode on a CPU: use generator.backend=transformers there")
+
+    # -- watching -----------------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        """``running`` requests have a token; those that wait for their first one are ``waiting``."""
+        begun = self._core.begun_tokens()
+        return EngineStats(
+            running=len(begun),
+            waiting=max(sum(map(len, self._in_flight.values())) - len(begun), 0),
+            generated_tokens=self._finished_tokens + sum(begun),
+            busy_s=self._busy.seconds,
+            paused_s=self._paused.seconds,
+        )
+
+    def _watch(self) -> None:
+        self._busy.switch(bool(self._in_flight) and not self._paused.on)
+
+
+def _or_raise(output: GenerationOutput | Exception) -> GenerationOutput:
+    if isinstance(output, Exception):
+        raise output
+    return output
+
+
+def _answered(request: GenerationRequest, completion: Any, versions: list[int]) -> GenerationOutput:
+    if completion.finish_reason not in ("stop", "length", "abort", "repetition", None):
+        raise RuntimeError(f"vLLM failed on request {request.request_id}: {completion.finish_reason}")
+    return GenerationOutput(
+        request_id=request.request_id,
+        token_ids=list(completion.token_ids),
+        logprobs=list(completion.logprobs.logprobs),
+        versions=versions,
+        finish_reason="length" if completion.finish_reason == "repetition" else completion.finish_reason,
+    )

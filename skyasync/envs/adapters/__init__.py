@@ -1,0 +1,1 @@
+"""Environments of other libraries, one file for each."""

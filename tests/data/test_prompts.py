@@ -1,0 +1,78 @@
+"""The prompt stream: shuffled by the seed alone, nothing left out, resumable anywhere."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyasync.data.prompts import PromptStream
+from skyasync.errors import UserError
+from tests.rollout.episodes import prompt
+
+SIZES = {
+    "size": st.integers(1, 30),
+    "batch": st.integers(1, 12),
+    "seed": st.integers(0, 5),
+    "total": st.integers(0, 90),
+}
+
+
+def ids(stream, position=0):
+    return [[p.id for p in batch.prompts] for batch in stream.batches(position)]
+
+
+def make(size, batch, seed, total):
+    return PromptStream([prompt(row) for row in range(size)], batch, seed, total)
+
+
+@given(**SIZES)
+def test_every_epoch_is_a_permutation_and_no_prompt_is_lost(size, batch, seed, total):
+    found = [i for part in ids(make(size, batch, seed, total)) for i in part]
+    assert len(found) == total
+    for epoch in range(total // size):
+        assert sorted(i.row for i in found[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert [i.epoch for i in found] == [position // size for position in range(total)]
+
+
+@given(position=st.integers(0, 100), **SIZES)
+def test_the_stream_is_a_function_of_seed_and_position(size, batch, seed, total, position):
+    whole = [i for part in ids(make(size, 1, seed, total)) for i in part]
+    used = make(size, batch, seed, total)
+    ids(used)  # whatever has been read before changes nothing
+    assert [i for part in ids(used, position) for i in part] == whole[position:]
+    assert [used.prompt(p).id for p in range(total)] == whole
+
+
+@given(position=st.integers(0, 100), **SIZES)
+def test_batches_are_full_but_the_last_and_as_many_as_announced(size, batch, seed, total, position):
+    stream = make(size, batch, seed, total)
+    lengths = [len(part) for part in ids(stream, position)]
+    assert all(length == batch for length in lengths[:-1])
+    assert all(0 < length <= batch for length in lengths)
+    assert len(lengths) == stream.steps(position)
+
+
+@given(**SIZES)
+def test_a_batch_says_where_the_next_one_begins(size, batch, seed, total):
+    stream, position, resumed = make(size, batch, seed, total), 0, []
+    while left := next(stream.batches(position), None):
+        resumed.append([p.id for p in left.prompts])
+        position = left.position
+    assert resumed == ids(stream)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    stream = make(30, 30, 0, 60)
+    first, second = ids(stream)
+    assert [i.row for i in first] != [i.row for i in second]
+    assert ids(make(30, 30, 1, 60))[0] != first
+
+
+def test_what_a_prompt_says_travels_with_it():
+    stream = PromptStream([prompt(0, "mine", answer=3)], 1, 0, 2)
+    found = stream.prompt(1)
+    assert (found.id.epoch, found.id.row, found.env_class, found.extras) == (1, 0, "mine", {"answer": 3})
+
+
+def test_an_empty_dataset_is_refused_with_its_key():
+    with pytest.raises(UserError, match=r"data\.train_data"):
+        PromptStream([], 4, 0, 8)

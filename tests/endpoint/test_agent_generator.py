@@ -1,0 +1,215 @@
+"""Agent programs as rollouts: the real endpoint, OpenAI's client and the real process code; the engine is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyasync.endpoint.agent_generator import AgentGenerator
+from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
+from skyasync.endpoint.agent_process import THREAD, AgentProcess, load_program
+from skyasync.endpoint.server import Endpoint
+from skyasync.engines.client import InferenceClient
+from skyasync.errors import UserError
+from skyasync.rollout import rules as episode_rules
+from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.rules import EpisodeRules
+from skyasync.rollout.types import Group
+from tests.endpoint import agent_programs
+from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
+
+PROGRAMS = "tests.endpoint.agent_programs"
+FAILURES = {
+    "raises": "LookupError: broken",
+    "exits": "SystemExit: 3",
+    "nan": "returned nan as its reward",
+    "none": "returned None as its reward",
+    "text": "returned '1.0' as its reward",
+    "bool": "returned True as its reward",
+    "key": "it takes reward and metrics",
+    "metric": "returned inf as its metric x",
+    "no call": "without a call of the model",
+    "hangs": r"did not end within 0.5 s \(generator.episode_timeout_s\)",
+}
+
+
+class Engine(ScriptedEngine):
+    """Aborts nothing: it answers at once."""
+
+    async def abort(self, ids: Any) -> None: ...
+
+
+class Local:
+    """An ``AgentProcess`` in this process."""
+
+    def __init__(self, program: str, **config: Any) -> None:
+        self.process, self.killed = AgentProcess(f"{PROGRAMS}:{program}", config), False
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self.process, method)(*args)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@asynccontextmanager
+async def generator(
+    process: Callable[[], Any], engine: Any = None, rules: EpisodeRules | None = None, processes: int = 1
+) -> AsyncIterator[AgentGenerator]:
+    endpoint = Endpoint(InferenceClient([engine or Engine(lambda _: "yes")]), tokenizer(), 256)
+    pool = AgentPool(process, processes)
+    found = AgentGenerator(endpoint, pool, tokenizer(), rules or EpisodeRules())
+    try:
+        yield found
+    finally:
+        await found.close()
+        assert endpoint.port == 0
+
+
+async def played(found: AgentGenerator, rows: list[Any], samples: int = 1) -> list[Group]:
+    return groups_from_output(await found.generate(request(rows, samples)), rows, 0, samples)
+
+
+async def test_each_sample_is_an_episode_of_its_own_with_the_programs_score() -> None:
+    engine = Engine(lambda tokens: "four" if "question 1" in tokenizer().decode(tokens) else "no")
+    async with generator(lambda: Local("length"), engine) as found:
+        groups = await played(found, [prompt(0), prompt(1)], samples=3)
+    assert [g.rewards for g in groups] == [[2.0] * 3, [4.0] * 3]
+    only = groups[1].trajectories[2]
+    assert [s.kind for s in only.segments] == ["prompt", "action"]
+    assert set(only.actions[0].logprobs) == {-0.25}
+    assert set(only.versions) == {4}
+    assert only.metrics == {"agent_calls": 1.0, "agent_sequences": 1.0}
+    assert len({r.request_id for r in engine.requests}) == 6
+
+
+async def test_programs_without_async_run_in_threads_and_get_what_they_have_parameters_for() -> None:
+    async with generator(lambda: Local("in_a_thread", reward=0.25)) as found:
+        (group,) = await played(found, [prompt(0)], samples=8)
+    assert group.rewards == [0.25] * 8
+    for trajectory in group.trajectories:
+        assert [s.kind for s in trajectory.segments] == ["prompt", "action", "observation", "action"]
+        assert [s.reward for s in trajectory.actions] == [0.0, 0.25]
+        assert trajectory.metrics == {"agent_calls": 2.0, "agent_sequences": 1.0, "eval": 0.0}
+
+
+async def test_a_sub_agent_is_a_branch_that_shares_the_score() -> None:
+    async with generator(lambda: Local("two_agents")) as found:
+        (group,) = await played(found, [prompt(0)], samples=2)
+    assert group.rewards == [1.0, 1.0]
+    trajectory = group.trajectories[0]
+    assert len(trajectory.branches) == 1
+    assert "Help." in tokenizer().decode(trajectory.branches[0][0].tokens)
+    assert [s.reward for s in trajectory.actions] == [0.0, 1.0]
+    assert trajectory.metrics["agent_sequences"] == 2.0
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_a_program_that_fails_ends_the_run_naming_the_episode(failure: str) -> None:
+    rules = EpisodeRules(timeout_s=0.5)
+    async with generator(lambda: Local("length"), rules=rules) as found:
+        with pytest.raises(AgentError, match=rf"(?s)e0-i1-r0.*{FAILURES[failure]}"):
+            await played(found, [prompt(0), prompt(1, fails=failure)])
+
+
+@pytest.mark.parametrize("on_error", ["mask", "keep"])
+async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str, caplog: Any) -> None:
+    rows = [prompt(row, fails=failure) for row, failure in enumerate([*FAILURES, ""])]
+    rules = EpisodeRules(timeout_s=5.0, on_error=on_error, give_up_reward=-1.0)
+    episode_rules._warned.clear()
+    with caplog.at_level(logging.WARNING):
+        async with generator(lambda: Local("length"), rules=rules) as found:
+            groups = await played(found, rows)
+    *failed, right = [g.trajectories[0] for g in groups]
+    assert (right.reward, right.metrics["given_up"]) == (3.0, 0.0)
+    for trajectory, failure in zip(failed, FAILURES, strict=True):
+        assert trajectory.metrics["given_up"] == 1.0
+        assert bool(trajectory.actions) == (on_error == "keep" and failure != "no call")
+        assert trajectory.reward == (0.0 if failure == "no call" else -1.0)
+    assert "is given up" in caplog.text
+
+
+async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:
+    engine = Engine(lambda _: "yes")
+    rules = EpisodeRules(timeout_s=3.0, on_error="mask")
+    agent_programs.released.clear()
+    async with generator(lambda: Local("in_a_thread"), engine, rules) as found:
+        groups = await played(found, [prompt(0, fails="hangs"), prompt(1)])
+        assert [g.trajectories[0].metrics["given_up"] for g in groups] == [1.0, 0.0]
+        agent_programs.released.set()  # its second call comes now
+        for thread in [t for t in threading.enumerate() if t.name == THREAD]:
+            await asyncio.to_thread(thread.join, 20)
+        assert [r.request_id for r in engine.requests if "i0" in r.request_id] == ["e0-i0-r0-c0"]
+
+
+async def test_an_engines_failure_ends_the_run_as_it_was_whatever_the_program_does() -> None:
+    error = RuntimeError("out of memory")
+    async with generator(lambda: Local("length"), Engine(lambda _: error), EpisodeRules(on_error="keep")) as found:
+        with pytest.raises(RuntimeError, match="out of memory") as caught:
+            await played(found, [prompt(0)])
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        (f"{PROGRAMS}:lenght", "did you mean 'length'"),
+        (f"{PROGRAMS}:no_program", r"must be a function \(data, base_url, api_key\)"),
+        (f"{PROGRAMS}:ASYNC_SLEEP_S", "must be a function"),
+        ("tests.no_such_module:run", "No module named"),
+    ],
+)
+def test_what_is_no_program_is_refused_by_name(program: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        load_program(program)
+
+
+async def test_a_program_that_cannot_be_loaded_ends_the_run_also_where_errors_are_given_up() -> None:
+    async with generator(lambda: Local("lenght"), rules=EpisodeRules(on_error="mask")) as found:
+        with pytest.raises(UserError, match="did you mean 'length'"):
+            await played(found, [prompt(0)])
+
+
+async def test_cancellation_ends_programs_and_sessions() -> None:
+    engine = Engine(lambda _: "yes")
+    local = Local("length")
+    async with generator(lambda: local, engine) as found:
+        task = asyncio.create_task(played(found, [prompt(0, fails="hangs")]))
+        async with asyncio.timeout(20):
+            while not engine.requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while local.process._tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not found._endpoint._sessions
+
+
+@pytest.mark.slow
+async def test_processes_that_die_are_replaced(ray_session: None, tmp_path: Path) -> None:
+    rules = EpisodeRules(on_error="mask")
+    async with generator(ray_processes(f"{PROGRAMS}:length", {}, [], "127.0.0.1"), rules=rules) as found:
+        mark = str(tmp_path / "died")
+        groups = await played(found, [prompt(0, fails="dies once", mark=mark), prompt(1), prompt(2)])
+        assert [g.rewards for g in groups] == [[3.0], [3.0], [3.0]]
+        groups = await played(found, [prompt(3, fails="dies")])
+        assert groups[0].trajectories[0].metrics["given_up"] == 1.0
+
+
+def test_a_process_of_its_own_forgets_what_looks_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "SEARCH_API_KEY", "db_password"):
+        monkeypatch.setenv(name, "x")
+    AgentProcess(f"{PROGRAMS}:length", {}).isolate(["SEARCH_API_KEY"])
+    seen = {
+        name for name in ("WANDB_API_KEY", "HF_TOKEN", "SEARCH_API_KEY", "db_password", "PATH") if name in os.environ
+    }
+    assert seen == {"SEARCH_API_KEY", "PATH"}
