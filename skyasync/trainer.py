@@ -7,31 +7,41 @@ takes its time from the event loop, so it runs on a cluster, in one process and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.config.domains import proportions_of
+from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.errors import UserError
+from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
-from skyasync.observe.usage import UsageMeter
 from skyasync.rollout.convert import groups_from_output
-from skyasync.rollout.gate import Gate
-from skyasync.rollout.metrics import eval_name, rollout_metrics, sample_records, staleness_metrics
+from skyasync.rollout.metrics import eval_name, rollout_metrics, staleness_metrics
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
+from skyasync.training import estimates
 from skyasync.training.handover import HandOver
-from skyasync.training.learning import Learning
-from skyasync.training.phases import Metrics
+from skyasync.training.learner import Learner
+from skyasync.training.length import RunLength
+from skyasync.training.phases import Metrics, Phases
+from skyasync.training.progress import Progress
+from skyasync.training.refill import Refill
+from skyasync.training.reporting import Reporting
 from skyasync.training.saving import Saving
+from skyasync.training.views import Views
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.protocol import WorkerDispatch
 
 
-class RayPPOTrainer(Learning, HandOver, Saving):
+class RayPPOTrainer(Views):
     """Generate, train, sync, one after the other: every sample is from the newest policy.
 
     | who waits      | for what                      | woken by                          |
@@ -42,7 +52,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     Subclass it and override a hook (``postprocess_generator_output``, ``filter_groups``,
     ``apply_reward_kl_penalty``, ``compute_advantages_and_returns``) to change the algorithm, or ``train`` to
-    change the plan. Hooks combine with every plan by inheritance.
+    change the plan. Hooks combine with every plan by inheritance. What the steps need is held by parts, one for
+    each concern (``progress``, ``phases``, ``learner``, ``handover``, ``refill``, ``saving``, ``reporting``).
 
     Args:
         cfg: a ``skyasync.config.Config``.
@@ -59,7 +70,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: Config,
         tracker: Any,
         tokenizer: Any,
         train_dataset: Sequence[Prompt],
@@ -69,54 +80,38 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         eval_dataset: Sequence[Prompt] | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
     ) -> None:
-        from skyasync.algorithms.kl import kl_controller
-        from skyasync.algorithms.objective import Objective
-
-        self.cfg, self.tracker, self.tokenizer = cfg, tracker, tokenizer
+        self.cfg, self.tokenizer, self.colocate_pg = cfg, tokenizer, colocate_pg
         self.inference_engine_client, self.generator = inference_engine_client, generator
-        self.colocate_pg, self.callbacks = colocate_pg, list(callbacks or [])
         self.eval_dataset = eval_prompts(eval_dataset or [])
-        self.dataset_size = len(train_dataset)
-        self.prompts = PromptStream(
-            train_dataset,
-            cfg.trainer.train_batch_size,
-            cfg.trainer.seed,
-            prompts_of_run(cfg.trainer, self.dataset_size),
-            proportions_of(cfg.environment.domains),
-        )
-        if cfg.trainer.algorithm.advantage_estimator == "gae":
-            raise UserError("trainer.algorithm.advantage_estimator=gae needs a critic, and there is none: choose grpo")
-        self.objective = Objective(cfg.trainer.algorithm)
-        self.kl_controller = kl_controller(cfg.trainer.algorithm)
-        if self.asynchronous and not self.objective.corrected and not cfg.trainer.allow_uncorrected:
-            raise UserError(
-                f"{type(self).__name__} trains on stale samples, but neither trainer.algorithm.policy_loss_type="
-                f"{cfg.trainer.algorithm.policy_loss_type} nor trainer.algorithm.off_policy_correction="
-                f"{cfg.trainer.algorithm.off_policy_correction} uses the behaviour policy; choose a correction "
-                f"(token_tis), or set trainer.allow_uncorrected=true"
-            )
-        self.global_step = 0  # steps trained
-        self.policy_version = 0  # weight syncs finished: what the engines stamp
-        self.position, self.ahead = 0, frozenset[int]()  # prompts trained: all before the one, and those in the other
-        self.gate = Gate()  # where rollouts for training can be kept out of the engines
-        self.phase_name = "starting"
-        self.last_metrics: Metrics = {}
-        self._metrics: Metrics = {}
-        self._trained_samples = 0
-        self._step, self._step_started = 0, 0.0  # the step in hand; 0 before the first
-        self.attach(None, None)
+        total, domains = prompts_of_run(cfg.trainer, len(train_dataset)), proportions_of(cfg.environment.domains)
+        self.prompts = PromptStream(train_dataset, cfg.trainer.train_batch_size, cfg.trainer.seed, total, domains)
+        self.progress, self.phases = Progress(), Phases(cfg.trainer.step_timeout_s)
+        self.length = RunLength(cfg, self.prompts, self.progress)
+        self.learner = Learner(cfg, self.progress, self.phases, self.length)
+        self.handover = HandOver(cfg, inference_engine_client, self.progress, self.phases)
+        self.refill = Refill(cfg, self.prompts, self.progress, self.length)
+        self.saving = Saving(cfg, len(train_dataset), self.progress, self.phases, self.learner)
+        self.reporting = Reporting(tracker, callbacks, cfg.trainer.save_samples)
+        self._refuse_uncorrected()
 
     @classmethod
     def get_trainer(cls, **parts: Any) -> RayPPOTrainer:
         """Make a trainer from the parts that ``BasePPOExp`` has built."""
         return cls(**parts)
 
-    def attach(self, dispatch: Any, weight_sync: Any, *, timeline: Timeline | None = None, run_dir: Any = None) -> None:
+    def attach(
+        self,
+        dispatch: WorkerDispatch,
+        weight_sync: Any,
+        *,
+        timeline: Timeline | None = None,
+        run_dir: RunDirectory | None = None,
+    ) -> None:
         """Hand over what the steps work with: the models, the way to the engines, and where to write."""
-        self.dispatch, self.weight_sync, self.run_dir = dispatch, weight_sync, run_dir
-        self.timeline = timeline or Timeline(None)
+        self.learner.dispatch, self.handover.weight_sync = dispatch, weight_sync
+        self.reporting.run_dir, self.phases.timeline = run_dir, timeline or Timeline(None)
         folder = self.cfg.trainer.ckpt_path or (run_dir and run_dir.checkpoints)
-        self.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
+        self.saving.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
 
     # ---------------------------------------------------------------- the plan
 
@@ -131,19 +126,9 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     # ---------------------------------------------------------------- steps
 
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run: those trained, and as many as the prompts that are left make.
-
-        While rejected prompts are replaced this is the most that it can be.
-        """
-        left, most = self.prompts.steps(self.position, self.ahead), self.cfg.trainer.max_training_steps
-        return self.global_step + (min(left, max(most - self.global_step, 0)) if most and self.refilling else left)
-
-    @property
-    def total_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.total_steps * self.updates_per_batch(self.cfg.trainer.train_batch_size)
+    def remaining_prompts(self) -> Iterator[PromptBatch]:
+        """The batches that have not been trained; ``generate`` may take prompts between two of them."""
+        return self.refill.remaining_prompts()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -152,130 +137,231 @@ class RayPPOTrainer(Learning, HandOver, Saving):
             await self._begin()
             async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
                 yield
-            self.phase_name = "finishing"
+            self.phases.name = "finishing"
             if self.cfg.trainer.export_path:
-                async with self._limited("export"):
+                async with self.phases.limited("export"):
                     await self.dispatch.export(Path(self.cfg.trainer.export_path))
-            self._tell("on_train_end")
-            self.phase_name = "finished"
+            self.reporting.tell("on_train_end", self)
+            self.phases.name = "finished"
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
         left = prompts.position - self.position  # in the stream, up to and with this batch
         step = self.global_step - (-left // self.cfg.trainer.train_batch_size)
-        if self.refilling:
-            return await self.generate_full(prompts, step)
-        return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.ahead)
+        if not self.refill.active:
+            return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.ahead)
+        kept, rejected, metrics, last = await self.refill.fill(prompts, step, self.roll_out, self.filter_groups)
+        return self.assemble(kept, metrics, last.position, last.ahead, rejected)
 
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
         """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
         metrics: Metrics = {}
-        async with self.gate.entered():
+        async with self.handover.rollout():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
                 output = await self._play("generation", train_request(prompts, self.cfg.generator))
         groups = groups_from_output(output, prompts, version, self.cfg.generator.n_samples_per_prompt)
-        if self.refilling:  # what is worth keeping is decided by what will be trained
+        if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | (output.get("rollout_metrics") or {})
 
+    def assemble(
+        self,
+        groups: list[Group],
+        metrics: Metrics,
+        position: int,
+        ahead: frozenset[int],
+        rejected: Sequence[Group] = (),
+        *,
+        postprocessed: bool = False,
+    ) -> Rollout:
+        """What has been rolled out, as the batch of a step. Metrics are of all groups, those ``rejected`` as well."""
+        if not self.refill.active and not postprocessed:
+            groups = self.postprocess_generator_output(groups)
+        found = rollout_metrics([*groups, *rejected]) | metrics
+        if self.refill.active:
+            found |= self.refill.count(len(groups), len(rejected))
+        return Rollout(groups, position, found, ahead)
+
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
-        self._metrics |= rollout.metrics | staleness_metrics(rollout.groups, self.global_step)
-        with self.timed("train", self._metrics):
-            await self.make_way_for_training()
-            await self.whole(self._advance(rollout))
-        return self._metrics
+        with self.timed("train"):
+            await self.handover.make_way_for_training()
+            await self.saving.whole(self._advance(rollout))
+        return self.metrics
 
     async def _advance(self, rollout: Rollout) -> None:
-        async with self._limited("update"):
-            groups = rollout.groups if self.refilling else self._filtered(rollout.groups)
-            groups = self.drop_truncated(groups)
-            if groups:
-                await self.learn_from(groups)
-        self.global_step += 1
-        self.position, self.ahead = rollout.position, rollout.ahead
-        self._trained_samples = sum(len(group.trajectories) for group in rollout.groups)
-        self._save_samples(rollout.groups)
+        async with self.phases.limited("update"):
+            await self.learn_from(rollout.groups)
+        self.finish_step(rollout)
+
+    async def learn_from(self, groups: list[Group]) -> None:
+        """The part of ``train_on`` that changes the weights: prepare, then mini-batch by mini-batch."""
+        from skyasync.workers.batch import mini_batches
+
+        batch, trainer = await self.prepare(groups), self.cfg.trainer
+        if batch is None:
+            return
+        with self.timed("update"):
+            for _ in range(trainer.update_epochs_per_batch):
+                for part in mini_batches(batch, trainer.policy_mini_batch_size):
+                    await self.forward_backward(part)
+                    await self.optimizer_step()
+        self.metrics.update(self.learner.finish(batch))
+
+    async def prepare(self, groups: list[Group]) -> TrainingBatch | None:
+        """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth training on."""
+        return await self.learner.prepare(groups, self)
+
+    async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
+        """Add the gradient of a part of a prepared batch; ``complete``: it is all that the next update trains."""
+        await self.learner.forward_backward(part, complete=complete)
+
+    async def optimizer_step(self) -> Metrics:
+        """Change the weights by the gradient that has been added up."""
+        return await self.learner.optimizer_step()
+
+    def finish_step(self, rollout: Rollout) -> None:
+        """The policy is one step newer: count it, and write down what it was trained on."""
+        for name, value in (rollout.metrics | staleness_metrics(rollout.groups, self.global_step)).items():
+            self.metrics.setdefault(name, value)  # what a hook has found stands
+        self.progress.trained(rollout.position, rollout.ahead)
+        self.saving.step_done()
+        self.reporting.trained(self.global_step, rollout.groups, self.tokenizer and self.tokenizer.decode)
+
+    async def sync_policy_weights_to_inference_engines(self) -> None:
+        """Hand the newest weights to engines that are idle, in the steps in which that is due."""
+        if self.handover.due(self.global_step >= self.total_steps):
+            await self.handover.to_idle_engines()
+
+    async def async_sync_policy_weights_to_inference_engines(self) -> None:
+        """Hand the newest weights to engines that are busy; ``partial_rollout`` says what is in flight meanwhile."""
+        if not self.handover.due(self.global_step >= self.total_steps):
+            return
+        if self.cfg.trainer.partial_rollout == "wait":
+            async with self.handover.without_rollouts():
+                await self.sync_policy_weights_to_inference_engines()
+        else:
+            await self.handover.to_busy_engines()
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
-        self._metrics |= status  # a plan's status may be a copy
-        status, is_last = self._metrics, self.global_step >= self.total_steps
-        async with self._limited("report of the engines"):
-            status |= await self._usage.lap(self._now() - self._step_started, self._trained_samples)
+        self.metrics.update(status)  # a plan's status may be a copy
+        metrics, is_last = self.metrics, self.global_step >= self.total_steps
+        async with self.phases.limited("report of the engines"):
+            metrics |= await self.reporting.usage(self.phases.step_s)
         if self._due(self.cfg.trainer.eval_interval) or is_last:
-            status |= await self.evaluate()
-        self._tell("on_step_end", status)
+            metrics |= await self.evaluate()
+        self.reporting.tell("on_step_end", self, metrics)
         if self._due(self.cfg.trainer.ckpt_interval) or (is_last and self.cfg.trainer.ckpt_interval):
             await self.save_checkpoint()
-        self.tracker.log(status, step=self.global_step)
-        self.last_metrics, self._metrics = {**self.last_metrics, **status}, {}
-        self.phase_name, self._step, self._step_started = "training", self.global_step + 1, self._now()
+        self.reporting.log(metrics, self.global_step)
+        self.phases.begin_step(self.global_step + 1)
 
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
         metrics: Metrics = {}
         if not self.eval_dataset:
             return metrics
-        self.phase_name = "evaluating"
-        groups: list[Group] = []
-        async with self.without_rollouts() if self.cfg.trainer.eval_mode == "pause" else nullcontext():
-            with self.timed("eval", metrics, track="evaluation"):
-                for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
-                    prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
-                    output = await self._play("evaluation", eval_request(prompts, self.cfg.generator))
-                    samples = self.cfg.generator.eval_n_samples_per_prompt
-                    groups += groups_from_output(output, prompts, self.policy_version, samples)
-        found = rollout_metrics(groups)
+        self.phases.name = "evaluating"
+        pause = self.cfg.trainer.eval_mode == "pause"
+        async with self.handover.without_rollouts() if pause else nullcontext():
+            with self.timed("eval", metrics, "evaluation"):
+                found = rollout_metrics(await self._evaluation())
         metrics |= {eval_name(name): value for name, value in found.items()}
         metrics["eval/version"] = float(self.policy_version)
-        self._tell("on_evaluate", metrics)
+        self.reporting.tell("on_evaluate", self, metrics)
         return metrics
+
+    async def save_checkpoint(self) -> Path | None:
+        """Model, optimizer, data position and versions; complete or absent."""
+        folder = await self.saving.save()
+        if folder is not None:
+            self.reporting.tell("on_checkpoint", self, folder)
+        return folder
 
     # ---------------------------------------------------------------- hooks for algorithms
 
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
         """Change trajectories or their rewards before anything is computed from them.
 
-        Called with a whole batch, or, where rejected groups are replaced, with those that arrive together.
+        Called with a whole batch, or, where groups are trained or replaced as they come, with those that arrive
+        together.
         """
         return groups
 
+    def filter_groups(self, groups: list[Group]) -> list[Group]:
+        """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps."""
+        return estimates.filter_groups(self.cfg.trainer.algorithm, groups)
+
+    def drop_truncated(self, groups: list[Group]) -> list[Group]:
+        """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
+        return estimates.drop_truncated(self.cfg.trainer.algorithm, groups, self.metrics)
+
+    def shape_rewards(self, batch: TrainingBatch) -> TrainingBatch:
+        """Truncation, length penalty, scale, clip, normalisation of ``batch.rewards``."""
+        return estimates.shape_rewards(self.cfg.trainer.algorithm, batch, self.metrics)
+
+    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
+        """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
+        algorithm, controller = self.cfg.trainer.algorithm, self.learner.kl_controller
+        return estimates.penalize_rewards(algorithm, controller, batch, self.metrics)
+
+    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
+        """Fill ``batch.advantages`` from ``batch.rewards``."""
+        return estimates.advantages(self.cfg.trainer.algorithm, batch)
+
     # ---------------------------------------------------------------- details
 
+    def _refuse_uncorrected(self) -> None:
+        algorithm = self.cfg.trainer.algorithm
+        if algorithm.advantage_estimator == "gae":
+            raise UserError("trainer.algorithm.advantage_estimator=gae needs a critic, and there is none: choose grpo")
+        stale = self.asynchronous or self.cfg.trainer.sync_interval > 1
+        if stale and not self.learner.objective.corrected and not self.cfg.trainer.allow_uncorrected:
+            raise UserError(
+                f"{type(self).__name__} trains on stale samples, but neither trainer.algorithm.policy_loss_type="
+                f"{algorithm.policy_loss_type} nor trainer.algorithm.off_policy_correction="
+                f"{algorithm.off_policy_correction} uses the behaviour policy; choose a correction "
+                f"(token_tis), or set trainer.allow_uncorrected=true"
+            )
+
     async def _play(self, what: str, request: GeneratorInput) -> GeneratorOutput:
-        self.check_awake()
-        async with self._limited(what):
+        self.handover.check_awake(type(self).__name__)
+        async with self.phases.limited(what):
             return await self.generator.generate(request)
+
+    async def _evaluation(self) -> list[Group]:
+        groups: list[Group] = []
+        for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
+            prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
+            output = await self._play("evaluation", eval_request(prompts, self.cfg.generator))
+            samples = self.cfg.generator.eval_n_samples_per_prompt
+            groups += groups_from_output(output, prompts, self.policy_version, samples)
+        return groups
+
+    async def _begin(self) -> None:
+        resumed = await self.saving.resume()
+        await self.sync_policy_weights_to_inference_engines()
+        self.reporting.tell("on_train_begin", self)
+        if self.cfg.trainer.eval_before_train and not resumed:
+            self.reporting.log(await self.evaluate(), 0)
+        await self.reporting.start(self.inference_engine_client, self.dispatch)
+        self.phases.begin_step(self.global_step + 1)
+
+    async def _save_on_exit(self) -> None:
+        """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""
+        if self.saving.wanted_on_exit:
+            self.phases.name = "saving"
+            await self.save_checkpoint()
+            if self.global_step >= self.phases.step:  # trained, but its end was not reached
+                self.reporting.log(self.metrics, self.global_step)
 
     async def _close(self) -> None:
         try:
             self.tracker.close()
         finally:
-            self.timeline.close()
-
-    async def _begin(self) -> None:
-        resumed = await self._resume()
-        await self.sync_policy_weights_to_inference_engines()
-        self._tell("on_train_begin")
-        if self.cfg.trainer.eval_before_train and not resumed:
-            first = await self.evaluate()
-            self.tracker.log(first, step=0)
-            self.last_metrics |= first
-        self._usage = UsageMeter(self.inference_engine_client, self.dispatch)
-        await self._usage.start()
-        self._metrics, self.phase_name = {}, "training"
-        self._step, self._step_started = self.global_step + 1, self._now()
+            self.phases.timeline.close()
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.global_step % interval == 0
-
-    def _save_samples(self, groups: list[Group]) -> None:
-        if self.run_dir is not None and self.cfg.trainer.save_samples:
-            records = sample_records(groups, self.cfg.trainer.save_samples, self.tokenizer.decode)
-            self.run_dir.write_samples(self.global_step, records)
-
-    def _tell(self, event: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *args)

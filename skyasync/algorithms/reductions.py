@@ -9,7 +9,8 @@ outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from skyasync.algorithms.binding import bind, configured
 from skyasync.algorithms.end_to_end import EndToEnd
 from skyasync.algorithms.registries import LOSS_REDUCTIONS
+from skyasync.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 
 def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float32,
@@ -32,31 +36,96 @@ def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype =
     return reduction({"mask": mask, "group_ids": group_ids}).to(dtype)
 
 
+def loss_numerators(cfg: Any, mask: Tensor, group_ids: Tensor,
+                    trajectory_ids: Tensor | None = None) -> tuple[Tensor, float]:  # fmt: skip
+    """The weights of some whole groups without their denominator, ``[batch, length]``, and that denominator.
+
+    Denominators add up: the weights of all parts of a mini-batch, divided by the sum of their denominators, are those
+    that ``loss_weights`` gives for the mini-batch.
+
+    Raises:
+        UserError: if a reduction of the user's own, which gives no denominator, is asked.
+    """
+    if trajectory_ids is not None:
+        samples = EndToEnd(trajectory_ids)
+        weights, total = loss_numerators(cfg, samples.join(mask), samples.first(group_ids))
+        return samples.split(weights), total
+    reduction = LOSS_REDUCTIONS[cfg.loss_reduction]
+    denominator = getattr(reduction, "denominator", None)
+    if denominator is None:
+        raise UserError(
+            f"trainer.algorithm.loss_reduction={cfg.loss_reduction} does not say what it divides by (divided_by), so "
+            f"its weights cannot be made part by part: choose another, or another plan"
+        )
+    inputs = {"mask": mask, "group_ids": group_ids}
+    total = float(bind(denominator, cfg)(inputs))
+    return (bind(reduction, cfg)(inputs) * max(total, 1.0)).to(torch.float32), total
+
+
+def divided_by(denominator: Callable[..., Tensor]) -> Callable[[F], F]:
+    """What a reduction divides by (at least 1): a function of the same arguments, additive over parts of whole groups.
+
+    A reduction without one needs the whole mini-batch at once.
+    """
+
+    def mark(reduction: F) -> F:
+        reduction.denominator = denominator  # type: ignore[attr-defined]
+        return reduction
+
+    return mark
+
+
+def _tokens(mask: Tensor, group_ids: Tensor) -> Tensor:
+    return mask.sum()
+
+
+def _nothing(mask: Tensor, group_ids: Tensor) -> Tensor:
+    return torch.zeros(())
+
+
+def _sequences(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
+    rows = torch.ones_like(mask[:, 0]) if count_empty else mask.any(1)
+    return rows.sum()
+
+
+def _prompts(mask: Tensor, group_ids: Tensor) -> Tensor:
+    return torch.tensor(len(group_ids[mask.any(1)].unique()))
+
+
 @LOSS_REDUCTIONS.register("token_mean")
+@divided_by(_tokens)
 def token_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
     """Every token weighs the same: 1 / tokens. Source: DAPO."""
     return mask.double() / mask.sum().clamp(min=1)
 
 
 @LOSS_REDUCTIONS.register("token_sum")
+@divided_by(_nothing)
 def token_sum(mask: Tensor, group_ids: Tensor) -> Tensor:
     """Every token weighs 1."""
     return mask.double()
 
 
 @LOSS_REDUCTIONS.register("sequence_mean")
+@divided_by(_sequences)
 def sequence_mean(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
     """Every sequence weighs the same, and so do the tokens within one. Source: GRPO."""
-    return mask.double() / mask.sum(1, keepdim=True).clamp(min=1) / _sequences(mask, count_empty)
+    return (
+        mask.double()
+        / mask.sum(1, keepdim=True).clamp(min=1)
+        / _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
+    )
 
 
 @LOSS_REDUCTIONS.register("sequence_token_sum")
+@divided_by(_sequences)
 def sequence_token_sum(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
     """The mean over sequences of the sum over tokens: 1 / sequences. Source: verl, ROLL ``seq-mean-token-sum``."""
-    return mask.double() / _sequences(mask, count_empty)
+    return mask.double() / _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
 
 
 @LOSS_REDUCTIONS.register("seq_mean_token_sum_norm")
+@divided_by(_sequences)
 @configured(max_seq_len="max_seq_len")
 def seq_mean_token_sum_norm(mask: Tensor, group_ids: Tensor, *, max_seq_len: int = 0,
                             count_empty: bool = False) -> Tensor:  # fmt: skip
@@ -68,13 +137,9 @@ def seq_mean_token_sum_norm(mask: Tensor, group_ids: Tensor, *, max_seq_len: int
 
 
 @LOSS_REDUCTIONS.register("prompt_mean")
+@divided_by(_prompts)
 def prompt_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
     """Every prompt weighs the same, and so do the tokens within its group. Source: SkyRL ``prompt_mean``."""
     groups, index = torch.unique(group_ids, return_inverse=True)
     tokens = torch.zeros(len(groups), dtype=torch.float64, device=mask.device).index_add(0, index, mask.sum(1).double())
     return mask.double() / tokens.clamp(min=1)[index].unsqueeze(1) / (tokens > 0).sum().clamp(min=1)
-
-
-def _sequences(mask: Tensor, count_empty: bool) -> Tensor:
-    rows = torch.ones_like(mask[:, 0]) if count_empty else mask.any(1)
-    return rows.sum().clamp(min=1)

@@ -81,6 +81,9 @@ class TrainerConfig:
     max_staleness: int = key(
         1, "Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous.", low=0
     )
+    sync_interval: int = key(
+        1, "Steps from one hand-over of weights to the engines to the next; samples age by up to one less.", low=1
+    )
     staleness_bound: str = key(
         "hard", "max_staleness bounds every prompt's age, or (AReaL's formula) the mean.", choices=("hard", "mean")
     )

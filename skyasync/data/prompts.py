@@ -48,6 +48,11 @@ class PromptStream:
         self._dataset, self._batch_size, self.total = dataset, batch_size, total
         self._order = Order(dataset, seed, proportions)
 
+    @property
+    def rows(self) -> int:
+        """Of the dataset."""
+        return len(self._dataset)
+
     def steps(self, position: int = 0, ahead: Collection[int] = ()) -> int:
         """How many batches are left when all before ``position`` and those in ``ahead`` are done."""
         return max(0, -(-(self.total - position - len(ahead)) // self._batch_size))

@@ -22,6 +22,9 @@ no batch that would. With all slots in use there is no slack: after the first S 
 prompts admitted together, every one of which has had S steps to finish. With fewer slots than
 ``(S + 1) * P`` finished prompts may overtake slow ones, as far as the deadlines allow.
 
+Where weights are handed over every n-th step only, n batches are taken between two swaps: a prompt that is admitted
+at a swap ages by as many steps, and the same argument holds, as long as S is at least n - 1.
+
 The mean bound has the same slots: AReaL's capacity ``(eta + version + 1) * batch - (accepted + running)`` equals
 the number of free slots, because every version has trained one batch (Fu et al. 2025). What
 differs is that finished prompts may overtake without limit, so only the mean age is bounded.
@@ -198,6 +201,11 @@ class Admission:
         """The engines have these weights; the slots of what has been taken are free."""
         self.version, self._taken = version, 0
 
+    @property
+    def _step(self) -> int:
+        """Training steps done: those of the engines' version, and the batches taken since."""
+        return self.version + self._taken // self.limits.batch_size
+
     def _peek(self) -> int:
         while self._next in self._skip:
             self._next += 1
@@ -217,7 +225,7 @@ class Admission:
         staying = 0
         for version in sorted(self._untaken):
             staying += self._untaken[version] - chosen[version]
-            steps_left = version + self.limits.max_staleness - self.version
+            steps_left = version + self.limits.max_staleness - self._step
             if staying > steps_left * self.limits.batch_size:
                 return False
         return True

@@ -61,9 +61,9 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             await run_together(self._run_generation(), self._run_training())
 
     def _rejecting(self) -> dict[str, float]:
-        if not self.refilling:
+        if not self.refill.active:
             return {}
-        return {"steps": self.total_steps - self.global_step, "most_rejected": self.most_rejected}
+        return {"steps": self.total_steps - self.global_step, "most_rejected": self.refill.most_rejected}
 
     async def _run_generation(self) -> None:
         async with together() as rollouts:
@@ -85,7 +85,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     async def _roll_out(self, position: int) -> None:
         groups, metrics = await self.roll_out([self.prompts.prompt(position)])
-        if self.refilling and not self.filter_groups(groups):
+        if self.refill.active and not self.filter_groups(groups):
             self._rejected += groups
             self.admission.reject(position)
             self._slot_freed.set()
@@ -114,8 +114,9 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         return self.assemble(groups, metrics | status, batch.position, batch.ahead, rejected)
 
     def _release(self) -> None:
-        self.admission.sync(self.policy_version)
-        self._slot_freed.set()
+        if self.policy_version == self.global_step:  # this step's weights have been handed over
+            self.admission.sync(self.policy_version)
+            self._slot_freed.set()
 
 
 def merge(metrics: Sequence[Metrics]) -> Metrics:

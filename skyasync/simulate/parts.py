@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -106,12 +106,21 @@ class Simulated(RayPPOTrainer):
         self.ages: Counter[int] = Counter()
 
     async def learn_from(self, groups: list[Group]) -> None:
+        await self.forward_backward(await self.prepare(groups))
+
+    async def prepare(self, groups: list[Group]) -> Any:
         tokens = 0
         for trajectory in (t for group in groups for t in group.trajectories):
             for version, count in self.generator.tokens.pop(trajectory.id).items():
                 self.ages[self.global_step - version] += count
                 tokens += count
-        await self.dispatch.train(tokens)
+        return tokens
+
+    async def forward_backward(self, part: Any, *, complete: bool = True) -> None:
+        await cast(VirtualWorkers, self.dispatch).train(part)
+
+    async def optimizer_step(self) -> dict[str, float]:
+        return {}
 
 
 class NoTracker:

@@ -17,69 +17,83 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from skyasync.cleanup import afterwards
+from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.rollout.gate import Gate
 from skyasync.training.phases import Phases
+from skyasync.training.progress import Progress
 
 
-class HandOver(Phases):
-    """What ``RayPPOTrainer`` inherits: steps of its plans between two trainings."""
+class HandOver:
+    """The way of the weights from the trained model to the engines.
 
-    inference_engine_client: Any
-    weight_sync: Any
-    gate: Gate
-    global_step: int
-    policy_version: int
-    _asleep = False
+    Attributes:
+        weight_sync: ``sync(version)`` and ``verify(version)``; set when the models are up.
+    """
 
-    async def sync_policy_weights_to_inference_engines(self) -> None:
-        """Hand the newest weights to engines that are idle."""
+    def __init__(self, cfg: Config, client: Any, progress: Progress, phases: Phases) -> None:
+        self.weight_sync: Any = None
+        self._cfg, self._client, self._progress, self._phases = cfg.trainer, client, progress, phases
+        self._gate = Gate()  # where rollouts for training can be kept out of the engines
+        self._asleep = False
+        self._announced = False  # the engines have got weights at all
+
+    def due(self, last: bool) -> bool:
+        """Whether weights are handed over now: first of all, every ``trainer.sync_interval`` steps, and in the end."""
+        step = self._progress.step
+        return last or not self._announced or step % self._cfg.sync_interval == 0
+
+    async def to_idle_engines(self) -> None:
         async with self._syncing():
-            await self.weight_sync.sync(self.global_step)
+            await self.weight_sync.sync(self._progress.step)
 
-    async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        """Hand the newest weights to engines that are busy; ``partial_rollout`` says what is in flight meanwhile."""
-        client, partial_rollout = self.inference_engine_client, self.cfg.trainer.partial_rollout
-        if partial_rollout == "wait":
-            async with self.without_rollouts():
-                return await self.sync_policy_weights_to_inference_engines()
+    async def to_busy_engines(self) -> None:
+        """Swap under the requests in flight: they go on, or (``partial_rollout=recompute``) begin a new piece."""
+        client = self._client
         async with self._syncing():
-            await (client.cut() if partial_rollout == "recompute" else client.pause("keep"))
+            await (client.cut() if self._cfg.partial_rollout == "recompute" else client.pause("keep"))
             async with afterwards(client.resume):
-                await self.weight_sync.sync(self.global_step)
+                await self.weight_sync.sync(self._progress.step)
 
     @asynccontextmanager
     async def _syncing(self) -> AsyncIterator[None]:
         """Around a hand-over of weights; behind it, when the engines compute again, it is verified."""
-        with self.timed("sync", self._metrics):
-            async with self._limited("weight sync"):
+        with self._phases.timed("sync"):
+            async with self._phases.limited("weight sync"):
                 if self._asleep:
-                    await self.inference_engine_client.wake()
+                    await self._client.wake()
                     self._asleep = False
                 yield
-                self.policy_version = self.global_step
-                self._metrics |= await self.weight_sync.verify(self.global_step)
+                self._progress.handed_over()
+                self._announced = True
+                self._phases.metrics |= await self.weight_sync.verify(self._progress.version)
 
     async def make_way_for_training(self) -> None:
         """Put engines that share the policy's devices to sleep; the next sync wakes them. They must be idle."""
-        if self.cfg.trainer.placement.colocate_all and not self._asleep:
-            with self.timed("sleep", self._metrics):
-                async with self._limited("sleep of the engines"):
-                    await self.inference_engine_client.sleep()
+        if self._cfg.placement.colocate_all and not self._asleep:
+            with self._phases.timed("sleep"):
+                async with self._phases.limited("sleep of the engines"):
+                    await self._client.sleep()
             self._asleep = True
 
-    def check_awake(self) -> None:
+    def check_awake(self, plan: str) -> None:
         """Raises UserError where a plan would generate between a training step and the sync that follows it."""
         if self._asleep:
             raise UserError(
-                f"{type(self).__name__} generates after training without a weight sync in between, when "
+                f"{plan} generates after training without a weight sync in between, when "
                 f"trainer.placement.colocate_all=true has put the engines to sleep: sync first, or set "
                 f"trainer.placement.colocate_all=false"
             )
 
     @asynccontextmanager
+    async def rollout(self) -> AsyncIterator[None]:
+        """Around the rollouts of a training step, which ``without_rollouts`` keeps out."""
+        async with self._gate.entered():
+            yield
+
+    @asynccontextmanager
     async def without_rollouts(self) -> AsyncIterator[None]:
         """Let rollouts in flight end and none begin, for as long as the block takes."""
         async with AsyncExitStack() as stack:
-            await self.waiting("rollouts", stack.enter_async_context(self.gate.closed()))
+            await self._phases.waiting("rollouts", stack.enter_async_context(self._gate.closed()))
             yield

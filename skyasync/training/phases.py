@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from skyasync.observe.timeline import Timeline
 
@@ -18,41 +18,68 @@ Metrics = dict[str, float]
 
 
 class Phases:
-    """What ``RayPPOTrainer`` inherits for its steps to be made of."""
+    """What happens now, how long it takes, and how long it may.
 
-    cfg: Any
-    timeline: Timeline
-    _metrics: Metrics
-    _step: int
+    Attributes:
+        name: of what the run is doing, for the terminal.
+        metrics: of the step in hand.
+        step: the step in hand, from 1; 0 before the first.
+
+    Args:
+        limit_s: ``trainer.step_timeout_s``.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.name = "starting"
+        self.metrics: Metrics = {}
+        self.step = 0
+        self.limit_s = limit_s
+        self.timeline = Timeline(None)
+        self._began = 0.0
+
+    def begin_step(self, step: int) -> None:
+        """From here on phases and metrics are those of this step."""
+        self.metrics, self.step, self.name, self._began = {}, step, "training", self.now()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the step in hand began."""
+        return self.now() - self._began
 
     async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
         """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
-        with self.timed(f"wait_{what}", self._metrics):
+        with self.timed(f"wait_{what}"):
             return await awaitable
 
     @contextmanager
-    def timed(self, name: str, into: Metrics, track: str = "trainer", step: int | None = None) -> Iterator[None]:
-        """Measure a phase of a step, by default the current one: a span on the timeline and ``time/<name>_s``."""
-        start = self._now()
+    def timed(
+        self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
+    ) -> Iterator[None]:
+        """Measure a phase of a step, by default the one in hand: a span on the timeline and ``time/<name>_s``."""
+        start, metrics = self.now(), self.metrics if into is None else into
         try:
-            with self.timeline.span(name, track, step=self._step if step is None else step):
+            with self.timeline.span(name, track, step=self.step if step is None else step):
                 yield
         finally:
-            into[f"time/{name}_s"] = into.get(f"time/{name}_s", 0.0) + self._now() - start
+            metrics[f"time/{name}_s"] = metrics.get(f"time/{name}_s", 0.0) + self.now() - start
 
     @asynccontextmanager
-    async def _limited(self, what: str) -> AsyncIterator[None]:
-        limit_s = self.cfg.trainer.step_timeout_s
+    async def limited(self, what: str) -> AsyncIterator[None]:
+        """What takes longer than ``trainer.step_timeout_s`` is ended.
+
+        Raises:
+            TimeoutError: naming the phase, the step and the key.
+        """
         try:
-            async with asyncio.timeout(limit_s) as timer:
+            async with asyncio.timeout(self.limit_s) as timer:
                 yield
         except TimeoutError as error:
             if not timer.expired():
                 raise
             raise TimeoutError(
-                f"the {what} of step {self._step} did not end within {limit_s:g} s (trainer.step_timeout_s)"
+                f"the {what} of step {self.step} did not end within {self.limit_s:g} s (trainer.step_timeout_s)"
             ) from error
 
     @staticmethod
-    def _now() -> float:
+    def now() -> float:
         return asyncio.get_running_loop().time()

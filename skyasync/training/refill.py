@@ -9,108 +9,96 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from skyasync.config.schema import Config
+from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
 from skyasync.errors import UserError
-from skyasync.rollout.metrics import rollout_metrics
-from skyasync.rollout.types import Group, Prompt, Rollout
-from skyasync.training.phases import Metrics, Phases
-
-if TYPE_CHECKING:
-    from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
+from skyasync.rollout.types import Group, Prompt
+from skyasync.training.length import RunLength
+from skyasync.training.phases import Metrics
+from skyasync.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
+RollOut = Callable[[Sequence[Prompt], int | None], Awaitable[tuple[list[Group], Metrics]]]
+Keep = Callable[[list[Group]], list[Group]]
 
-class Refill(Phases):
-    """What ``RayPPOTrainer`` inherits; with ``dynamic_sampling.mode=filter`` batches are as they were rolled out."""
 
-    cfg: Any
-    prompts: PromptStream
-    global_step: int
-    position: int
-    ahead: frozenset[int]
-    _cursor: PromptCursor | None = None
+class Refill:
+    """The prompts of a run, batch by batch, and more of them where groups are rejected.
+
+    With ``dynamic_sampling.mode=filter`` batches are as they were rolled out.
+    """
+
+    def __init__(self, cfg: Config, prompts: PromptStream, progress: Progress, length: RunLength) -> None:
+        self._cfg, self._prompts, self._progress, self._length = cfg.trainer, prompts, progress, length
+        self._cursor: PromptCursor | None = None
 
     @property
-    def refilling(self) -> bool:
+    def active(self) -> bool:
         """Rejected groups are replaced while a batch is generated."""
-        return self.cfg.trainer.algorithm.dynamic_sampling.mode == "refill"
+        return self._length.refilling
 
     @property
     def most_rejected(self) -> float:
         """So many groups of one step are rejected before it makes do with fewer."""
-        batches = self.cfg.trainer.algorithm.dynamic_sampling.max_sample_batches
-        return (batches - 1) * self.cfg.trainer.train_batch_size if batches else math.inf
+        batches = self._cfg.algorithm.dynamic_sampling.max_sample_batches
+        return (batches - 1) * self._cfg.train_batch_size if batches else math.inf
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
-        """The batches that have not been trained; ``generate`` may take prompts between two of them."""
-        self._cursor = self.prompts.cursor(self.position, self.ahead)
-        for _ in range(self.total_steps - self.global_step):
-            batch = self._cursor.take(self.cfg.trainer.train_batch_size)
+        """The batches that have not been trained; ``more`` may take prompts between two of them."""
+        self._cursor = self._prompts.cursor(self._progress.position, self._progress.ahead)
+        for _ in range(self._length.steps - self._progress.step):
+            batch = self._cursor.take(self._cfg.train_batch_size)
             if not batch.prompts:
                 return
             yield batch
 
-    async def generate_full(self, prompts: PromptBatch, step: int) -> Rollout:
-        """Roll out, reject, replace: in rounds, so that the same seed gives the same batch."""
+    def more(self, count: int) -> PromptBatch:
+        """The next prompts of the stream, in the place of as many that were rejected; fewer at its end."""
         if self._cursor is None:
             raise UserError("dynamic_sampling.mode=refill needs a plan that takes its batches from remaining_prompts()")
+        return self._cursor.take(count)
+
+    async def fill(
+        self, prompts: PromptBatch, step: int, roll_out: RollOut, keep: Keep
+    ) -> tuple[list[Group], list[Group], Metrics, PromptBatch]:
+        """Roll out, reject, replace: in rounds, so that the same seed gives the same batch.
+
+        Returns:
+            the groups kept and those rejected, metrics, and where the stream stands behind them.
+        """
         batch, size = prompts, len(prompts.prompts)
         kept: list[Group] = []
         rejected: list[Group] = []
         rounds: list[Metrics] = []
         while True:
-            groups, metrics = await self.roll_out(batch.prompts, step)
+            groups, metrics = await roll_out(batch.prompts, step)
             rounds.append(metrics)
-            good = self.filter_groups(groups)
+            good = keep(groups)
             kept += good
             rejected += [group for group in groups if not any(group is one for one in good)]
             if len(kept) >= size or len(rejected) >= self.most_rejected:
                 break
-            more = self._cursor.take(size - len(kept))
+            more = self.more(size - len(kept))
             if not more.prompts:
                 break
             batch = more
-        return self.assemble(kept, _in_turn(rounds), batch.position, batch.ahead, rejected)
+        return kept, rejected, _in_turn(rounds), batch
 
-    def assemble(self, groups: list[Group], metrics: Metrics, position: int, ahead: frozenset[int],
-                 rejected: Sequence[Group] = ()) -> Rollout:  # fmt: skip
-        """What has been rolled out, as the batch of a step. Metrics are of all groups, those ``rejected`` as well."""
-        if not self.refilling:
-            groups = self.postprocess_generator_output(groups)
-        found = rollout_metrics([*groups, *rejected]) | metrics
-        if self.refilling:
-            found |= self._count(len(groups), len(rejected))
-        return Rollout(groups, position, found, ahead)
-
-    def _count(self, kept: int, rejected: int) -> Metrics:
+    def count(self, kept: int, rejected: int) -> Metrics:
+        """Metrics of a step's groups; a warning where there were too many to reject."""
         found = {"dynamic_sampling/sampled": float(kept + rejected), "dynamic_sampling/rejected": float(rejected)}
-        size = self.cfg.trainer.train_batch_size
+        size = self._cfg.train_batch_size
         if kept < size and rejected >= self.most_rejected:
             log.warning(
                 "%d of %d sampled groups were kept, and trainer.algorithm.dynamic_sampling.max_sample_batches=%d is "
                 "reached: the step trains on %d groups instead of %d",
-                kept, kept + rejected, self.cfg.trainer.algorithm.dynamic_sampling.max_sample_batches, kept, size,
+                kept, kept + rejected, self._cfg.algorithm.dynamic_sampling.max_sample_batches, kept, size,
             )  # fmt: skip
             found["dynamic_sampling/limit_reached"] = 1.0
         return found
-
-    # ---------------------------------------------------------------- the trainer's
-
-    @property
-    def total_steps(self) -> int:
-        raise NotImplementedError
-
-    async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
-        raise NotImplementedError
-
-    def filter_groups(self, groups: list[Group]) -> list[Group]:
-        raise NotImplementedError
-
-    def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
-        raise NotImplementedError
 
 
 def _in_turn(rounds: Sequence[Metrics]) -> Metrics:

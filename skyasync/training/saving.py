@@ -1,35 +1,36 @@
 """What a trainer saves of a run, and goes on from.
 
 Invariant: a checkpoint holds everything that decides the rest of the run but the data itself, and guards against
-other data. It is of a moment between two steps: weights that a step has begun to change are never saved.
+other data. It shows the state between two steps: weights are never saved while a step is changing them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from skyasync.config.schema import Config
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
+from skyasync.training.learner import Learner
 from skyasync.training.phases import Phases
+from skyasync.training.progress import Progress
 
 
-class Saving(Phases):
-    """What ``RayPPOTrainer`` inherits: a step of its plans, and how they begin."""
+class Saving:
+    """The checkpoints of a run.
 
-    dispatch: Any
-    tracker: Any
-    kl_controller: Any
-    checkpoints: Checkpoints | None
-    dataset_size: int
-    global_step: int
-    position: int
-    ahead: frozenset[int]
-    phase_name: str
-    _tell: Callable[..., None]
-    _saved_step = 0  # in the newest checkpoint, or where the run began
-    _between_steps = True  # false while a step changes weights and position, and if it failed at that
+    Attributes:
+        checkpoints: where they lie; None where a run keeps none.
+    """
+
+    def __init__(self, cfg: Config, dataset_size: int, progress: Progress, phases: Phases, learner: Learner) -> None:
+        self.checkpoints: Checkpoints | None = None
+        self._cfg, self._dataset_size = cfg.trainer, dataset_size
+        self._progress, self._phases, self._learner = progress, phases, learner
+        self._saved_step = 0  # in the newest checkpoint, or where the run began
+        self._between_steps = True  # false while a step changes weights and position, and if it failed at that
 
     async def whole(self, step: Coroutine[Any, Any, None]) -> None:
         """Await what changes weights and position together.
@@ -37,48 +38,51 @@ class Saving(Phases):
         With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update cannot be saved.
         """
         self._between_steps = False
-        if self.cfg.trainer.ckpt_on_exit:
-            await _to_its_end(asyncio.create_task(self._counted(step)))
+        if self._cfg.ckpt_on_exit:
+            await _to_its_end(asyncio.create_task(step))
         else:
-            await self._counted(step)
+            await step
 
-    async def _counted(self, step: Coroutine[Any, Any, None]) -> None:
-        await step
+    def step_done(self) -> None:
+        """Weights and position belong together again."""
         self._between_steps = True
 
-    async def _save_on_exit(self) -> None:
-        """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""
-        if self.cfg.trainer.ckpt_on_exit and self._between_steps and self.global_step > self._saved_step:
-            self.phase_name = "saving"
-            await self.save_checkpoint()
-            if self.global_step >= self._step:  # trained, but its end was not reached
-                self.tracker.log(self._metrics, step=self.global_step)
+    @property
+    def wanted_on_exit(self) -> bool:
+        """A run that ends now should leave a checkpoint of its last whole step, and has none of it yet."""
+        return self._cfg.ckpt_on_exit and self._between_steps and self._progress.step > self._saved_step
 
-    async def save_checkpoint(self) -> Path | None:
-        """Model, optimizer, data position and versions; complete or absent."""
+    async def save(self) -> Path | None:
+        """Model, optimizer, data position and versions; complete or absent. The folder, if there is one."""
         if self.checkpoints is None:
             return None
-        guards, ahead = (self.cfg.trainer.seed, self.dataset_size), sorted(self.ahead)
-        state = TrainState(self.global_step, self.position, *guards, self.kl_controller.value, ahead)
-        with self.timed("checkpoint", self._metrics):
-            async with self._limited("checkpoint"):
-                folder = await self.checkpoints.save(state, lambda path: self.dispatch.save(path / "policy"))
-        self._saved_step = self.global_step
-        self._tell("on_checkpoint", folder)
+        progress, dispatch = self._progress, self._learner.dispatch
+        state = TrainState(
+            step=progress.step,
+            position=progress.position,
+            seed=self._cfg.seed,
+            dataset_size=self._dataset_size,
+            kl_coef=self._learner.kl_controller.value,
+            ahead=sorted(progress.ahead),
+        )
+        with self._phases.timed("checkpoint"):
+            async with self._phases.limited("checkpoint"):
+                folder = await self.checkpoints.save(state, lambda path: dispatch.save(path / "policy"))
+        self._saved_step = progress.step
         return folder
 
-    async def _resume(self) -> bool:
+    async def resume(self) -> bool:
         """Go on from the newest checkpoint, if that is wanted and there is one."""
         folder = self.checkpoints.latest() if self.checkpoints else None
-        if self.cfg.trainer.resume_mode == "none" or folder is None:
+        if self._cfg.resume_mode == "none" or folder is None:
             return False
-        state = load_state(folder, seed=self.cfg.trainer.seed, dataset_size=self.dataset_size)
-        async with self._limited("loading of the checkpoint"):
-            await self.dispatch.load(folder / "policy")
-        self.global_step = self._saved_step = state.step
-        if self.cfg.trainer.algorithm.kl_ctrl.type == "adaptive":
-            self.kl_controller.value = state.kl_coef
-        self.position, self.ahead = state.position, frozenset(state.ahead)
+        state = load_state(folder, seed=self._cfg.seed, dataset_size=self._dataset_size)
+        async with self._phases.limited("loading of the checkpoint"):
+            await self._learner.dispatch.load(folder / "policy")
+        if self._cfg.algorithm.kl_ctrl.type == "adaptive":
+            self._learner.kl_controller.value = state.kl_coef
+        self._progress.resumed(state.step, state.position, state.ahead)
+        self._saved_step = state.step
         return True
 
 

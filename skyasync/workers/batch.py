@@ -8,7 +8,7 @@ micro-batches or ranks cannot change the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -37,12 +37,23 @@ class TrainingBatch:
     reference_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     loss_weights: Tensor | None = None
-    schedule_step: int | None = None  # optimizer step by which the learning rate goes; None: the worker's own count
     approximated_version: int | None = None  # that this update makes, where the proximal policy is interpolated
     selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    @staticmethod
+    def concatenate(parts: Sequence[TrainingBatch]) -> TrainingBatch:
+        """Batches one below the other, padded to the longest; groups and trajectories keep apart."""
+        length = max(part.tokens.shape[1] for part in parts)
+        columns: dict[str, Any] = {}
+        for name in (f.name for f in fields(TrainingBatch)):
+            values = [getattr(part, name) for part in parts]
+            if all(isinstance(value, Tensor) for value in values):
+                values = _apart(values) if name.endswith("_ids") else values
+                columns[name] = torch.cat([_padded(value, length) for value in values])
+        return TrainingBatch(**columns)
 
     def select(self, rows: Tensor) -> TrainingBatch:
         """The given rows (int64 ``[n]``), in that order."""
@@ -64,6 +75,19 @@ class TrainingBatch:
             value = getattr(self, name)
             chosen[name] = function(value) if isinstance(value, Tensor) else value
         return TrainingBatch(**chosen)
+
+
+def _apart(identities: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers ``[batch]`` of several batches, moved so that no two batches share one."""
+    moved, start = [], 0
+    for ids in identities:
+        moved.append(ids + start)
+        start = int(moved[-1].max()) + 1 if len(ids) else start
+    return moved
+
+
+def _padded(value: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(value, (0, length - value.shape[1])) if value.dim() == 2 else value
 
 
 def mini_batches(batch: TrainingBatch, groups_per_mini_batch: int) -> Iterator[TrainingBatch]:

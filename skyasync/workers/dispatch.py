@@ -65,12 +65,14 @@ class RayWorkerDispatch:
             raise RuntimeError("no reference model was started: nothing in the configuration asked for one")
         return await self._reference.logprobs(batch)
 
-    async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
+    async def forward_backward(self, batch: TrainingBatch) -> None:
         shards = split_for_ranks(batch, self._policy.ranks)
-        answers = await self._policy.call_each("update_shard", [batch.select(rows).trim() for rows in shards])
+        pieces = await self._policy.call_each("forward_backward", [batch.select(rows).trim() for rows in shards])
         if batch.proximal_logprobs is None:
-            batch.proximal_logprobs = joined(batch, shards, [logprobs for _, logprobs in answers])
-        return answers[0][0]
+            batch.proximal_logprobs = joined(batch, shards, pieces)
+
+    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+        return (await self._policy.call("optimizer_step", schedule_step, scale))[0]
 
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:

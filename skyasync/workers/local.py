@@ -50,8 +50,13 @@ class LocalDispatch:
             raise RuntimeError("no reference model was loaded")
         return await self._run(lambda: reference.logprobs(batch))
 
-    async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
-        return await self._run(lambda: self._policy.update_policy(batch))
+    async def forward_backward(self, batch: TrainingBatch) -> None:
+        found = await self._run(lambda: self._policy.forward_backward(batch))
+        if batch.proximal_logprobs is None:
+            batch.proximal_logprobs = found
+
+    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+        return await self._run(lambda: self._policy.optimizer_step(schedule_step, scale))
 
     async def publish_weights(self, version: int) -> WeightUpdate:
         return WeightUpdate(version, "shared_memory", {"path": await self._run(self._policy.publish)})

@@ -51,6 +51,7 @@ class PolicyWorker(ModelWorker):
         add_user_parts(parts or {})
         self.total_steps = total_steps
         self.step = 0
+        self._totals = _Totals()  # since the last optimizer step
         self.objective = Objective(cfg.trainer.algorithm)
 
     def model_config(self) -> ModelConfig:
@@ -77,10 +78,39 @@ class PolicyWorker(ModelWorker):
         first, second = settings.adam_betas
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), fused=True)
 
-    def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
-        """One optimizer step on this rank's rows of a batch.
+    def update_policy(self, batch: TrainingBatch, schedule_step: int | None = None) -> dict[str, float]:
+        """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.
 
-        Missing ``proximal_logprobs`` are filled in: the policy before the step, which the step computes anyway.
+        Missing ``proximal_logprobs`` are filled in.
+        """
+        before = self.forward_backward(batch)
+        if before is not None:
+            batch.proximal_logprobs = before
+        return self.optimizer_step(schedule_step)
+
+    def forward_backward(self, batch: TrainingBatch) -> Tensor | None:
+        """Add the gradient of this rank's rows to what has been added up since the last optimizer step.
+
+        Returns:
+            the policy's log-probabilities, ``[batch, length]``, if the batch has no ``proximal_logprobs``: the policy
+            before the step, which this computes anyway.
+        """
+        if batch.loss_weights is None or batch.advantages is None:
+            raise ValueError("a training batch needs loss_weights and advantages")
+        before = torch.zeros(batch.tokens.shape) if batch.proximal_logprobs is None else None
+        for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
+            current = self._backward(micro, self._totals)
+            if before is not None:
+                put_rows(before, micro, current)
+        return before
+
+    def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
+        """Change the weights by the gradient that has been added up, and forget it.
+
+        Args:
+            schedule_step: optimizer step by which the learning rate goes; by default this worker's own count.
+            scale: gradient and loss are multiplied by it first: one over the loss's denominator, where the weights
+                lack it.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the objective's metrics, averaged
@@ -89,31 +119,20 @@ class PolicyWorker(ModelWorker):
         Raises:
             NonFiniteError: on every rank alike, before any weight changes.
         """
-        if batch.loss_weights is None or batch.advantages is None:
-            raise ValueError("a training batch needs loss_weights and advantages")
-        self.optimizer.zero_grad()
-        totals = _Totals()
-        before = torch.zeros(batch.tokens.shape) if batch.proximal_logprobs is None else None
-        for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
-            current = self._backward(micro, totals)
-            if before is not None:
-                put_rows(before, micro, current)
-        if before is not None:
-            batch.proximal_logprobs = before
-        metrics = totals.reduce(self.sum_over_ranks)
+        metrics, self._totals = self._totals.reduce(self.sum_over_ranks), _Totals()
+        metrics["loss"] *= scale
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
+        if scale != 1.0:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
         metrics["grad_norm"] = self._clip()
-        metrics["lr"] = self._step(batch.schedule_step)
+        metrics["lr"] = self._step(schedule_step)
+        self.optimizer.zero_grad()
         if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the engine that wakes on this GPU
         return metrics
-
-    def update_shard(self, batch: TrainingBatch) -> tuple[dict[str, float], Tensor | None]:
-        """``update_policy`` from afar: metrics, and the proximal log-probabilities if the batch had none."""
-        missing = batch.proximal_logprobs is None
-        metrics = self.update_policy(batch)
-        return metrics, batch.proximal_logprobs if missing else None
 
     def _backward(self, micro: MicroBatch, totals: _Totals) -> Tensor:
         """Add a micro-batch's gradient; returns the current log-probabilities, ``[rows, length]``."""

@@ -21,11 +21,19 @@ class WorkerDispatch(Protocol):
     async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """The same under the frozen reference model."""
 
-    async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
-        """One optimizer step on the whole batch; returns metrics (loss, grad_norm, lr, ...).
+    async def forward_backward(self, batch: TrainingBatch) -> None:
+        """Add the gradient of these rows to what has been added up since the last optimizer step.
 
-        A missing ``proximal_logprobs`` means that the current policy, before this step, is the proximal one; it is
-        filled in.
+        A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is filled in.
+        """
+
+    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+        """Change the weights; returns metrics (loss, grad_norm, lr, ...).
+
+        Args:
+            schedule_step: optimizer step by which the learning rate goes.
+            scale: gradient and loss are multiplied by it first: one over the loss's denominator, where the weights of
+                the parts lack it.
         """
 
     async def publish_weights(self, version: int) -> WeightUpdate:

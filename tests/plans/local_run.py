@@ -38,9 +38,9 @@ class RecordingDispatch(LocalDispatch):
         super().__init__(cfg)
         self.batches: list[TrainingBatch] = []
 
-    async def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
+    async def forward_backward(self, batch: TrainingBatch) -> None:
         self.batches.append(batch)
-        return await super().update_policy(batch)
+        await super().forward_backward(batch)
 
     def score_under(self, weights: dict[str, Any], tokens: list[int]) -> list[float]:
         """Log-probability of each token after the first under these weights."""

@@ -116,20 +116,28 @@ class Dispatch:
     seconds: Callable[[], float]
     trained: list[list[PromptId]] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
+    parts: list[Any] = field(default_factory=list)  # of the update under way
+    scheduled: list[int] = field(default_factory=list)  # optimizer steps by which the learning rate goes
     exported: list[Path] = field(default_factory=list)
     weights: int = 0  # stands for the model: how many updates it has had
     cancelled: int = 0
 
-    async def update_policy(self, batch: Any) -> dict[str, float]:
+    async def forward_backward(self, batch: Any) -> None:
         try:
             await asyncio.sleep(self.seconds())
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         self.faults.pass_or_raise("update")
-        ids = [PromptId(int(row[0]) - EPOCH, int(row[1]) - ROW) for row in batch.tokens]
+        self.parts.append(batch)
+
+    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+        rows = [row for batch in self.parts for row in batch.tokens]
+        ids = [PromptId(int(row[0]) - EPOCH, int(row[1]) - ROW) for row in rows]
         self.trained.append(list(dict.fromkeys(ids)))
-        self.batches.append(batch)
+        self.scheduled.append(schedule_step)
+        self.batches += self.parts
+        self.parts = []
         self.weights += 1
         return {"loss": float(self.weights)}
 

@@ -29,14 +29,14 @@ class Watched(LocalRun):
     def __init__(self, cfg: Any) -> None:
         super().__init__(RayPPOTrainer, cfg)
         self.caches_alive: list[bool] = []
-        update = self.dispatch.update_policy
+        update = self.dispatch.forward_backward
 
         async def watched(batch: Any) -> dict[str, float]:
             gc.collect()
             self.caches_alive.append(any(cache() is not None for cache in self.caches))
             return await update(batch)
 
-        self.dispatch.update_policy = watched  # type: ignore[method-assign]
+        self.dispatch.forward_backward = watched  # type: ignore[method-assign]
         self.caches: list[weakref.ref[Any]] = []
         generate = self.trainer.generator.generate
 
@@ -68,7 +68,7 @@ class Calls:
 
     def __init__(self, run: Any) -> None:
         self.made: list[str] = []
-        for part, name in ((run.engines, "sleep"), (run.engines, "wake"), (run.dispatch, "update_policy"),
+        for part, name in ((run.engines, "sleep"), (run.engines, "wake"), (run.dispatch, "forward_backward"),
                            (run.sync, "sync"), (run.generator, "generate")):  # fmt: skip
             setattr(part, name, self._noting(name, getattr(part, name, None)))
 
@@ -84,7 +84,7 @@ def test_engines_sleep_from_the_update_to_the_sync_and_only_where_devices_are_sh
     run = make_run(RayPPOTrainer, prompts=8, eval_prompts=1, trainer__placement__colocate_all=True)
     calls = Calls(run)
     run.train()
-    step = ["generate", "sleep", "update_policy", "wake", "sync"]
+    step = ["generate", "sleep", "forward_backward", "wake", "sync"]
     assert calls.made == ["sync", *step, *step, "generate"]
     assert sorted(run.tracker.of("time/sleep_s")) == [1, 2]
     run = make_run(RayPPOTrainer, prompts=8)

@@ -155,9 +155,9 @@ def test_without_stamps_the_version_at_the_start_of_generation_counts(plan):
             before = self.policy_version
             task = asyncio.create_task(super().generate(prompts))
             await asyncio.sleep(0.5)
-            self.policy_version = before + 5
+            self.progress.version = before + 5
             rollout = await task
-            self.policy_version = before
+            self.progress.version = before
             assert all(group.oldest_version == before for group in rollout.groups)
             return rollout
 

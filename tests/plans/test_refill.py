@@ -106,18 +106,18 @@ def test_a_resumed_run_trains_what_is_left_once(plan: type[RayPPOTrainer], first
 @every_plan
 def test_the_learning_rate_ends_with_the_run_however_many_prompts_are_rejected(plan: type[RayPPOTrainer]) -> None:
     by_data = refilling(plan, trainer__policy_mini_batch_size=2).train()
-    scheduled = [batch.schedule_step for batch in by_data.dispatch.batches]
+    scheduled = by_data.dispatch.scheduled
     assert scheduled == sorted(scheduled) and scheduled[0] == 0
     assert 12 <= scheduled[-1] < 16, "30 prompts make 8 steps of 2 updates"
     by_steps = refilling(plan, trainer__max_training_steps=3, trainer__epochs=9, trainer__policy_mini_batch_size=2)
-    assert [batch.schedule_step for batch in by_steps.train().dispatch.batches] == [0, 1, 2, 3, 4, 5]
+    assert by_steps.train().dispatch.scheduled == [0, 1, 2, 3, 4, 5]
 
 
 @every_plan
 def test_filtered_groups_leave_the_learning_rates_schedule_as_it_was_planned(plan: type[RayPPOTrainer]) -> None:
     run = refilling(plan, prompts=16, sampling={"mode": "filter"}, trainer__policy_mini_batch_size=1).train()
     assert len(run.trained) == 16 - len([row for row in DULL if row < 16])
-    starts = {batch.schedule_step - batch.schedule_step % 4 for batch in run.dispatch.batches}
+    starts = {update - update % 4 for update in run.dispatch.scheduled}
     assert starts <= {0, 4, 8, 12}
     assert sum(run.tracker.of("dynamic_sampling/rejected").values()) == 16 - len(run.trained)
 

@@ -38,8 +38,8 @@ class Unlucky(FullyAsyncRayPPOTrainer):
 
     def prepare(self, seed: int, failures: float, history: History) -> None:
         self.chance, self.failures, self.history = random.Random(seed), failures, history
-        self.global_step = self.policy_version = history.saved[0]
-        self.position, self.ahead = history.saved[1:]
+        self.progress.resumed(*history.saved)
+        self.progress.handed_over()
         self.submitted: dict[PromptId, int] = {}
         self.admitted_at: dict[PromptId, int] = {}
 
@@ -52,7 +52,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         for prompt in prompts:
             assert prompt.id not in self.admitted_at, "submitted twice"
             self.admitted_at[prompt.id] = self.policy_version
-        async with self.gate.entered():
+        async with self.handover.rollout():
             await self.happens()
         return [Group(prompt, []) for prompt in prompts], {}
 
@@ -63,17 +63,18 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         await self.happens()
         self.history.ages.update(self.global_step - self.admitted_at[group.prompt.id] for group in rollout.groups)
         self.history.unsaved += [group.prompt.id for group in rollout.groups]
-        self.global_step += 1
-        self.position, self.ahead = rollout.position, rollout.ahead
+        self.progress.trained(rollout.position, rollout.ahead)
         return {}
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
+        if not self.handover.due(self.global_step >= self.total_steps):
+            return
         if self.cfg.trainer.partial_rollout == "wait":
-            async with self.without_rollouts():
+            async with self.handover.without_rollouts():
                 await self.happens()
         else:
             await self.happens()
-        self.policy_version = self.global_step
+        self.progress.handed_over()
 
     async def end_step(self, status: dict[str, float]) -> None:
         await self.happens()

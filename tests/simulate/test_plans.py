@@ -118,7 +118,13 @@ def test_the_plans_run_unmodified() -> None:
 
     for plan in (RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer):
         assert simulated(plan).__bases__ == (Simulated, plan)
-    assert {name for name in vars(Simulated) if not name.startswith("_")} == {"count_ages", "learn_from"}
+    assert {name for name in vars(Simulated) if not name.startswith("_")} == {
+        "count_ages",
+        "learn_from",
+        "prepare",
+        "forward_backward",
+        "optimizer_step",
+    }
 
 
 # ---------------------------------------------------------------- when something goes wrong

@@ -79,8 +79,7 @@ def test_the_learning_rate_follows_the_step_that_is_planned_where_one_is_given(c
     cfg.trainer.policy.optimizer_config.scheduler = "linear"
     worker = start(cfg, total_steps=10)
     batch = make_batch()
-    batch.schedule_step = 5
-    assert worker.update_policy(batch)["lr"] == pytest.approx(0.5e-2)
+    assert worker.update_policy(batch, schedule_step=5)["lr"] == pytest.approx(0.5e-2)
     assert worker.update_policy(make_batch())["lr"] == pytest.approx(0.9e-2), "its own second step"
 
 

@@ -1,0 +1,87 @@
+"""From groups to advantages: what each algorithm hook does unless it is overridden.
+
+Invariant: everything here sees whole groups, and what the configuration asks of whole batches sees whole batches.
+Functions of their arguments alone; metrics that they find are written into the mapping they are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.rollout.types import Group
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.algorithms.kl import AdaptiveKLController, FixedKLController
+    from skyasync.training.phases import Metrics
+    from skyasync.workers.batch import TrainingBatch
+
+
+def filter_groups(algorithm: AlgorithmConfig, groups: list[Group]) -> list[Group]:
+    """Those that ``dynamic_sampling`` keeps."""
+    from skyasync.algorithms.filters import group_filter
+
+    keep = group_filter(algorithm)
+    return [group for group in groups if keep(group.judged_by(algorithm.dynamic_sampling.metric))]
+
+
+def drop_truncated(algorithm: AlgorithmConfig, groups: list[Group], metrics: Metrics) -> list[Group]:
+    """The groups without trajectories that did not end by themselves, if ``truncated_responses=drop``."""
+    if algorithm.truncated_responses != "drop":
+        return groups
+    kept = [replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"]) for g in groups]
+    dropped = sum(len(group.trajectories) for group in groups) - sum(len(group.trajectories) for group in kept)
+    metrics["response/dropped"] = metrics.get("response/dropped", 0.0) + dropped
+    return [group for group in kept if group.trajectories]
+
+
+def shape_rewards(algorithm: AlgorithmConfig, batch: TrainingBatch, metrics: Metrics) -> TrainingBatch:
+    """Truncation, length penalty, scale, clip, normalisation; truncated responses leave the loss, if asked for."""
+    from skyasync.algorithms.shaping import overlong_filter, shape_rewards
+
+    assert batch.rewards is not None and batch.truncated is not None
+    before = batch.rewards
+    batch.rewards = shape_rewards(
+        algorithm, before, batch.loss_mask, truncated=batch.truncated, group_ids=batch.group_ids,
+        trajectory_ids=batch.trajectory_ids,
+    )  # fmt: skip
+    if batch.rewards is not before:
+        rows = len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
+        metrics["reward/shaped_mean"] = float(batch.rewards.sum()) / rows
+    if algorithm.truncated_responses == "mask":
+        batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated)
+    return batch
+
+
+def penalize_rewards(
+    algorithm: AlgorithmConfig,
+    controller: FixedKLController | AdaptiveKLController,
+    batch: TrainingBatch,
+    metrics: Metrics,
+) -> TrainingBatch:
+    """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
+    if not algorithm.use_kl_in_reward:
+        return batch
+    from skyasync.algorithms.kl import penalize_rewards
+
+    assert batch.rewards is not None and batch.proximal_logprobs is not None
+    assert batch.reference_logprobs is not None
+    batch.rewards, kl = penalize_rewards(
+        batch.rewards, batch.proximal_logprobs, batch.reference_logprobs, batch.loss_mask,
+        coef=controller.value, estimator=algorithm.kl_estimator_type, bound=algorithm.kl_clamp,
+    )  # fmt: skip
+    metrics |= {"reward/kl": float(kl), "reward/kl_coef": controller.value}
+    controller.update(float(kl), len(batch))
+    return batch
+
+
+def advantages(algorithm: AlgorithmConfig, batch: TrainingBatch) -> TrainingBatch:
+    """Fill ``batch.advantages`` from ``batch.rewards``."""
+    from skyasync.algorithms.advantages import compute_advantages
+
+    assert batch.rewards is not None
+    batch.advantages, _ = compute_advantages(
+        algorithm, batch.rewards, batch.loss_mask, batch.group_ids, trajectory_ids=batch.trajectory_ids
+    )
+    return batch

@@ -1,0 +1,191 @@
+"""The tensor part of a step: from groups to one or more optimizer steps.
+
+Invariant: everything that needs the whole batch (advantages, loss weights, selections) is computed here, before
+workers see a part of it. The three policies are told apart by name: behaviour (sampled the tokens), proximal (before
+the update), current (with gradient).
+
+    groups ──prepare──▶ batch ──forward_backward, part by part──▶ gradient ──optimizer_step──▶ newer policy
+                                                                                  └──finish──▶ metrics of the step
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.rollout.types import Group
+from skyasync.training.length import RunLength
+from skyasync.training.phases import Metrics, Phases
+from skyasync.training.progress import Progress
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from torch import Tensor
+
+    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.protocol import WorkerDispatch
+
+log = logging.getLogger(__name__)
+
+
+class Hooks(Protocol):
+    """What an algorithm may override; ``RayPPOTrainer`` says what each does."""
+
+    def filter_groups(self, groups: list[Group]) -> list[Group]: ...
+    def drop_truncated(self, groups: list[Group]) -> list[Group]: ...
+    def shape_rewards(self, batch: TrainingBatch) -> TrainingBatch: ...
+    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch: ...
+    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch: ...
+
+
+class Learner:
+    """Makes the policy better, one training step at a time.
+
+    Attributes:
+        dispatch: the models; set when they are up.
+        updates: optimizer steps of the training step in hand.
+    """
+
+    dispatch: WorkerDispatch
+
+    def __init__(self, cfg: Config, progress: Progress, phases: Phases, length: RunLength) -> None:
+        from skyasync.algorithms.kl import kl_controller
+        from skyasync.algorithms.objective import Objective
+
+        self.objective = Objective(cfg.trainer.algorithm)
+        self.kl_controller = kl_controller(cfg.trainer.algorithm)
+        self.updates = 0
+        self._cfg, self._progress, self._phases, self._length = cfg.trainer, progress, phases, length
+        self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step
+        self._parts: list[TrainingBatch] = []  # trained in this training step
+        self._denominator = 0.0  # of the loss, where the parts' weights lack it
+
+    # ---------------------------------------------------------------- prepare
+
+    async def prepare(self, groups: list[Group], hooks: Hooks) -> TrainingBatch | None:
+        """Groups to a batch with advantages and the log-probabilities that the objective needs; None if none is kept.
+
+        Needs whole groups, and all of them at once where the estimator compares prompts.
+        """
+        from skyasync.rollout.collate import collate_in_turns
+
+        groups = hooks.drop_truncated(groups if self._length.refilling else self._filtered(groups, hooks))
+        if not groups:
+            return None
+        batch = hooks.shape_rewards(await collate_in_turns(groups))
+        batch = await self._with_logprobs(batch)
+        batch = hooks.apply_reward_kl_penalty(batch)
+        return hooks.compute_advantages_and_returns(batch)
+
+    def _filtered(self, groups: list[Group], hooks: Hooks) -> list[Group]:
+        kept, metrics = hooks.filter_groups(groups), self._phases.metrics
+        if self._cfg.algorithm.dynamic_sampling.type != "none" or len(kept) < len(groups):
+            rejected = metrics.get("dynamic_sampling/rejected", 0.0)
+            metrics["dynamic_sampling/rejected"] = rejected + len(groups) - len(kept)
+        return kept
+
+    async def _with_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
+        """Add the log-probabilities that the objective needs and that an update does not give for free.
+
+        With one update per batch the policy before the update is the proximal one, and the update has its
+        log-probabilities anyway. Behind an update of the same step that policy is gone, and the engines' own
+        log-probabilities are what is left of it.
+        """
+        groups = len(batch.group_ids.unique())
+        needs, early = self.objective.needs, self.objective.needs_before_update
+        if "behaviour" in needs and batch.behaviour_logprobs is not None:
+            self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
+        if "reference" in needs:
+            with self._phases.timed("reference"):
+                batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
+        several = self._length.updates_per_batch(groups) > 1 and not self._approximates
+        if "proximal" in early or ("proximal" in needs and several):
+            if self.updates:
+                batch.proximal_logprobs = batch.behaviour_logprobs
+                return batch
+            with self._phases.timed("logprobs"):
+                batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
+        return batch
+
+    def _check_behaviour(self, logprobs: Tensor) -> None:
+        algorithm = self._cfg.algorithm
+        if logprobs.isnan().any():
+            raise UserError(
+                f"the generator's output lacks rollout_logprobs, but trainer.algorithm.policy_loss_type="
+                f"{algorithm.policy_loss_type} with trainer.algorithm.off_policy_correction="
+                f"{algorithm.off_policy_correction} uses the behaviour policy: return them, or choose "
+                f"trainer.algorithm.off_policy_correction=none"
+            )
+
+    @property
+    def _approximates(self) -> bool:
+        return self._cfg.algorithm.proximal_logprobs != "recompute"
+
+    # ---------------------------------------------------------------- update
+
+    async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
+        """Add the gradient of some rows (whole trajectories) of a prepared batch.
+
+        Args:
+            complete: the part is its whole mini-batch, so its loss weights are final. If not, the next optimizer step
+                divides by the denominator that all parts before it have together, and the gradient is the same.
+        """
+        from skyasync.algorithms.reductions import loss_numerators, loss_weights
+
+        algorithm, ids = self._cfg.algorithm, part.trajectory_ids
+        if complete:
+            part.loss_weights = loss_weights(algorithm, part.loss_mask, part.group_ids, trajectory_ids=ids)
+            part.selection = self.objective.prepare(part).get("selection")
+        else:
+            part.loss_weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)
+            self._denominator += denominator
+        if self.updates and self._approximates:  # in the first one the current policy is the proximal
+            part.approximated_version = self._progress.step + 1
+        elif self.updates and not complete and part.proximal_logprobs is None:
+            part.proximal_logprobs = part.behaviour_logprobs
+        await self.dispatch.forward_backward(part)
+        self._parts.append(part)
+
+    async def optimizer_step(self) -> Metrics:
+        """Change the weights by the gradient that ``forward_backward`` has added up; returns the workers' metrics."""
+        scale, self._denominator = 1.0 / self._denominator if self._denominator else 1.0, 0.0
+        found = await self.dispatch.optimizer_step(self._length.planned_updates + self.updates, scale)
+        self.updates += 1
+        for name, value in found.items():
+            self._found.setdefault(name, []).append(value)
+        return found
+
+    def finish(self, whole: TrainingBatch | None = None) -> Metrics:
+        """The metrics of all updates of the training step, which is over.
+
+        Args:
+            whole: the batch that all parts were cut from, if they were.
+        """
+        metrics = {f"policy/{name}": sum(values) / len(values) for name, values in self._found.items()}
+        if self._parts:
+            metrics |= self._drift(whole if whole is not None and self.updates > 1 else joined(self._parts))
+        self._found, self._parts, self.updates = {}, [], 0
+        return metrics
+
+    def _drift(self, batch: TrainingBatch) -> Metrics:
+        """How far the proximal policy is from the one that sampled, also by staleness."""
+        from skyasync.algorithms.off_policy import off_policy_metrics, stuck_ratio
+
+        proximal, behaviour, mask = batch.proximal_logprobs, batch.behaviour_logprobs, batch.loss_mask
+        if proximal is None or behaviour is None or batch.versions is None or behaviour[mask].isnan().any():
+            return {}
+        staleness = self._progress.step - batch.versions
+        weights = self.objective.correction_weights(batch) if "behaviour" in self.objective.needs else None
+        metrics = off_policy_metrics(proximal, behaviour, mask, staleness, weights)
+        if problem := stuck_ratio(proximal, behaviour, mask, staleness):
+            log.warning("step %d: %s", self._progress.step + 1, problem)
+            metrics["warnings/stuck_ratio"] = 1.0
+        return metrics
+
+
+def joined(parts: list[TrainingBatch]) -> TrainingBatch:
+    """Batches one below the other."""
+    from skyasync.workers.batch import TrainingBatch
+
+    return parts[0] if len(parts) == 1 else TrainingBatch.concatenate(parts)

@@ -1,0 +1,57 @@
+"""What a run tells: trackers, callbacks, samples, how busy its parts were.
+
+Invariant: a step is logged once, when all of it is done, with everything that was found out about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyasync.callbacks import TrainerCallback
+from skyasync.observe.run_dir import RunDirectory
+from skyasync.observe.usage import UsageMeter
+from skyasync.rollout.metrics import sample_records
+from skyasync.rollout.types import Group
+from skyasync.training.phases import Metrics
+
+
+class Reporting:
+    """Where the metrics of steps go.
+
+    Attributes:
+        last_metrics: the newest value of every metric that was logged.
+        run_dir: where samples are written; None where a run has no folder.
+    """
+
+    def __init__(self, tracker: Any, callbacks: Sequence[TrainerCallback] | None, samples: int) -> None:
+        self.tracker, self.callbacks = tracker, list(callbacks or [])
+        self.last_metrics: Metrics = {}
+        self.run_dir: RunDirectory | None = None
+        self._samples, self._trained = samples, 0
+        self._usage: UsageMeter | None = None
+
+    async def start(self, client: Any, dispatch: Any) -> None:
+        """From here on the parts' work is measured."""
+        self._usage = UsageMeter(client, dispatch)
+        await self._usage.start()
+
+    async def usage(self, wall_s: float) -> Metrics:
+        """How busy engines and trainer were since the last call."""
+        assert self._usage is not None, "start() comes first"
+        return await self._usage.lap(wall_s, self._trained)
+
+    def trained(self, step: int, groups: Sequence[Group], decode: Callable[..., str] | None) -> None:
+        """These groups were trained in this step; a few samples of them are written down."""
+        self._trained = sum(len(group.trajectories) for group in groups)
+        if self.run_dir is not None and self._samples and decode is not None:
+            self.run_dir.write_samples(step, sample_records(list(groups), self._samples, decode))
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self.tracker.log(metrics, step=step)
+        self.last_metrics = {**self.last_metrics, **metrics}
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Call the method of this name on every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(*args)
