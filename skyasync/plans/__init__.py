@@ -8,6 +8,7 @@ PLANS = Registry(
         "skyasync.plans.synchronous": "sync",
         "skyasync.plans.one_step_off": "one_step_off",
         "skyasync.plans.fully_async": "fully_async",
+        "skyasync.plans.streamed": "streamed",
     },
 )
 

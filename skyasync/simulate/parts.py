@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast, overload
 
 import numpy as np
@@ -84,6 +85,20 @@ class VirtualWorkers:
         return {"busy_s": self.busy_s}
 
 
+@dataclass(frozen=True)
+class VirtualBatch:
+    """In place of a ``TrainingBatch``: the response tokens of each group."""
+
+    tokens: list[int]
+
+    def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[VirtualBatch, int]]:
+        left = self.tokens
+        count = (size if first is None else first) if size else len(left)
+        while left:
+            yield VirtualBatch(left[:count]), len(left[:count])
+            left, count = left[count:], size
+
+
 class VirtualSync:
     """A weight sync that takes its time and then is true of all engines."""
 
@@ -105,22 +120,23 @@ class Simulated(RayPPOTrainer):
     def count_ages(self) -> None:
         self.ages: Counter[int] = Counter()
 
-    async def learn_from(self, groups: list[Group]) -> None:
-        await self.forward_backward(await self.prepare(groups))
-
     async def prepare(self, groups: list[Group]) -> Any:
+        return VirtualBatch([self._count(group) for group in groups])
+
+    async def forward_backward(self, part: Any, *, complete: bool = True) -> None:
+        await cast(VirtualWorkers, self.dispatch).train(sum(part.tokens))
+
+    async def optimizer_step(self) -> dict[str, float]:
+        return {}
+
+    def _count(self, group: Group) -> int:
+        """The response tokens of a group."""
         tokens = 0
-        for trajectory in (t for group in groups for t in group.trajectories):
+        for trajectory in group.trajectories:
             for version, count in self.generator.tokens.pop(trajectory.id).items():
                 self.ages[self.global_step - version] += count
                 tokens += count
         return tokens
-
-    async def forward_backward(self, part: Any, *, complete: bool = True) -> None:
-        await cast(VirtualWorkers, self.dispatch).train(part)
-
-    async def optimizer_step(self) -> dict[str, float]:
-        return {}
 
 
 class NoTracker:

@@ -38,6 +38,10 @@ class Saving:
         With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update cannot be saved.
         """
         self._between_steps = False
+        await self.uninterrupted(step)
+
+    async def uninterrupted(self, step: Coroutine[Any, Any, None]) -> None:
+        """Await what may change the weights before its end; with ``ckpt_on_exit`` a cancellation waits for that."""
         if self._cfg.ckpt_on_exit:
             await _to_its_end(asyncio.create_task(step))
         else:

@@ -64,6 +64,18 @@ class TrainingBatch:
         length = int(self.attention_mask.sum(1).max()) if len(self) else 0
         return self._each(lambda tensor: tensor[:, :length] if tensor.dim() == 2 else tensor)
 
+    def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[TrainingBatch, int]]:
+        """Pieces of whole groups, in order, and how many groups each has: ``first``, then ``size`` at a time.
+
+        ``size=0`` gives the whole batch as one piece.
+        """
+        groups = self.group_ids.unique()
+        count = (size if first is None else first) if size else len(groups)
+        while len(groups):
+            chosen = torch.isin(self.group_ids, groups[:count])
+            yield self.select(chosen.nonzero().squeeze(1)), len(groups[:count])
+            groups, count = groups[count:], size
+
     def split(self, size: int) -> Iterator[TrainingBatch]:
         """Consecutive pieces of at most ``size`` rows."""
         for start in range(0, len(self), size):
@@ -88,12 +100,3 @@ def _apart(identities: Sequence[Tensor]) -> list[Tensor]:
 
 def _padded(value: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(value, (0, length - value.shape[1])) if value.dim() == 2 else value
-
-
-def mini_batches(batch: TrainingBatch, groups_per_mini_batch: int) -> Iterator[TrainingBatch]:
-    """Pieces of at most so many whole groups, in order; 0 gives the whole batch as one."""
-    groups = batch.group_ids.unique()
-    size = groups_per_mini_batch or max(len(groups), 1)
-    for start in range(0, len(groups), size):
-        chosen = torch.isin(batch.group_ids, groups[start : start + size])
-        yield batch.select(chosen.nonzero().squeeze(1))

@@ -21,11 +21,12 @@ from skyasync.data.prompts import PromptStream
 from skyasync.engines.protocol import EngineStats
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
 
-PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer]
+PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
 EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, moved by these
 
 

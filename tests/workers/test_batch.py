@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.workers.batch import TrainingBatch, mini_batches
+from skyasync.workers.batch import TrainingBatch
 
 
 def batch(lengths, groups=None, width=0):
@@ -55,7 +55,7 @@ def test_pieces_hold_every_row_once_and_in_order(found, size):
 @given(ROWS, st.integers(0, 4))
 def test_mini_batches_hold_whole_groups_and_every_row_once(found, size):
     whole = batch([n for n, _ in found], sorted(g for _, g in found))
-    parts = list(mini_batches(whole, size))
+    parts = [part for part, _ in whole.mini_batches(size)]
     assert [r for part in parts for r in rows(part)] == rows(whole)
     groups = [set(part.group_ids.tolist()) for part in parts]
     assert len(set.union(*groups)) == sum(map(len, groups)) == len(whole.group_ids.unique())
