@@ -3,24 +3,25 @@
 Invariant: after ``sync(version)`` every engine computes with the trainer's weights and stamps ``version``. That is
 proven twice; a proof that fails is an error, never a log line.
 
-*Bytes*, in every sync: what is sent carries digests that the trainer computed, and an engine refuses an update after
-which it does not hold these bytes (``digests``; ``vllm_held`` for layouts that cannot be read). *Probe*, by ``verify``:
-the log-probabilities of fixed prompts, trainer against engine, are as close as rounding brings them (``gaps``), which
-is measured at start-up. In the first two syncs and every ``interval``-th, and in all of a backend without digests.
+- *Digests*, in every sync through shared memory: the trainer sends them along, and an engine refuses an update after
+  which it does not hold just these bytes (``digests``; ``vllm_held`` for layouts that cannot be read).
+- *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
+  brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
+  of them where there are no digests (NCCL).
 
-| fault                                   | embedded engine         | vLLM, shared memory             | NCCL             |
-|-----------------------------------------|-------------------------|---------------------------------|------------------|
-| a bit flipped on the way                | this sync               | this sync                       | if the probe can |
-| a stale layer, a head left behind       | this sync, however few  | this sync, if one of 8 columns  | when the probe   |
-|                                         | of its elements changed | changed in it; else see the     | can see it       |
-|                                         |                         | probe, or a later sync          |                  |
-| two tensors swapped                     | this sync               | this sync                       | this sync        |
-| the trainer sends what it does not      | the next probe          | the next probe                  | this sync        |
-| compute with; an engine's other kernels |                         |                                 |                  |
+| fault                                | found by digests                    | found by the probe                   |
+|--------------------------------------|-------------------------------------|--------------------------------------|
+| a bit flipped on the way             | in this sync                        | if it matters                        |
+| two tensors swapped                  | in this sync                        | when it next runs                    |
+| a stale layer; in vLLM, an output    | in this sync if an element differs  | when it next runs, once the layer is |
+| layer that its embedding left behind | (vLLM: one of those that are looked | so far behind that it moves the gap  |
+|                                      | at; the others in later syncs)      | above the limit                      |
+| the trainer computes with something  |                                     | when it next runs, if that moves the |
+| else than it sends                   |                                     | gap above the limit                  |
 
-What the probe sees, on SmolLM2-135M: a swapped pair always, by a thousand times its limit; a layer that is one step of
-5e-6 behind in float32 by twice; in bfloat16 on vLLM, whose rounding is larger than what such a step does, only
-when some hundred steps have come together. That is why it is not the only proof.
+What the probe's limit means, on SmolLM2-135M (steps of 5e-6 per weight): a layer one step behind moves the mean gap in
+float32 to 1e-4, where the limit is 3e-5. In bfloat16 on vLLM it moves nothing that could be seen above the rounding,
+nor would it for many more steps: there the digests are the proof, and the probe finds what is broken, not what is late.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class WeightSync:
         worst = max(gaps, key=lambda each: each.mean)
         if worst.mean > limit:
             raise WeightSyncError(
-                f"{when} engine {gaps.index(worst)} and the trainer differ by {worst.mean:.3g} in log-probability (mean "
-                f"of the probe's tokens; largest {worst.largest:.3g}); at start-up they differed by {self._floor:.3g}, "
+                f"{when} engine {gaps.index(worst)} and the trainer differ by {worst.mean:.3g} in log-probability "
+                f"(mean over the probe; largest {worst.largest:.3g}); at start-up they differed by {self._floor:.3g}, "
                 f"and allowed is {limit:.3g} (generator.weight_sync_tolerance)"
             )
         return {"sync/logprob_gap": worst.largest, "sync/logprob_gap_mean": worst.mean, "sync/logprob_gap_limit": limit}

@@ -76,7 +76,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
 
 def as_sent(weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors by name, each compared with its digest as it passes. Raises WeightSyncError at the first other one."""
+    """The tensors by name, each compared with its digest as it passes. Raises WeightSyncError at a wrong one."""
     for name, tensor in weights.items():
         refuse([] if digest(tensor) == digests[name] else [name], "the vLLM engine received")
         yield name, tensor

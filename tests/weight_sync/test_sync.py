@@ -121,7 +121,9 @@ async def test_the_limit_follows_from_the_gap_at_start_up_and_both_are_said():
     await both.sync(1)
     assert (await both.verify(1))["sync/logprob_gap_limit"] == pytest.approx(2e-4)
     engines.scores = [[[-1.0, -2.0005]]]
-    with pytest.raises(WeightSyncError, match=r"by 0\.00025 in .*largest 0\.0005.*start-up they differed by 5e-05.*is 0\.0002"):
+    with pytest.raises(
+        WeightSyncError, match=r"by 0\.00025 in .*largest 0\.0005.*start-up they differed by 5e-05.*is 0\.0002"
+    ):
         await both.verify(1)
 
 
