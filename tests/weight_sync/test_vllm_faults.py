@@ -1,5 +1,7 @@
 """Faults of a weight sync into vLLM: each is found at once, also when a step changes almost nothing."""
 
+import re
+
 import pytest
 import pytest_asyncio
 
@@ -49,7 +51,7 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
     await pair.hand_over()
     pair.step()
     message = await refusal(pair, fault)
-    assert __import__("re").search(named, message), message
+    assert re.search(named, message), message
     assert not await refusal(pair, "")
     await pair.verify()
 
