@@ -1,8 +1,7 @@
 """What a vLLM worker really holds, tensor by tensor, whatever layout its kernels have packed it into.
 
-Invariant: a check that has held once for a tensor must hold at every later update, or the update is an error; a
-tensor for which it does not hold at the first update (another layout: sharded, transposed, quantised) is left to
-the probe, which runs then.
+Invariant: a check that has held once for a tensor must hold at every later update, or the update is an error. A
+tensor for which it has never held is in another layout (sharded, transposed, quantised) and left to the probe.
 
 A packed linear layer cannot be read, but it can be asked: its product with rows of the identity is columns of its
 weight, exactly, because 1 * w + 0 + ... is w in every dtype. Each update asks every layer for the next ``COLUMNS`` of
@@ -26,8 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from skyasync.weight_sync.digests import holds, refuse
 
@@ -45,16 +44,15 @@ class HeldWeights:
         self._modules = dict(model.named_modules())
         self._parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._heads = heads
-        self._checked: set[str] | None = None  # learned at the first update
+        self._checked: set[str] = set()  # tensors that have been found right
         self._updates = 0
 
     def check(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError naming the tensors that are not what was sent."""
         found = dict(self._answers(weights, digests))
-        if self._checked is None:
-            self._checked = {name for name, right in found.items() if right}
-        self._updates += 1
         refuse([name for name in found if name in self._checked and not found[name]], "the vLLM engine holds")
+        self._checked.update(name for name, right in found.items() if right)
+        self._updates += 1
 
     def _answers(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
         """By name, whether what was sent is there; nothing for what cannot be looked up."""
@@ -81,25 +79,24 @@ class HeldWeights:
                 return self._modules[f"{parent}.{fused}"], sum(len(w) for w in before if w is not None)
         return None, 0
 
+    @torch.no_grad()
     def _columns_are(self, module: nn.Module, first: int, sent: Tensor) -> bool:
         """Whether a linear layer has the next columns of ``sent``, ``[out, in]``, at its outputs from ``first`` on."""
-        if sent.dim() != 2:
-            return False
-        size = sent.shape[1]
-        start = self._updates * COLUMNS % size
-        stop = min(start + COLUMNS, size)
         layer: Any = module
-        like = layer.weight  # emptied where a kernel has packed it, but of its dtype and device
-        try:
-            outputs = layer.quant_method.apply(layer, _unit_rows(start, stop, size, like), None)
-        except RuntimeError:  # a layer of another input size: a shard of it
+        if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
             return False
+        inputs = layer.embedding_dim if isinstance(layer, ParallelLMHead) else layer.input_size
+        if layer.tp_size > 1 or sent.dim() != 2 or sent.shape[1] != inputs:
+            return False
+        start = self._updates * COLUMNS % inputs
+        stop = min(start + COLUMNS, inputs)
+        outputs = layer.quant_method.apply(layer, _unit_rows(start, stop, inputs, like=layer.weight))
         columns = sent[:, start:stop].T.to(outputs.dtype)
         return torch.equal(outputs[:, first : first + len(sent)].cpu(), columns)
 
 
-def _unit_rows(start: int, stop: int, size: int, like: Tensor) -> Tensor:
-    """Rows ``start`` to ``stop`` of the identity, ``[stop - start, size]``."""
+def _unit_rows(start: int, stop: int, size: int, *, like: Tensor) -> Tensor:
+    """Rows ``start`` to ``stop`` of the identity, ``[stop - start, size]``; ``like``: of this dtype and device."""
     rows = torch.zeros(stop - start, size, dtype=like.dtype, device=like.device)
     rows[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
     return rows

@@ -33,7 +33,7 @@ async def pair(request, model):
 
 
 async def test_fifty_syncs_never_fail(pair):
-    assert max(await never_fails(pair, 50)) < 4
+    assert max(await never_fails(pair, 50)) < 0.75
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ async def refusal(pair, fault):
 
 
 async def test_fifty_syncs_never_fail(pair):
-    assert max(await never_fails(pair, 50)) < 4
+    assert max(await never_fails(pair, 50)) < 0.75
 
 
 @pytest.mark.parametrize(
