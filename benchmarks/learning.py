@@ -29,7 +29,7 @@ def run(plan: str, backend: str, seed: int, options: list[str]) -> str:
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
     steps = [row for row in rows if row["step"] > 0]
-    gap = max(row["sync/logprob_gap"] for row in steps)
+    gap = max(row["sync/logprob_gap"] for row in steps if "sync/logprob_gap" in row)
     staleness = median(row["staleness/mean"] for row in steps)
     rate = median(row["throughput/samples_per_s"] for row in steps)
     return (

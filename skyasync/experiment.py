@@ -23,13 +23,13 @@ from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.config.sampling import backend
 from skyasync.data.sources import absolute
 from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.settings import engine_config, sync_tolerance
+from skyasync.engines.settings import engine_config, rounding
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import absolute_reference, resolve_reference
 from skyasync.rewards.settings import settle_references
 from skyasync.trainer import RayPPOTrainer
 
-PROBES = 8  # prompts whose log-probabilities prove a weight sync
+PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
 
 
 class BasePPOExp:
@@ -144,8 +144,15 @@ class BasePPOExp:
         """The way of the weights from the policy to the engines."""
         from skyasync.weight_sync.sync import WeightSync
 
-        probe = probe if self.cfg.generator.verify_weight_sync else ()
-        return WeightSync(dispatch, inference_engine_client, probe, sync_tolerance(self.cfg, gpus=self.gpus))
+        generator = self.cfg.generator
+        return WeightSync(
+            dispatch,
+            inference_engine_client,
+            probe if generator.verify_weight_sync else (),
+            tolerance=generator.weight_sync_tolerance,
+            rounding=rounding(self.cfg, gpus=self.gpus),
+            interval=generator.verify_interval,
+        )
 
     def get_trainer(self, cfg: Any, tracker: Any, tokenizer: Any, train_dataset: Any, eval_dataset: Any,
                     inference_engine_client: Any, generator: Any, colocate_pg: Any) -> RayPPOTrainer:  # fmt: skip
@@ -247,11 +254,14 @@ class BasePPOExp:
         from skyasync.observe.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.together import run_together
+        from skyasync.weight_sync.gaps import choose_probe
 
         await run_together(self._client.start(), self._dispatch.start(trainer.total_updates))
         chat = ChatTokenizer(trainer.tokenizer, self.cfg.data.apply_chat_template)
-        probe = [chat.prompt(trainer.prompts.prompt(p).messages) for p in range(min(PROBES, trainer.prompts.rows))]
-        weight_sync = self.get_weight_sync(self._dispatch, self._client, probe)
+        prompts = (chat.prompt(trainer.prompts.prompt(place).messages) for place in range(trainer.prompts.rows))
+        weight_sync = self.get_weight_sync(self._dispatch, self._client, choose_probe(prompts, PROBE_TOKENS))
+        async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
+            await weight_sync.measure_floor()
         assert self.run_dir is not None
         trainer.attach(self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir)
         self._tracker = None

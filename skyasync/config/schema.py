@@ -246,9 +246,12 @@ class GeneratorConfig:
     weight_sync_backend: str = key(
         "auto", "How weights reach the engines; auto is shared_memory.", choices=("auto", "shared_memory", "nccl")
     )
-    verify_weight_sync: bool = key(True, "After each sync compare probe log-probabilities, trainer against engine.")
+    verify_weight_sync: bool = key(True, "Compare probe log-probabilities, trainer against engine, after weight syncs.")
+    verify_interval: int = key(
+        10, "Syncs from one such comparison to the next; digests prove every sync but those by NCCL.", low=1
+    )
     weight_sync_tolerance: float = key(
-        0.0, "Largest gap allowed in that check; 0 chooses by dtype: 1e-4 in float32, 1 in bfloat16.", low=0.0
+        0.0, "Largest mean gap per token allowed in it, in nats; 0 takes 4 times the gap at start-up.", low=0.0
     )
     request_timeout_s: float = key(600.0, "Seconds after which an unanswered request is an error.", above=0.0)
     engine_start_timeout_s: float = key(300.0, "Seconds an engine may take to start.", above=0.0)

@@ -10,6 +10,7 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError
+from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
 
 def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
@@ -31,11 +32,10 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
     )
 
 
-def sync_tolerance(cfg: Config, *, gpus: bool) -> float:
-    """The largest gap of a weight sync's probe log-probabilities."""
+def rounding(cfg: Config, *, gpus: bool) -> Rounding:
+    """What rounding can do to a log-probability, for the dtypes of policy and engine."""
     dtypes = {cfg.trainer.policy.model.dtype, engine_config(cfg, gpus=gpus).dtype}
-    exact = dtypes <= ({"float32"} if gpus else {"float32", "auto"})
-    return cfg.generator.weight_sync_tolerance or (1e-4 if exact else 1.0)
+    return FLOAT32 if dtypes <= ({"float32"} if gpus else {"float32", "auto"}) else BFLOAT16
 
 
 def _sleep(cfg: Config, *, gpus: bool) -> bool:

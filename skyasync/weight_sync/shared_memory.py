@@ -1,7 +1,8 @@
 """Weights as one safetensors file in shared memory.
 
 Invariant: a file is complete before its name exists (it is renamed into place), and whoever wrote it
-removes it; files left by a killed process are swept by the next writer on the machine.
+removes it; files left by a killed process are swept by the next writer on the machine. It carries the digests of its
+tensors as their writer had them, by which a reader proves what it holds.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyasync.errors import UserError
+from skyasync.weight_sync.digests import digests_of
 
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
 
@@ -54,7 +57,7 @@ def write_weights(weights: Mapping[str, Tensor]) -> str:
     path = directory_for(size) / f"{PREFIX}{os.getpid()}-{_namespace()}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
     try:
-        save_file(dict(weights), unfinished)
+        save_file(dict(weights), unfinished, metadata=digests_of(weights))
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -73,6 +76,12 @@ def read_weights(path: str) -> dict[str, Tensor]:
             f"engines on one machine; with GPUs on several use generator.weight_sync_backend=nccl"
         )
     return load_file(path)
+
+
+def read_digests(path: str) -> dict[str, str]:
+    """By name, the digest of each tensor before it was written; see ``skyasync.weight_sync.digests``."""
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())
 
 
 def remove_weights(path: str) -> None:

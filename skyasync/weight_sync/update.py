@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class WeightSyncError(RuntimeError):
+    """An engine does not hold, or does not compute, what the trainer does."""
+
+
 @dataclass(frozen=True)
 class WeightUpdate:
     """New weights, ready to be fetched: ``info`` is what the backend needs (a path, a rendezvous, names)."""

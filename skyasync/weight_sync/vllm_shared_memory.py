@@ -1,7 +1,8 @@
 """vLLM's side of the shared-memory weight sync: a transfer engine that loads one safetensors file.
 
 Invariant: after an update every layer computes with the file's weights, in the layout that its kernels
-want (vLLM packs weights after loading them on a CPU), and tied embeddings are still tied.
+want (vLLM packs weights after loading them on a CPU), and tied embeddings are still tied; the bytes that were loaded
+are those that the trainer had, and what the layers hold is asked of them (``vllm_held``).
 
 vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its
 ``worker_extension_cls``; the import registers the engine.
@@ -9,10 +10,12 @@ vLLM imports this module in each of its workers, because ``WorkerExtension`` is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,7 +25,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.weight_sync.digests import digest, refuse
+from skyasync.weight_sync.shared_memory import read_digests, read_weights
+from skyasync.weight_sync.vllm_held import HeldWeights
 
 BACKEND = "shared_memory"
 
@@ -48,23 +53,33 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._tied = tied_heads(model)
+        names = {id(module): f"{path}.weight" for path, module in model.named_modules()}
+        self._held = HeldWeights(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None: ...
 
     def start_weight_update(self) -> None: ...
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        weights = read_weights(update_info.path)
+        weights, digests = read_weights(update_info.path), read_digests(update_info.path)
         initialize_layerwise_reload(self.model)
         model: Any = self.model
-        model.load_weights(weights.items())
+        model.load_weights(as_sent(weights, digests))
         finalize_layerwise_reload(self.model, self.model_config)
         for head, embedding in self._tied:
             retie(head, embedding)
+        self._held.check(weights, digests)
 
     def finish_weight_update(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+def as_sent(weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors by name, each compared with its digest as it passes. Raises WeightSyncError at a wrong one."""
+    for name, tensor in weights.items():
+        refuse([] if digest(tensor) == digests[name] else [name], "the vLLM engine received")
+        yield name, tensor
 
 
 def tied_heads(model: torch.nn.Module) -> list[tuple[ParallelLMHead, VocabParallelEmbedding]]:

@@ -25,6 +25,7 @@ SETTINGS = {
     "trainer.progress": "false",
     "generator.threads": "1",
     "generator.backend": "transformers",
+    "generator.verify_interval": "1",  # the runs are short, and each of their syncs shall be seen to arrive
     "generator.n_samples_per_prompt": "4",
     "generator.sampling_params.max_generate_length": "8",
     "environment.env_class": f"{PARTS}:Sevens",

@@ -11,7 +11,8 @@ import torch
 
 from skyasync.errors import UserError
 from skyasync.weight_sync import shared_memory
-from skyasync.weight_sync.shared_memory import read_weights, remove_weights, sweep, write_weights
+from skyasync.weight_sync.digests import digests_of
+from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights, sweep, write_weights
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
 
@@ -44,6 +45,10 @@ def test_what_is_written_is_read_and_removed(folder):
     remove_weights(path)
     remove_weights(path)
     assert not list(folder.iterdir())
+
+
+def test_the_file_carries_the_digests_of_what_was_written(folder):
+    assert read_digests(write_weights(WEIGHTS)) == digests_of(WEIGHTS)
 
 
 def test_every_write_has_a_name_of_its_own(folder):
@@ -91,7 +96,7 @@ def test_files_that_may_not_be_removed_stop_nobody(folder, monkeypatch):
 
 
 def test_a_failed_write_leaves_nothing(folder, monkeypatch):
-    def full(weights, path):
+    def full(weights, path, metadata):
         Path(path).write_text("half")
         raise OSError("no space left")
 

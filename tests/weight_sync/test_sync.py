@@ -5,19 +5,20 @@ import math
 
 import pytest
 
-from skyasync.weight_sync.sync import WeightSync, WeightSyncError
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
+from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.virtual_time import virtual_time
 
 
 class Trainer:
-    def __init__(self, scores=((-1.0, -2.0),), seconds=0.0, fault=None, publishes_in=0.0):
+    def __init__(self, scores=((-1.0, -2.0),), seconds=0.0, fault=None, publishes_in=0.0, backend="memory"):
         self.scores, self.released, self.publishes_in = [list(s) for s in scores], [], publishes_in
-        self.seconds, self.fault = seconds, fault
+        self.seconds, self.fault, self.backend, self.probed = seconds, fault, backend, 0
 
     async def publish_weights(self, version):
         await asyncio.sleep(self.publishes_in)
-        return WeightUpdate(version, "memory", {"path": "p"})
+        return WeightUpdate(version, self.backend, {"path": "p"})
 
     async def send_weights(self, update):
         await asyncio.sleep(self.seconds)
@@ -28,6 +29,7 @@ class Trainer:
         self.released.append(update.version)
 
     async def score(self, sequences):
+        self.probed += 1
         return self.scores
 
 
@@ -60,19 +62,23 @@ async def sync_and_verify(version, trainer, engines, **options):
 async def test_the_weights_are_published_fetched_and_released_and_the_gap_is_reported():
     trainer, engines = Trainer(), Engines([(-1.0, -2.0)], [(-1.0005, -2.0)])
     found = await sync_and_verify(7, trainer, engines)
-    assert found == {"sync/logprob_gap": pytest.approx(5e-4)}
+    assert found == {
+        "sync/logprob_gap": pytest.approx(5e-4),
+        "sync/logprob_gap_mean": pytest.approx(2.5e-4),
+        "sync/logprob_gap_limit": 1e-3,
+    }
     assert [u.version for u in engines.updates] == trainer.released == [7]
 
 
 @pytest.mark.parametrize(
     ("second", "gap"),
     [
-        ([(-1.0, -2.002)], "0.002"),
-        ([(-1.0, math.nan)], "nan"),
+        ([(-1.0, -2.004)], "0.002"),
+        ([(-1.0, math.nan)], "inf"),
         ([(-1.0, -math.inf)], "inf"),
-        ([(-1.0,)], "nan"),
-        ([], "nan"),
-        ([(-1.0, -2.0), (0.0,)], "nan"),
+        ([(-1.0,)], "inf"),
+        ([], "inf"),
+        ([(-1.0, -2.0), (0.0,)], "inf"),
     ],
 )
 @pytest.mark.parametrize("order", [1, -1])
@@ -81,7 +87,9 @@ def test_an_engine_that_computes_something_else_is_an_error_that_names_it_wherev
     async def run():
         both = [[(-1.0, -2.0005)], second][::order]
         trainer = Trainer()
-        with pytest.raises(WeightSyncError, match=rf"version 3 engine {max(order, 0)} .* by {gap} .*is 0.001 \(gener"):
+        with pytest.raises(
+            WeightSyncError, match=rf"version 3 engine {max(order, 0)} .* by {gap} .*by 0.00025, .*is 0.001 \(gener"
+        ):
             await sync_and_verify(3, trainer, Engines(*both))
         assert trainer.released == [3]
 
@@ -90,14 +98,84 @@ def test_an_engine_that_computes_something_else_is_an_error_that_names_it_wherev
 
 @virtual_time
 async def test_a_nan_behind_a_number_within_one_engine_is_found():
-    with pytest.raises(WeightSyncError, match="nan"):
+    with pytest.raises(WeightSyncError, match="inf"):
         await sync_and_verify(1, Trainer([(-1.0, -2.0, -3.0)]), Engines([(-1.0, math.nan, -3.0)]))
 
 
 @virtual_time
 async def test_a_trainer_whose_own_probabilities_are_nan_is_an_error_too():
-    with pytest.raises(WeightSyncError, match="nan"):
+    with pytest.raises(WeightSyncError, match="inf"):
         await sync_and_verify(1, Trainer([(math.nan,)]), Engines([(math.nan,)]))
+
+
+def shifted(scores, by):
+    return [[value + by for value in row] for row in scores]
+
+
+@virtual_time
+async def test_the_limit_follows_from_the_gap_at_start_up_and_both_are_said():
+    trainer, engines = Trainer(), Engines([(-1.0, -2.0001)])
+    both = WeightSync(trainer, engines, [[1, 2, 3]], rounding=Rounding(least=1e-6, most=1.0))
+    await both.measure_floor()
+    engines.scores = [[[-1.0, -2.0003]]]
+    await both.sync(1)
+    assert (await both.verify(1))["sync/logprob_gap_limit"] == pytest.approx(2e-4)
+    engines.scores = [[[-1.0, -2.0005]]]
+    with pytest.raises(
+        WeightSyncError, match=r"by 0\.00025 in .*largest 0\.0005.*start-up they differed by 5e-05.*is 0\.0002"
+    ):
+        await both.verify(1)
+
+
+@virtual_time
+async def test_one_token_of_the_heavy_tail_ends_no_run():
+    row = [-1.0] * 200
+    trainer, engines = Trainer([row]), Engines(shifted([row], 1e-5))
+    both = WeightSync(trainer, engines, [[0] * 201], rounding=Rounding(least=1e-6, most=1.0))
+    await both.measure_floor()
+    engines.scores[0][0][7] += 3e-3  # 300 floors
+    await both.verify(1)
+
+
+@virtual_time
+async def test_a_floor_of_zero_leaves_room_for_rounding():
+    trainer, engines = Trainer(), Engines([(-1.0, -2.0)])
+    both = WeightSync(trainer, engines, [[1, 2, 3]])
+    await both.measure_floor()
+    engines.scores = [shifted(engines.scores[0], 1e-5)]
+    await both.verify(1)
+
+
+@virtual_time
+async def test_an_engine_that_computes_another_model_from_the_same_file_is_an_error_at_start_up():
+    for rounding, gap in ((FLOAT32, 0.01), (BFLOAT16, 1.0)):
+        both = WeightSync(Trainer(), Engines([(-1.0 - gap, -2.0 - gap)]), [[1, 2, 3]], rounding=rounding)
+        with pytest.raises(WeightSyncError, match="with the weights of one file engine 0"):
+            await both.measure_floor()
+
+
+@virtual_time
+async def test_of_two_engines_the_one_that_is_off_at_start_up_is_named():
+    engines = Engines([(-1.0, -2.0)], [(-1.0, -2.0004)])
+    with pytest.raises(WeightSyncError, match="engine 1"):
+        await WeightSync(Trainer(), engines, [[1, 2, 3]]).measure_floor()
+
+
+@pytest.mark.parametrize(("backend", "probed"), [("shared_memory", [1, 2, 4, 8]), ("nccl", list(range(1, 10)))])
+def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(backend, probed):
+    @virtual_time
+    async def run():
+        trainer = Trainer(backend=backend)
+        both = WeightSync(trainer, Engines([(-1.0, -2.0)]), [[1, 2, 3]], interval=4)
+        found = []
+        for version in range(1, 10):
+            await both.sync(version)
+            if await both.verify(version):
+                found.append(version)
+        assert found == probed
+        assert trainer.probed == len(probed)
+
+    run()
 
 
 @virtual_time

@@ -32,7 +32,7 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
-from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.update import WeightUpdate
 
 
@@ -131,7 +131,10 @@ class EmbeddedCore:
             raise UserError(
                 unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
             )
-        self._model.load_weights(read_weights(update.info["path"]))
+        path = update.info["path"]
+        weights = read_weights(path)
+        self._model.load_weights(weights)
+        self._model.check_held(weights, read_digests(path))
         self._decoder.version = update.version
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
+from skyasync.weight_sync.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -132,6 +133,12 @@ class EmbeddedModel:
             raise UserError(f"weight update refused: {'; '.join(shapes)}")
         for names in aliases.values():
             state[names[0]].copy_(next(weights[name] for name in names if name in weights))
+
+    def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
+        """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name."""
+        state = self._model.state_dict()
+        wrong = [name for name, sent in digests.items() if not holds(state[name], weights[name], sent)]
+        refuse(wrong, "the transformers engine holds")
 
     def _score(self, sequences: list[Sequence[int]]) -> Tensor:
         tokens = self._right_padded(sequences)

@@ -1,0 +1,105 @@
+"""A real policy and a real engine on one model, small steps of the one, and faults of the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyasync.config.schema import Config
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import ENGINES, EngineConfig
+from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
+from skyasync.weight_sync.sync import WeightSync
+from skyasync.workers.local import LocalDispatch
+
+STEP = 5e-6  # what an optimizer's step with SmolLM2's learning rate adds to or takes from every weight
+LAYER = ".layers.1."
+SWAPPED = ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.weight")
+
+
+class Pair:
+    """Both ends, and the sync between them. ``step`` changes the policy as a small optimizer's step does."""
+
+    def __init__(self, backend: str, path: str, dtype: str, probe: list[list[int]], **engine: Any) -> None:
+        cfg = Config()
+        cfg.trainer.policy.model.path, cfg.trainer.policy.model.dtype, cfg.trainer.policy.threads = path, dtype, 1
+        self.dispatch = LocalDispatch(cfg)
+        settings = {"threads": 1, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gb": 0.25, **engine}
+        self.engine: Any = ENGINES[backend](EngineConfig(path, dtype=dtype, **settings))
+        self.client = InferenceClient([self.engine])
+        rounding = FLOAT32 if dtype == "float32" else BFLOAT16
+        self.sync = WeightSync(self.dispatch, self.client, probe, rounding=rounding)
+        self._random, self.version = torch.Generator().manual_seed(0), 0
+
+    @torch.no_grad()
+    def step(self, size: float = STEP) -> None:
+        for parameter in self.dispatch._policy.model.parameters():
+            local = getattr(parameter, "_local_tensor", parameter)
+            local += size * torch.randn(local.shape, generator=self._random).sign()
+
+    async def hand_over(self) -> None:
+        self.version += 1
+        await self.sync.sync(self.version)
+
+    async def verify(self) -> dict[str, float]:
+        return await self.sync.verify(self.version)
+
+
+@asynccontextmanager
+async def running(backend: str, path: str, dtype: str, probe: list[list[int]], **engine: Any) -> AsyncIterator[Pair]:
+    pair = Pair(backend, path, dtype, probe, **engine)
+    await pair.client.start()
+    try:
+        await pair.sync.measure_floor()
+        yield pair
+    finally:
+        await pair.client.shutdown()
+        await pair.dispatch.shutdown()
+
+
+async def never_fails(pair: Pair, syncs: int) -> list[float]:
+    """As many small steps with a verified sync each; returns the mean gaps, as shares of the limit."""
+    found = []
+    for _ in range(syncs):
+        pair.step()
+        await pair.hand_over()
+        metrics = await pair.verify()
+        found.append(metrics["sync/logprob_gap_mean"] / metrics["sync/logprob_gap_limit"])
+    return found
+
+
+# What may become of weights on their way into a model, as functions of what was sent and what the model had before.
+
+
+def stale_layer(sent: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: before[name] if LAYER in name else tensor for name, tensor in sent.items()}
+
+
+def swapped_pair(sent: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    first, second = SWAPPED
+    return sent | {first: sent[second], second: sent[first]}
+
+
+def flipped_bit(sent: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The least of one element."""
+    tensor = sent[SWAPPED[0]].clone()
+    tensor.view(-1).view(torch.int16)[0] ^= 1
+    return sent | {SWAPPED[0]: tensor}
+
+
+@contextmanager
+def arriving(model: Any, fault: Callable[..., dict[str, Tensor]]) -> Iterator[None]:
+    """Inside, an embedded model loads what ``fault`` makes of the weights."""
+    load = model.load_weights
+
+    def faulty(weights: dict[str, Tensor]) -> None:
+        load(fault(dict(weights), {name: tensor.clone() for name, tensor in model._model.state_dict().items()}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "load_weights", faulty)
+        yield

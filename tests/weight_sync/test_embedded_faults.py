@@ -1,0 +1,69 @@
+"""Faults of a weight sync into the embedded engine: each is found at once, also when a step changes almost nothing."""
+
+import pytest
+import torch
+
+from skyasync.errors import UserError
+from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.weight_sync.pair import (
+    LAYER,
+    SWAPPED,
+    arriving,
+    flipped_bit,
+    never_fails,
+    running,
+    stale_layer,
+    swapped_pair,
+)
+
+PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+async def pair(request, model):
+    async with running("transformers", model, request.param, PROBE) as pair:
+        yield pair
+
+
+async def test_fifty_syncs_never_fail(pair):
+    assert max(await never_fails(pair, 50)) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"), [(stale_layer, LAYER), (swapped_pair, SWAPPED[0]), (flipped_bit, SWAPPED[0])]
+)
+async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
+    pair.step()
+    await pair.hand_over()
+    pair.step()
+    with arriving(pair.engine._core._model, fault), pytest.raises(WeightSyncError, match=f"engine holds.*{named}"):
+        await pair.hand_over()
+    await pair.hand_over()
+    await pair.verify()
+
+
+async def test_a_head_that_has_come_loose_from_its_embedding_is_refused(pair):
+    model = pair.engine._core._model._model
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    pair.step()
+    with pytest.raises(UserError, match=r"missing \['lm_head.weight'\]"):
+        await pair.hand_over()
+
+
+async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_probe(pair):
+    """Its digests are right: they are those of what was sent."""
+    sent = {
+        name: p.clone() for name, p in pair.engine._core._model._model.state_dict().items() if "lm_head" not in name
+    }
+    path = write_weights(swapped_pair(sent, {}))
+    await pair.client.update_weights(WeightUpdate(1, "shared_memory", {"path": path}))
+    remove_weights(path)
+    with pytest.raises(WeightSyncError, match=r"engine 0 and the trainer differ by .*at start-up they differed by"):
+        await pair.verify()

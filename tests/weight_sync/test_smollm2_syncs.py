@@ -1,0 +1,57 @@
+"""A real model: fifty syncs of small steps pass, in both engines and dtypes, and a layer left behind is found.
+
+``pytest -m recipe tests/weight_sync/test_smollm2_syncs.py``, with SmolLM2 in the cache (examples/smollm2/model.py).
+"""
+
+import asyncio
+
+import pytest
+
+from examples.cache import cache_folder
+from examples.smollm2.model import FOLDER
+from examples.smollm2.tasks import train_prompts
+from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.tokenizer import load_tokenizer
+from skyasync.weight_sync.gaps import choose_probe
+from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.update import WeightSyncError
+from tests.weight_sync.pair import arriving, never_fails, running, stale_layer
+from tests.weight_sync.worker_faults import update_with
+
+MODEL = cache_folder() / FOLDER
+
+pytestmark = [
+    pytest.mark.recipe,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not MODEL.is_dir(), reason="SmolLM2 is not in the cache"),
+]
+
+
+def probe():
+    chat = ChatTokenizer(load_tokenizer(str(MODEL)), True)
+    return choose_probe((chat.prompt(row["prompt"]) for row in train_prompts()), 256)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_fifty_syncs_into_the_embedded_engine_pass_and_a_stale_layer_does_not(dtype):
+    async with running("transformers", str(MODEL), dtype, probe()) as pair:
+        print(dtype, sorted(await never_fails(pair, 50)))
+        pair.step()
+        with arriving(pair.engine._core._model, stale_layer), pytest.raises(WeightSyncError, match=r"layers\.1\."):
+            await pair.hand_over()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_fifty_syncs_into_vllm_pass_and_no_fault_does(dtype, monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    async with running("vllm", str(MODEL), dtype, probe()) as pair:
+        print(dtype, sorted(await never_fails(pair, 50)))
+        for fault in ("stale layer", "swapped pair", "head left behind", "flipped bit", ""):
+            pair.step()
+            update = await pair.dispatch.publish_weights(0)
+            (message,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, update.info["path"]))
+            print(dtype, fault, message)
+            assert bool(message) == bool(fault)
+            await asyncio.to_thread(remove_weights, update.info["path"])

@@ -1,0 +1,65 @@
+"""Faults of a weight sync into vLLM: each is found at once, also when a step changes almost nothing."""
+
+import re
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm")
+
+from skyasync.weight_sync.shared_memory import remove_weights
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.weight_sync.pair import LAYER, SWAPPED, never_fails, running
+from tests.weight_sync.worker_faults import update_with
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "bfloat16"])
+async def pair(request, tmp_path_factory):
+    model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True, head_dim=32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours are run in the worker
+        async with running("vllm", model, request.param, PROBE) as pair:
+            yield pair
+
+
+async def refusal(pair, fault):
+    update = await pair.dispatch.publish_weights(0)
+    (answer,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, update.info["path"]))
+    remove_weights(update.info["path"])
+    return answer
+
+
+async def test_fifty_syncs_never_fail(pair):
+    assert max(await never_fails(pair, 50)) < 0.75
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("stale layer", f"engine holds.*{LAYER}"),
+        ("swapped pair", f"engine holds.*{SWAPPED[0]}"),
+        ("head left behind", "engine holds.*the output layer tied to model.embed_tokens.weight"),
+        ("flipped bit", f"engine received.*{SWAPPED[0]}"),
+    ],
+)
+async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
+    pair.step()
+    await pair.hand_over()
+    pair.step()
+    message = await refusal(pair, fault)
+    assert re.search(named, message), message
+    assert not await refusal(pair, "")
+    await pair.verify()
+
+
+async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
+    names = await pair.engine._core.llm.collective_rpc(checked)
+    assert len(names[0]) == len(list(pair.dispatch._policy.model.model.named_parameters())) + 1  # the head
+
+
+def checked(worker):
+    return sorted(worker.weight_transfer_engine._held._checked)

@@ -1,0 +1,60 @@
+"""Faults inside vLLM's worker process, where this module is imported to make them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from tests.weight_sync.pair import LAYER, SWAPPED
+
+
+def update_with(worker: Any, fault: str, path: str) -> str:
+    """Load a file as an update does, with ``fault`` on the way; the message of the refusal, or an empty string."""
+    from vllm.config import set_current_vllm_config
+
+    from skyasync.weight_sync.update import WeightSyncError
+    from skyasync.weight_sync.vllm_shared_memory import SharedMemoryUpdateInfo
+
+    engine = worker.weight_transfer_engine
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(worker.vllm_config))
+        _commit(fault, engine, stack)
+        try:
+            engine.receive_weights(SharedMemoryUpdateInfo(path))
+        except WeightSyncError as error:
+            return str(error)
+    return ""
+
+
+def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
+    load = engine.model.load_weights
+
+    def without_a_layer(weights: Any) -> None:
+        load((name, tensor) for name, tensor in weights if LAYER not in name)
+
+    def swapped(weights: Any) -> None:
+        names = dict(zip(SWAPPED, SWAPPED[::-1], strict=True))
+        load((names.get(name, name), tensor) for name, tensor in weights)
+
+    if fault == "stale layer":
+        stack.enter_context(patch.object(engine.model, "load_weights", without_a_layer))
+    elif fault == "swapped pair":
+        stack.enter_context(patch.object(engine.model, "load_weights", swapped))
+    elif fault == "head left behind":
+        stack.enter_context(patch.object(engine, "_tied", []))
+    elif fault == "flipped bit":
+        stack.enter_context(patch("skyasync.weight_sync.vllm_shared_memory.read_weights", _one_bit_off))
+    else:
+        assert not fault
+
+
+def _one_bit_off(path: str) -> dict[str, Any]:
+    import torch
+
+    from skyasync.weight_sync.shared_memory import read_weights
+
+    weights = read_weights(path)
+    tensor = weights[SWAPPED[0]].clone()
+    tensor.view(-1).view(torch.int16)[0] ^= 1
+    return weights | {SWAPPED[0]: tensor}
