@@ -101,7 +101,7 @@ def logits_bytes(shape: ModelShape, rank: Rank, *, backward: bool) -> int:
     tokens = min(rank.work.loss_tokens, max(1, MAX_LOGITS // shape.vocabulary))
     copies = FLOAT32 * 2 + (rank.b if rank.b != FLOAT32 else 0)  # logits, their log-softmax; before, in a short dtype
     if backward:
-        copies = FLOAT32 * 3  # the log-softmax saved, its gradient, that of the logits
+        copies += FLOAT32  # the log-softmax saved, its gradient, that of the logits (in the short dtype as well)
         copies += FLOAT32 * (2 if rank.entropy else 0)
     copies += FLOAT32 * rank.shaped
     return tokens * shape.vocabulary * copies
