@@ -1,4 +1,4 @@
-"""From a command line to a run."""
+"""From a command line to a run, or to a plan of it (``--dry-run``)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 #: The laptop-sized run: what trains when the command line names neither a model nor a configuration.
 TINY_CONFIG = Path(__file__).parent.parent / "examples" / "tiny" / "config.yaml"
 
+DRY_RUN = "--dry-run"
+
 
 def main(
     experiment_class: type[BasePPOExp] | None = None,
@@ -29,21 +31,40 @@ def main(
 
     Args:
         experiment_class: ``BasePPOExp`` by default.
-        argv: ``key=value`` arguments; those of the process by default.
+        argv: ``key=value`` arguments; those of the process by default. With ``--dry-run`` nothing starts: what the
+            run would need is printed, and the program ends with status 0 if that fits the machine, 1 if not.
         schema: the configuration's dataclass, if it has keys of its own.
         plan: the plan that the experiment fixes, if it does.
     """
     try:
-        default = TINY_CONFIG if TINY_CONFIG.is_file() else None
-        cfg = load_config(sys.argv[1:] if argv is None else argv, schema=schema, default_config=default, plan=plan)
-        if plan:
-            cfg.trainer.plan = plan
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        if DRY_RUN in arguments:
+            raise SystemExit(_dry_run(arguments, schema, plan))
+        cfg = _configuration(arguments, schema, plan)
         return _experiment(experiment_class)(cfg).run()
     except UserError as error:
         exit_with(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _configuration(arguments: Sequence[str], schema: type[Any], plan: str | None) -> Any:
+    default = TINY_CONFIG if TINY_CONFIG.is_file() else None
+    cfg = load_config(arguments, schema=schema, default_config=default, plan=plan)
+    if plan:
+        cfg.trainer.plan = plan
+    return cfg
+
+
+def _dry_run(arguments: list[str], schema: type[Any], plan: str | None) -> int:
+    from skyasync.planning.command import HELP, show_plan, split_options
+
+    options, rest = split_options([argument for argument in arguments if argument != DRY_RUN])
+    if rest in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return 0
+    return 0 if show_plan(_configuration(rest, schema, plan), options) else 1
 
 
 def _experiment(experiment_class: type[BasePPOExp] | None) -> type[BasePPOExp]:

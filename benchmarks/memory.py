@@ -1,0 +1,226 @@
+"""What the memory plan says beside what a policy's ranks really take, on CPUs.
+
+    python -m benchmarks.memory                  # all shapes, one rank each, and two ranks
+    python -m benchmarks.memory --only llama
+
+Every line is a process of its own per rank that runs the library's own worker: load, log-probabilities, publish, two
+optimizer steps of two micro-batches. A phase's peak is the kernel's (VmHWM, set back before each phase) less the base
+line: what the same calls on a toy model have left in the same process (interpreter, torch, transformers, its caches).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESPONSE = 192
+PROMPT = 64
+ROWS = 8
+"""Rows of a rank's batch: every one is its own group, so that no prompt is shared and the widths are known."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's config.json, and how it is trained."""
+
+    name: str
+    model: dict[str, Any]
+    ranks: int = 1
+    dtype: str = "float32"
+    checkpointing: bool = False
+    micro_batch_tokens: int = 1024
+    rows: int = field(default=ROWS)
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 16000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
+    "num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 48000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 24000, "n_embd": 640, "n_layer": 8, "n_head": 10, "n_positions": 1024}
+MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1024,
+    "moe_intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+
+TOY = Case("toy", LLAMA | {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1}, rows=2, micro_batch_tokens=256,
+)  # fmt: skip
+
+CASES = (
+    Case("llama", LLAMA),
+    Case("llama, checkpointing", LLAMA, checkpointing=True),
+    Case("llama, bfloat16", LLAMA, dtype="bfloat16"),
+    Case("llama, two ranks", LLAMA, ranks=2),
+    Case("qwen3, tied", QWEN3),
+    Case("gpt2", GPT2),
+    Case("qwen3_moe", MOE),
+)
+
+
+def measured(case: Case) -> dict[str, int]:
+    """Peak bytes above the base line per phase, of the rank with the most."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.memory", "--rank", case.name, folder]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(case.ranks)
+        ]
+        answers = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+    return {phase: max(answer[phase] for answer in answers) for phase in answers[0]}
+
+
+def run_rank(case: Case, folder: str, rank: int) -> dict[str, int]:
+    """In a fresh process: this rank's peaks."""
+    from skyasync.workers.policy import PolicyWorker
+
+    peaks: dict[str, int] = {}
+    if rank == 0:
+        _make(case, folder)
+    else:
+        _wait_for(Path(folder, "made"))
+    _phases(PolicyWorker(_config(TOY, f"{folder}/toy"), 0, 1, "cpu", 1), TOY, {}, "", 0)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    base = _resident("VmRSS")
+    worker = PolicyWorker(_config(case, f"{folder}/model"), rank, case.ranks, "cpu", 1)
+    _phases(worker, case, peaks, folder, rank)
+    return {phase: peak - base for phase, peak in peaks.items()}
+
+
+def _phases(worker: Any, case: Case, peaks: dict[str, int], folder: str, rank: int) -> None:
+    batch = _batch(case)
+
+    def phase(name: str, work: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")
+        result = work()
+        peaks[name] = _resident("VmHWM")
+        return result
+
+    port = Path(folder, "port")
+    if worker.world_size == 1:
+        phase("load", worker.setup)
+    elif rank == 0:
+        temporary = port.with_suffix(".writing")
+        temporary.write_text(str(worker.open_rendezvous("127.0.0.1")))
+        temporary.rename(port)
+        phase("load", lambda: worker.setup("127.0.0.1", int(port.read_text())))
+    else:
+        _wait_for(port)
+        phase("load", lambda: worker.setup("127.0.0.1", int(port.read_text())))
+    phase("held", lambda: None)
+    phase("log-probabilities", lambda: worker.logprobs(batch))
+    if path := phase("publish", worker.publish):
+        worker.release(path)
+    phase("first update", lambda: worker.update_policy(batch))
+    phase("update", lambda: worker.update_policy(batch))
+
+
+def _batch(case: Case) -> Any:
+    import torch
+
+    from skyasync.workers.batch import TrainingBatch
+
+    length = PROMPT + RESPONSE
+    shape = (case.rows, length)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    loss_mask[:, PROMPT:] = True
+    return TrainingBatch(
+        tokens=torch.randint(0, 64, shape),
+        attention_mask=torch.ones(shape, dtype=torch.bool),
+        loss_mask=loss_mask,
+        group_ids=torch.arange(case.rows),
+        behaviour_logprobs=torch.full(shape, -6.0) * loss_mask,
+        advantages=torch.randn(shape) * loss_mask,
+        loss_weights=loss_mask / loss_mask.sum(),
+        proximal_logprobs=torch.full(shape, -6.0) * loss_mask,
+    )
+
+
+def _config(case: Case, path: str) -> Any:
+    from skyasync.config.schema import Config
+
+    cfg = Config()
+    cfg.trainer.policy.model.path = path
+    cfg.trainer.policy.model.dtype = case.dtype
+    cfg.trainer.policy.gradient_checkpointing = case.checkpointing
+    cfg.trainer.micro_batch_tokens = case.micro_batch_tokens
+    cfg.trainer.placement.policy_num_gpus_per_node = case.ranks
+    cfg.trainer.max_prompt_length = PROMPT
+    cfg.generator.sampling_params.max_generate_length = RESPONSE
+    cfg.generator.n_samples_per_prompt = 2
+    cfg.trainer.train_batch_size = case.rows * case.ranks // 2
+    return cfg
+
+
+def _make(case: Case, folder: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, settings in (("model", case.model), ("toy", TOY.model)):
+        config = AutoConfig.for_model(**settings)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(f"{folder}/{name}")
+    Path(folder, "made").touch()
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.05)
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def estimated(case: Case) -> dict[str, int]:
+    """The plan's bytes of the same phases; before the first optimizer step there are no moments."""
+    from skyasync.planning.machine import Machine
+    from skyasync.planning.plan import make_plan
+    from skyasync.planning.shape import shape_of
+    from skyasync.planning.training_memory import publishing, scoring, updating
+
+    shape = shape_of(case.model, case.name)
+    rank = make_plan(_config(case, case.name), shape, Machine(0, 0, 1 << 40)).rank
+    early = {"log-probabilities": scoring(shape, rank), "publish": publishing(shape, rank, first=True)}
+    without_moments = {name: sum(lines.values()) - lines["moments"] for name, lines in early.items()}
+    return without_moments | {"update": sum(updating(shape, rank).values())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose names begin like this")
+    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        name, folder, rank = arguments.rank
+        case = next(case for case in CASES if case.name == name)
+        print(json.dumps(run_rank(case, folder, int(rank))))
+        return
+    print(f"{'case':24} {'phase':18} {'planned MiB':>12} {'measured MiB':>13} {'ratio':>6}")
+    for case in (case for case in CASES if case.name.startswith(arguments.only)):
+        found = measured(case)
+        for phase, size in estimated(case).items():
+            there = found[phase]
+            print(f"{case.name:24} {phase:18} {size >> 20:12} {there >> 20:13} {size / there:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

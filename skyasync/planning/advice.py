@@ -1,0 +1,95 @@
+"""Which keys make a plan fit.
+
+Invariant: an advice has been planned itself, and fits; the fewest keys win, and of those the least change.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from skyasync.config.check import check_config
+from skyasync.config.schema import Config
+from skyasync.planning.plan import MemoryPlan
+from skyasync.planning.work import Lengths
+
+Values = list[Any]
+
+
+def advise(cfg: Config, plan: MemoryPlan, replan: Callable[[Config], MemoryPlan]) -> dict[str, Any]:
+    """The keys and values that make it fit; empty where none of those tried do.
+
+    Args:
+        replan: the plan of other settings for the same model and machine.
+    """
+    trial = copy.deepcopy(cfg)
+    keys = _choices(cfg, plan)
+    for changes in _combinations(keys):
+        before = {key: _get(trial, key) for key in changes}
+        for key, value in changes.items():
+            _set(trial, key, value)
+        if replan(trial).fits and not check_config(trial):
+            return changes
+        for key, value in before.items():
+            _set(trial, key, value)
+    return {}
+
+
+def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
+    """What may be changed, cheapest first, and to what, in growing distance from what it is."""
+    generator, placement = cfg.generator, cfg.trainer.placement
+    longest = Lengths.of(cfg).total
+    tokens = plan.rank.work.tokens
+    per_node = max(1, plan.machine.gpus // placement.policy_num_nodes)
+    choices: dict[str, Values] = {
+        "trainer.policy.gradient_checkpointing": [] if plan.rank.checkpointing else [True],
+        "trainer.micro_batch_tokens": [n for n in _halves(tokens, longest) if n < tokens],
+        "generator.gpu_memory_utilization": [u for u in (0.85, 0.9, 0.95) if u > generator.gpu_memory_utilization],
+        "generator.inference_engine_tensor_parallel_size": [
+            n for n in _doubles(generator.inference_engine_tensor_parallel_size, per_node) if not plan.model.heads % n
+        ],
+        "trainer.placement.policy_num_gpus_per_node": list(range(placement.policy_num_gpus_per_node + 1, per_node + 1)),
+        "generator.num_inference_engines": [n for n in _halves(generator.num_inference_engines, 1)],
+        "generator.kv_cache_gb": [generator.kv_cache_gb / 2, generator.kv_cache_gb / 4],
+    }
+    without = ("generator.kv_cache_gb",) if plan.machine.gpus else (
+        "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
+        "trainer.placement.policy_num_gpus_per_node",
+    )  # fmt: skip
+    if plan.gpus_asked > plan.machine.gpus:
+        lower = list(_halves(placement.policy_num_gpus_per_node, 1))
+        choices["trainer.placement.policy_num_gpus_per_node"] += lower
+    return {key: values for key, values in choices.items() if values and key not in without}
+
+
+def _combinations(choices: dict[str, Values]) -> Iterator[dict[str, Any]]:
+    for count in range(1, min(4, len(choices)) + 1):
+        for keys in itertools.combinations(choices, count):
+            steps = itertools.product(*(range(len(choices[key])) for key in keys))
+            for step in sorted(steps, key=sum):
+                yield {key: choices[key][i] for key, i in zip(keys, step, strict=True)}
+
+
+def _halves(start: int, least: int) -> Iterator[int]:
+    while start // 2 >= least:
+        start //= 2
+        yield start
+
+
+def _doubles(start: int, most: int) -> Iterator[int]:
+    while start * 2 <= most:
+        start *= 2
+        yield start
+
+
+def _get(cfg: Any, key: str) -> Any:
+    for name in key.split("."):
+        cfg = getattr(cfg, name)
+    return cfg
+
+
+def _set(cfg: Any, key: str, value: Any) -> None:
+    group, _, name = key.rpartition(".")
+    setattr(_get(cfg, group), name, value)

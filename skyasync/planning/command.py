@@ -1,0 +1,96 @@
+"""``python -m skyasync plan [options] key=value ...``, and ``--dry-run`` of any run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from skyasync.config.paths import model_path
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.planning.advice import advise
+from skyasync.planning.machine import Machine, parse_size, this_machine
+from skyasync.planning.plan import MemoryPlan, make_plan
+from skyasync.planning.shape import read_shape
+from skyasync.planning.show import as_json, print_plan
+
+SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
+HELP = """\
+usage: python -m skyasync plan [--gpus N] [--gpu-memory SIZE] [--host-memory SIZE] [--json] [key=value ...]
+
+Says which processes a run would start, what each device and the host must hold, and whether it fits. It reads the
+model's config.json alone. The machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of
+each GPU and of each host. The same as --dry-run of a run. Ends with status 0 if the run fits, 1 if it does not.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says besides settings; None is what the machine here has."""
+
+    gpus: int | None = None
+    gpu_memory: int | None = None
+    host_memory: int | None = None
+    json: bool = False
+
+
+def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """The options, and the arguments that are left.
+
+    Raises:
+        UserError: for an option without its value, or with a wrong one.
+    """
+    options, rest, arguments = Options(), [], list(argv)
+    while arguments:
+        name, equals, value = arguments.pop(0).partition("=")
+        if name == "--json" and not equals:
+            options = replace(options, json=True)
+        elif name in ("--gpus", *SIZES):
+            if not equals:
+                if not arguments:
+                    raise UserError(f"{name} needs a value: {name} {8 if name == '--gpus' else '80GiB'}")
+                value = arguments.pop(0)
+            options = _with(options, name, value)
+        else:
+            rest.append(name + equals + value)
+    return options, rest
+
+
+def show_plan(cfg: Config, options: Options) -> bool:
+    """Print the plan of a run; whether it fits."""
+    machine = _machine(options)
+    shape = read_shape(model_path(cfg.trainer.policy.model.path))
+    algorithm, reference = cfg.trainer.algorithm, None
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        path = cfg.trainer.ref.model.path
+        reference = read_shape(model_path(path)) if path else shape
+
+    def planned(settings: Config) -> MemoryPlan:
+        return make_plan(settings, shape, machine, reference=reference)
+
+    plan = planned(cfg)
+    advice = {} if plan.fits else advise(cfg, plan, planned)
+    if options.json:
+        print(as_json(plan, advice))
+    else:
+        print_plan(plan, advice)
+    return plan.fits
+
+
+def _with(options: Options, name: str, value: str) -> Options:
+    if name in SIZES:
+        return replace(options, **{SIZES[name]: parse_size(value, name)})
+    if not value.isdecimal():
+        raise UserError(f"{name} {value}: not a number of GPUs; 0 plans for a machine without")
+    return replace(options, gpus=int(value))
+
+
+def _machine(options: Options) -> Machine:
+    here = this_machine()
+    gpus = here.gpus if options.gpus is None else options.gpus
+    if options.gpu_memory is not None and options.gpus is None and not here.gpus:
+        raise UserError("--gpu-memory needs --gpus N beside it: there is no GPU here")
+    memory = options.gpu_memory or here.gpu_memory
+    if gpus and not memory:
+        raise UserError(f"--gpus {gpus} needs --gpu-memory beside it, for example 80GiB: there is no GPU here")
+    return Machine(gpus, memory if gpus else 0, options.host_memory or here.host_memory)

@@ -1,0 +1,131 @@
+"""Bytes of one rank that trains, or scores with, a model: what it holds, and the peak of each thing it does.
+
+Invariant: pure arithmetic on a shape and a :class:`Rank`. Gradients live from the backward pass to the optimizer step,
+nowhere else. ``benchmarks/memory.py`` measures the same phases on real ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyasync.planning.activations import FLOAT32, Pass, final_norm_bytes, layer_bytes, mask_bytes
+from skyasync.planning.shape import ModelShape
+
+Lines = dict[str, int]
+"""Bytes by what takes them."""
+
+MAX_LOGITS = 1 << 27
+"""That of ``skyasync.workers.model``, which imports torch; a test holds both equal."""
+
+FRAGMENTATION = 0.15
+"""Of what is taken and given back within a step: allocators (C's on a CPU, torch's on a GPU) keep holes. Measured."""
+
+KEPT = 0.6
+"""Of one layer's activations, what the allocator has not given back when the next thing is done. Measured."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one rank computes.
+
+    Args:
+        ranks: over which the model is sharded.
+        b: bytes of a number in the dtype that is computed in.
+        work: its largest micro-batch.
+        micro_batches: per optimizer step; from the second on there are gradients already.
+        trained: it has an optimizer, whose weights are float32; a reference has neither.
+        entropy, shaped: what the loss asks of the logits: their entropy; a temperature or filters.
+    """
+
+    ranks: int
+    b: int
+    work: Pass
+    micro_batches: int = 1
+    trained: bool = True
+    checkpointing: bool = False
+    entropy: bool = False
+    shaped: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        return self.ranks > 1 or (self.trained and self.b != FLOAT32)
+
+
+def held(shape: ModelShape, rank: Rank) -> Lines:
+    """Between two calls."""
+    share = -(-shape.parameters // rank.ranks)
+    if not rank.trained:
+        return {"weights": share * rank.b}
+    return {"weights": share * FLOAT32, "moments": 2 * share * FLOAT32}
+
+
+def scoring(shape: ModelShape, rank: Rank) -> Lines:
+    """A log-probability pass: a layer's activations, or what is kept of them beside a piece of the logits."""
+    layer, logits = _one_layer(shape, rank), logits_bytes(shape, rank, backward=False)
+    beside = int(KEPT * layer) + rank.work.loss_tokens * shape.hidden * rank.b
+    in_a_layer = layer > beside + logits
+    return held(shape, rank) | {
+        "gathered": _gathered(shape, rank),
+        "activations": layer if in_a_layer else beside,
+        "logits": 0 if in_a_layer else logits,
+        "masks": mask_bytes(rank.work),
+    }
+
+
+def updating(shape: ModelShape, rank: Rank) -> Lines:
+    """An optimizer step at its fullest: in the head's backward pass, when all activations are there, or at the end of
+    the whole, when the embeddings' gradient is, too."""
+    share, own = -(-shape.parameters // rank.ranks) * FLOAT32, held(shape, rank)
+    of_head = shape.vocabulary * shape.hidden * (rank.b if rank.sharded else FLOAT32)
+    head = own | {
+        "gradients": (share if rank.micro_batches > 1 else 0) + of_head,
+        "gathered": _gathered(shape, rank, reduced=shape.layer),
+        "activations": activations(shape, rank),
+        "logits": logits_bytes(shape, rank, backward=True),
+        "masks": mask_bytes(rank.work),
+    }
+    end = own | {"gradients": share + of_head, "gathered": _gathered(shape, rank, reduced=shape.root)}
+    return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
+
+
+def activations(shape: ModelShape, rank: Rank) -> int:
+    """Saved for the backward pass; with checkpointing each layer's input, and one layer's while it is recomputed."""
+    b, work = rank.b, rank.work
+    layer, inputs = layer_bytes(shape, work, b), work.tokens * shape.hidden * b
+    layers = shape.layers * inputs + layer if rank.checkpointing else shape.layers * layer
+    return layers + final_norm_bytes(shape, work, b)
+
+
+def logits_bytes(shape: ModelShape, rank: Rank, *, backward: bool) -> int:
+    """Of the piece of the loss tokens that spans the vocabulary at once."""
+    tokens = min(rank.work.loss_tokens, max(1, MAX_LOGITS // shape.vocabulary))
+    copies = FLOAT32 * 2 + (rank.b if rank.b != FLOAT32 else 0)  # logits, their log-softmax; before, in a short dtype
+    if backward:
+        copies += FLOAT32  # the log-softmax saved, its gradient, that of the logits (in the short dtype as well)
+        copies += FLOAT32 * (2 if rank.entropy else 0)
+    copies += FLOAT32 * rank.shaped
+    return tokens * shape.vocabulary * copies
+
+
+def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
+    """Whole parameters that FSDP puts together: the root's, and those of two layers; and ``reduced`` parameters'
+    gradients, in the computing dtype and in float32, on their way to the shards."""
+    if not rank.sharded:
+        return 0
+    return (shape.root + 2 * shape.layer) * rank.b + reduced * (rank.b + FLOAT32)
+
+
+def publishing(shape: ModelShape, rank: Rank, *, first: bool) -> Lines:
+    """Whole weights on the CPU of the first rank; the others take part one tensor at a time."""
+    gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 else 0
+    whole = shape.parameters * rank.b if first and (rank.sharded or rank.b != FLOAT32) else 0
+    kept = int(KEPT * _one_layer(shape, rank))
+    return held(shape, rank) | {"gathered": gathered, "whole weights": whole, "fragmentation": kept}
+
+
+def _one_layer(shape: ModelShape, rank: Rank) -> int:
+    return layer_bytes(shape, rank.work, rank.b) + 2 * rank.work.tokens * shape.hidden * rank.b
+
+
+def _with_holes(lines: Lines, *transient: str) -> Lines:
+    return lines | {"fragmentation": int(FRAGMENTATION * sum(lines[name] for name in transient))}

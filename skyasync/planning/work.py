@@ -1,0 +1,74 @@
+"""How much a rank computes at once, from the settings: every prompt and every response at its longest.
+
+Invariant: the arithmetic of ``skyasync.workers.packing``, for a batch whose rows are all alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from skyasync.config.schema import Config
+from skyasync.planning.activations import Pass
+from skyasync.planning.shape import ModelShape
+
+MICRO_BATCH_TOKENS = {False: 4096, True: 16384}
+"""That of ``skyasync.workers.base``, by whether there are GPUs; it imports torch, and a test holds both equal."""
+
+MIN_SAVED_TOKENS = 0.2
+"""As in ``skyasync.workers.packing``."""
+
+BYTES_PER_CELL = 40
+"""Of a training batch: tokens 8, masks 2, and up to seven numbers per token."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt and of the longest rest of an episode, and samples per prompt."""
+
+    prompt: int
+    response: int
+    samples: int
+
+    @classmethod
+    def of(cls, cfg: Config) -> Lengths:
+        generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
+        response = generator.sampling_params.max_generate_length * generator.max_turns
+        if generator.max_model_len:
+            response = min(response, generator.max_model_len - prompt)
+        return cls(prompt, response, generator.n_samples_per_prompt)
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+def largest_micro_batch(cfg: Config, shape: ModelShape, *, gpus: bool, ranks: int, rows_limit: int) -> tuple[Pass, int]:
+    """The widest micro-batch of a rank, and how many there are per optimizer step."""
+    lengths, trainer = Lengths.of(cfg), cfg.trainer
+    cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[gpus]
+    prompts = trainer.policy_mini_batch_size or trainer.train_batch_size
+    rows = max(1, math.ceil(prompts * lengths.samples / ranks))
+    together = _rows_sharing_a_prompt(lengths, shape, cap, rows_limit)
+    width = lengths.prompt + together * lengths.response
+    in_all = math.ceil(rows / together)
+    at_once = min(in_all, max(1, cap // width), max(1, rows_limit // together) if rows_limit else in_all)
+    work = Pass(at_once * width, width, at_once * together * lengths.response, masked=together > 1)
+    return work, math.ceil(in_all / at_once)
+
+
+def _rows_sharing_a_prompt(lengths: Lengths, shape: ModelShape, cap: int, rows_limit: int) -> int:
+    """1 where nothing is shared."""
+    saved = (lengths.samples - 1) * lengths.prompt / (lengths.samples * lengths.total)
+    if not shape.shares_prefixes or saved < MIN_SAVED_TOKENS:
+        return 1
+    cheapest = int(math.sqrt(lengths.prompt**2 + 6 * shape.hidden * lengths.prompt))
+    room = max(1, min(cheapest, cap - lengths.prompt))
+    most = min(lengths.samples, rows_limit or lengths.samples)
+    return max(1, min(most, math.ceil(room / lengths.response)))
+
+
+def batch_bytes(cfg: Config) -> int:
+    """A training batch as tensors."""
+    lengths = Lengths.of(cfg)
+    return cfg.trainer.train_batch_size * lengths.samples * lengths.total * BYTES_PER_CELL

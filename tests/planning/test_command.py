@@ -1,0 +1,86 @@
+"""``python -m skyasync plan`` and ``--dry-run``: what is printed, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyasync.__main__ import command
+from skyasync.main import main
+from tests.planning.models import MODELS
+
+MACHINE = ["--gpus", "2", "--gpu-memory", "24GiB", "--host-memory=64GiB"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | MODELS["llama"]))
+    return f"trainer.policy.model.path={tmp_path}"
+
+
+def run(argv: list[str]) -> int:
+    with pytest.raises(SystemExit) as ended:
+        command(argv)
+    return int(ended.value.code or 0)
+
+
+def test_a_plan_that_fits_says_so_in_plain_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *MACHINE, model, "data.train_data=[x]"]) == 0
+    out = capsys.readouterr().out
+    assert out.isascii() and "\x1b" not in out
+    assert out.splitlines()[-1] == "fits"
+    assert "weights" in out and "moments" in out and "cache" in out
+
+
+def test_a_plan_that_does_not_fit_ends_with_status_1_and_the_way_out(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["trainer.placement.policy_num_gpus_per_node=2", "data.train_data=[x]"]
+    assert run(["plan", *MACHINE, model, *more]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("does not fit: 3 GPUs are asked for and there are 2: it fits with ")
+    assert "trainer.placement.policy_num_gpus_per_node=1" in last
+
+
+def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["plan", "--json", *MACHINE, model, "data.train_data=[x]"])
+    planned = json.loads(capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main(argv=[model, "data.train_data=[x]", "--dry-run", "--json", *MACHINE])
+    assert json.loads(capsys.readouterr().out) == planned
+    assert planned["fits"] and planned["machine"]["gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["plam"], "did you mean 'plan'"),
+        (["plan", "--gpu-memory"], "--gpu-memory needs a value"),
+        (["plan", "--gpus", "2", "--gpu-memory", "much"], "--gpu-memory much: not a size"),
+        (["plan", "--gpus", "two"], "not a number of GPUs"),
+        (["plan", "trainer.sead=3"], "did you mean trainer.seed"),
+    ],
+)
+def test_what_is_wrong_is_one_line(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(argv) == 2
+    error = capsys.readouterr().err
+    assert named in error and len(error.splitlines()) == 1
+
+
+def test_a_plan_imports_neither_torch_nor_ray_and_starts_no_run(model: str, tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom skyasync.__main__ import command\n"
+        f"try: command({['plan', *MACHINE, model, 'data.train_data=[x]', f'trainer.runs_dir={tmp_path}/runs']!r})\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    before = os.times()
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 3
+    assert not (tmp_path / "runs").exists()

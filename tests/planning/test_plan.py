@@ -1,0 +1,148 @@
+"""What a plan says of devices, hosts and the keys that make a run fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skyasync.config.check import check_config
+from skyasync.config.schema import Config
+from skyasync.planning import engine_memory, training_memory, work
+from skyasync.planning.advice import advise
+from skyasync.planning.machine import Machine, parse_size
+from skyasync.planning.plan import MemoryPlan, Place, make_plan
+from skyasync.planning.shape import shape_of
+
+GIB = 1 << 30
+QWEN_7B = shape_of(
+    {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    "7B",
+)  # fmt: skip
+EIGHT = Machine(gpus=8, gpu_memory=80 * GIB, host_memory=1024 * GIB)
+
+
+def settings(ranks: int = 4, engines: int = 4) -> Config:
+    cfg = Config()
+    cfg.trainer.placement.policy_num_gpus_per_node = ranks
+    cfg.generator.num_inference_engines = engines
+    cfg.generator.backend = "vllm"
+    cfg.generator.weight_sync_backend = "shared_memory"
+    cfg.generator.sampling_params.max_generate_length = 4096
+    cfg.trainer.policy.gradient_checkpointing = False
+    return cfg
+
+
+def place(plan: MemoryPlan, name: str) -> Place:
+    return next(place for place in plan.places if place.name == name)
+
+
+def test_seven_billion_without_checkpointing_do_not_fit_and_the_key_is_named() -> None:
+    cfg = settings()
+    plan = make_plan(cfg, QWEN_7B, EIGHT)
+    assert not plan.fits and not place(plan, "policy").fits and place(plan, "engines").fits
+    assert advise(cfg, plan, lambda c: make_plan(c, QWEN_7B, EIGHT)) == {"trainer.policy.gradient_checkpointing": True}
+
+
+def test_activations_per_token_and_layer_are_what_a_gpu_run_was_seen_to_take() -> None:
+    one = work.Pass(tokens=1, width=1, loss_tokens=1)
+    assert training_memory.layer_bytes(QWEN_7B, one, 2) == pytest.approx(225_000, rel=0.01)
+
+
+def test_where_nothing_helps_no_key_is_named() -> None:
+    machine, cfg = replace(EIGHT, gpu_memory=8 * GIB), settings()
+    assert advise(cfg, make_plan(cfg, QWEN_7B, machine), lambda c: make_plan(c, QWEN_7B, machine)) == {}
+
+
+@pytest.mark.parametrize("memory", [32, 40, 48])
+def test_an_advice_fits_and_contradicts_nothing(memory: int) -> None:
+    machine, cfg = replace(EIGHT, gpu_memory=memory * GIB), settings()
+
+    def planned(c: Config) -> MemoryPlan:
+        return make_plan(c, QWEN_7B, machine)
+
+    advice = advise(cfg, planned(cfg), planned)
+    for key, value in advice.items():
+        group, _, name = key.rpartition(".")
+        holder = cfg
+        for part in group.split("."):
+            holder = getattr(holder, part)
+        setattr(holder, name, value)
+    assert advice and planned(cfg).fits and not check_config(cfg)
+
+
+def test_more_devices_than_there_are_do_not_fit() -> None:
+    cfg = settings(ranks=8, engines=2)
+    plan = make_plan(cfg, QWEN_7B, EIGHT)
+    assert plan.gpus_asked == 10 and not plan.fits
+
+
+def test_weights_gradients_and_moments_are_divided_by_the_ranks() -> None:
+    one, four = (place(make_plan(settings(n, 1), QWEN_7B, EIGHT), "policy").lines for n in (1, 4))
+    for what in ("weights", "moments"):
+        assert one[what] == pytest.approx(4 * four[what], rel=1e-6)
+    assert one["weights"] == 4 * QWEN_7B.parameters
+
+
+def test_the_token_cap_holds_whatever_the_rows() -> None:
+    cfg = settings()
+    cfg.trainer.micro_train_batch_size_per_gpu = 64
+    cfg.trainer.micro_batch_tokens = 8192
+    limit = cfg.trainer.micro_train_batch_size_per_gpu
+    largest, count = work.largest_micro_batch(cfg, QWEN_7B, gpus=True, ranks=4, rows_limit=limit)
+    rows = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt / 4
+    assert largest.tokens <= 8192 + 4096  # the last row of a shared prompt may reach beyond
+    assert largest.loss_tokens * count >= rows * 4096
+
+
+def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
+    alone, divided = settings(4, 1), settings(4, 1)
+    divided.generator.inference_engine_tensor_parallel_size = 4
+    first, second = (make_plan(cfg, QWEN_7B, EIGHT).engine for cfg in (alone, divided))
+    assert first.weights == pytest.approx(4 * second.weights, rel=1e-6)
+    assert engine_memory.cache_bytes_per_token(QWEN_7B, 2, 1) == 4 * engine_memory.cache_bytes_per_token(QWEN_7B, 2, 4)
+    assert engine_memory.cache_bytes_per_token(QWEN_7B, 2, 4) == engine_memory.cache_bytes_per_token(QWEN_7B, 2, 8)
+
+
+def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
+    with_reference = make_plan(settings(), QWEN_7B, EIGHT, reference=QWEN_7B)
+    lines = place(with_reference, "policy").lines
+    assert lines["reference: weights"] == pytest.approx(2 * QWEN_7B.parameters / 4, rel=1e-6)
+
+
+def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:
+    cfg = settings(ranks=8, engines=8)
+    cfg.trainer.placement.colocate_all = True
+    cfg.trainer.policy.gradient_checkpointing = True
+    plan = make_plan(cfg, QWEN_7B, EIGHT)
+    assert [p.name for p in plan.places] == ["policy and engines", "host"]
+    assert plan.gpus_asked == 8
+    assert plan.places[0].fits
+
+
+def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
+    plan = make_plan(settings(1, 1), QWEN_7B, Machine(0, 0, 24 * GIB))
+    (host,) = plan.places
+    assert not plan.fits and host.lines["policy: weights"] == 4 * QWEN_7B.parameters
+
+
+def test_constants_are_those_of_the_parts_that_import_torch() -> None:
+    from skyasync.engines import embedded_model
+    from skyasync.workers import base, model, packing
+
+    assert training_memory.MAX_LOGITS == model.MAX_LOGITS
+    assert engine_memory.FORWARD_TOKENS == embedded_model.FORWARD_TOKENS
+    assert work.MIN_SAVED_TOKENS == packing.MIN_SAVED_TOKENS
+    caps = {False: base.MICRO_BATCH_TOKENS["cpu"], True: base.MICRO_BATCH_TOKENS["cuda"]}
+    assert caps == work.MICRO_BATCH_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 << 30), ("80GB", 80 * 10**9), ("1.5T", 1.5e12), ("4096", 4096), ("64 mib", 64 << 20)],
+)
+def test_sizes_are_read_with_their_units(text: str, size: float) -> None:
+    assert parse_size(text, "--gpu-memory") == size
