@@ -23,7 +23,7 @@ from skyasync.errors import UserError
 F = TypeVar("F", bound=Callable[..., Tensor])
 
 
-def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float32,
+def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float64,
                  trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
     """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
 
@@ -59,7 +59,7 @@ def loss_numerators(cfg: Any, mask: Tensor, group_ids: Tensor,
         )
     inputs = {"mask": mask, "group_ids": group_ids}
     total = float(bind(denominator, cfg)(inputs))
-    return (bind(reduction, cfg)(inputs) * max(total, 1.0)).to(torch.float32), total
+    return bind(reduction, cfg)(inputs) * max(total, 1.0), total
 
 
 def divided_by(denominator: Callable[..., Tensor]) -> Callable[[F], F]:

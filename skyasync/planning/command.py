@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from skyasync.config.paths import model_path
 from skyasync.config.schema import Config
@@ -79,7 +80,8 @@ def show_plan(cfg: Config, options: Options) -> bool:
 
 def _with(options: Options, name: str, value: str) -> Options:
     if name in SIZES:
-        return replace(options, **{SIZES[name]: parse_size(value, name)})
+        sizes: dict[str, Any] = {SIZES[name]: parse_size(value, name)}
+        return replace(options, **sizes)
     if not value.isdecimal():
         raise UserError(f"{name} {value}: not a number of GPUs; 0 plans for a machine without")
     return replace(options, gpus=int(value))

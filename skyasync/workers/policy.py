@@ -152,7 +152,8 @@ class PolicyWorker(ModelWorker):
             selection=self._here(batch.selection),
         )
         # Where there is no loss token the loss has no meaning, and may be anything.
-        loss = (self._here(batch.loss_weights) * token_loss.where(mask, 0.0)).sum()
+        weights = self._here(batch.loss_weights).to(token_loss.dtype)
+        loss = (weights * token_loss.where(mask, 0.0)).sum()
         loss.backward()
         totals.add(loss, mask, maps)
         return current.detach()
