@@ -250,7 +250,8 @@ class BasePPOExp:
 
         await run_together(self._client.start(), self._dispatch.start(trainer.total_updates))
         chat = ChatTokenizer(trainer.tokenizer, self.cfg.data.apply_chat_template)
-        probe = [chat.prompt(trainer.prompts.prompt(p).messages) for p in range(min(PROBES, trainer.dataset_size))]
+        some = [trainer.prompts.prompt(position) for position in range(min(PROBES, trainer.dataset_size))]
+        probe = [chat.prompt(prompt.messages).tolist() for prompt in some]
         weight_sync = self.get_weight_sync(self._dispatch, self._client, probe)
         assert self.run_dir is not None
         trainer.attach(self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir)

@@ -21,12 +21,12 @@ from skyasync.learning import Learning
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.usage import UsageMeter
 from skyasync.phases import Metrics
-from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.contract import play
 from skyasync.rollout.gate import Gate
 from skyasync.rollout.metrics import eval_name, rollout_metrics, sample_records, staleness_metrics
 from skyasync.rollout.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
-from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, Rollout
+from skyasync.rollout.types import GeneratorInput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
 from skyasync.state.saving import Saving
 
@@ -48,7 +48,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         cfg: a ``skyasync.config.Config``.
         tracker: receives ``log(metrics, step)``.
         train_dataset: prompts; see ``skyasync.rollout.prompts``.
-        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``.
+        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``; a ``TrajectoryGenerator``
+            hands over trajectories, without lists in between.
 
     Raises:
         UserError: if the plan is asynchronous and nothing corrects for stale samples.
@@ -173,15 +174,15 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         async with self.gate.entered():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
-                output = await self._play("generation", train_request(prompts, self.cfg.generator))
-        groups = groups_from_output(output, prompts, version, self.cfg.generator.n_samples_per_prompt)
+                request = train_request(prompts, self.cfg.generator)
+                groups, found = await self._play("generation", request, prompts, version)
         if self.refilling:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
-        return groups, metrics | (output.get("rollout_metrics") or {})
+        return groups, metrics | found
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
-        self._metrics |= rollout.metrics | staleness_metrics(rollout.groups, self.global_step)
+        self._metrics |= rollout.metrics | await staleness_metrics(rollout.groups, self.global_step)
         with self.timed("train", self._metrics):
             await self.make_way_for_training()
             await self.whole(self._advance(rollout))
@@ -224,9 +225,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
             with self.timed("eval", metrics, track="evaluation"):
                 for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
                     prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
-                    output = await self._play("evaluation", eval_request(prompts, self.cfg.generator))
-                    samples = self.cfg.generator.eval_n_samples_per_prompt
-                    groups += groups_from_output(output, prompts, self.policy_version, samples)
+                    request = eval_request(prompts, self.cfg.generator)
+                    groups += (await self._play("evaluation", request, prompts, self.policy_version))[0]
         found = rollout_metrics(groups)
         metrics |= {eval_name(name): value for name, value in found.items()}
         metrics["eval/version"] = float(self.policy_version)
@@ -244,10 +244,12 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     # ---------------------------------------------------------------- details
 
-    async def _play(self, what: str, request: GeneratorInput) -> GeneratorOutput:
+    async def _play(
+        self, what: str, request: GeneratorInput, prompts: Sequence[Prompt], version: int
+    ) -> tuple[list[Group], Metrics]:
         self.check_awake()
         async with self._limited(what):
-            return await self.generator.generate(request)
+            return await play(self.generator, request, prompts, version)
 
     async def _close(self) -> None:
         try:

@@ -72,9 +72,9 @@ def test_rows_say_exactly_what_the_trajectories_say(before):
     assert not found.loss_mask[:, 0].any()
     assert not (found.loss_mask & ~found.attention_mask).any()
     for row, (_, t) in enumerate(rows):
-        assert found.tokens[row][found.attention_mask[row]].tolist() == t.tokens
-        assert found.versions[row][found.loss_mask[row]].tolist() == t.versions
+        assert found.tokens[row][found.attention_mask[row]].tolist() == t.tokens.tolist()
+        assert found.versions[row][found.loss_mask[row]].tolist() == t.versions.tolist()
         assert (found.versions[row][~found.loss_mask[row]] == -1).all()
         assert torch.isclose(found.rewards[row].sum(), torch.tensor(t.reward), atol=1e-5)
-        logprobs = torch.tensor([p for s in t.actions for p in s.logprobs])
+        logprobs = torch.tensor([p for s in t.actions for p in s.logprobs.tolist()])
         assert torch.equal(found.behaviour_logprobs[row][found.loss_mask[row]], logprobs)
