@@ -182,7 +182,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
-        self._metrics |= rollout.metrics | await staleness_metrics(rollout.groups, self.global_step)
+        staleness = await staleness_metrics(rollout.groups, self.global_step)
+        self._metrics |= rollout.metrics | staleness
         with self.timed("train", self._metrics):
             await self.make_way_for_training()
             await self.whole(self._advance(rollout))

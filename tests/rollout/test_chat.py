@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.warm_start import CHATML
+from skyasync.arrays import ints
 from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import UserError
-from skyasync.rollout.chat import ChatTokenizer, PlainText
+from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from tests.rollout.episodes import tokenizer, tokens_of
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
@@ -178,3 +179,10 @@ def test_without_a_template_text_goes_as_it_is():
     raw = ChatTokenizer(tokenizer(), apply_chat_template=False)
     assert tokenizer().decode(raw.prompt([user("2 + 2 =")])) == "2 + 2 ="
     assert tokenizer().decode(raw.observation([user("\nnext: "), user("x")], tokens_of("4"))) == "\nnext: x"
+
+
+def test_a_long_responses_text_is_the_tokenizers_own():
+    response = tokens_of("12 </a> 3 ") * LONG + [tokenizer().eos_token_id]
+    for skip in (True, False):
+        sampling = SamplingParams(skip_special_tokens=skip)
+        assert chat().text(ints(response), sampling) == tokenizer().decode(response, skip_special_tokens=skip)
