@@ -125,7 +125,7 @@ def with_continuous_batching(model: LlamaForCausalLM) -> Run:
             generation_config=sampling, continuous_batching_config=config
         ) as manager:
             for request in requests:
-                manager.add_request(request.prompt_token_ids, request.request_id, request.sampling.max_tokens)
+                manager.add_request(request.prompt_token_ids.tolist(), request.request_id, request.sampling.max_tokens)
             count = 0
             for _ in requests:
                 result = manager.get_result(timeout=600)

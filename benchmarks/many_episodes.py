@@ -150,7 +150,7 @@ async def alone(client: InferenceClient, chat: ChatTokenizer, asked: Any, in_fli
         async with turn:
             for step in range(TURNS):
                 request = GenerationRequest(f"{number}-{step}", prompt, asked["sampling_params"], str(number))
-                prompt = prompt + (await client.generate(request)).token_ids + observation
+                prompt = [*prompt, *(await client.generate(request)).token_ids.tolist(), *observation]
 
     await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
 

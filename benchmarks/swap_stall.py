@@ -99,7 +99,7 @@ class Bench:
 
 def assert_whole(answer: GenerationOutput) -> None:
     assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == TOKENS, "tokens are lost"
-    assert answer.versions == sorted(answer.versions)
+    assert (answer.versions[1:] >= answer.versions[:-1]).all()
     assert len(set(answer.versions)) > 1, "no swap fell into this request"
 
 

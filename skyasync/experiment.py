@@ -258,7 +258,9 @@ class BasePPOExp:
 
         await run_together(self._client.start(), self._dispatch.start(trainer.total_updates))
         chat = ChatTokenizer(trainer.tokenizer, self.cfg.data.apply_chat_template)
-        prompts = (chat.prompt(trainer.prompts.prompt(place).messages) for place in range(trainer.prompts.rows))
+        prompts = (
+            chat.prompt(trainer.prompts.prompt(place).messages).tolist() for place in range(trainer.prompts.rows)
+        )
         weight_sync = self.get_weight_sync(self._dispatch, self._client, choose_probe(prompts, PROBE_TOKENS))
         async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
             await weight_sync.measure_floor()

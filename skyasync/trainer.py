@@ -20,10 +20,10 @@ from skyasync.data.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
-from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.contract import play
 from skyasync.rollout.metrics import eval_name, rollout_metrics, staleness_metrics
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
-from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, Rollout
+from skyasync.rollout.types import GeneratorInput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
 from skyasync.training import estimates
 from skyasync.training.handover import HandOver
@@ -59,7 +59,8 @@ class RayPPOTrainer(Views):
         cfg: a ``skyasync.config.Config``.
         tracker: receives ``log(metrics, step)``.
         train_dataset: prompts; see ``skyasync.data.prompts``.
-        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``.
+        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``; a ``TrajectoryGenerator``
+            hands over trajectories, without lists in between.
 
     Raises:
         UserError: if the plan is asynchronous and nothing corrects for stale samples.
@@ -159,11 +160,11 @@ class RayPPOTrainer(Views):
         async with self.handover.rollout():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
-                output = await self._play("generation", train_request(prompts, self.cfg.generator))
-        groups = groups_from_output(output, prompts, version, self.cfg.generator.n_samples_per_prompt)
+                request = train_request(prompts, self.cfg.generator)
+                groups, found = await self._play("generation", request, prompts, version)
         if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
-        return groups, metrics | (output.get("rollout_metrics") or {})
+        return groups, metrics | found
 
     def assemble(
         self,
@@ -193,7 +194,7 @@ class RayPPOTrainer(Views):
     async def _advance(self, rollout: Rollout) -> None:
         async with self.phases.limited("update"):
             await self.learn_from(rollout.groups)
-        self.finish_step(rollout)
+        await self.finish_step(rollout)
 
     async def learn_from(self, groups: list[Group]) -> None:
         """The part of ``train_on`` that changes the weights: prepare, then mini-batch by mini-batch."""
@@ -219,9 +220,10 @@ class RayPPOTrainer(Views):
         """Change the weights by the gradient that has been added up."""
         return await self.learner.optimizer_step()
 
-    def finish_step(self, rollout: Rollout) -> None:
+    async def finish_step(self, rollout: Rollout) -> None:
         """The policy is one step newer: count it, and write down what it was trained on."""
-        for name, value in (rollout.metrics | staleness_metrics(rollout.groups, self.global_step)).items():
+        staleness = await staleness_metrics(rollout.groups, self.global_step)
+        for name, value in (rollout.metrics | staleness).items():
             self.metrics.setdefault(name, value)  # what a hook has found stands
         self.progress.trained(rollout.position, rollout.ahead)
         self.saving.step_done()
@@ -324,18 +326,19 @@ class RayPPOTrainer(Views):
                 f"(token_tis), or set trainer.allow_uncorrected=true"
             )
 
-    async def _play(self, what: str, request: GeneratorInput) -> GeneratorOutput:
+    async def _play(
+        self, what: str, request: GeneratorInput, prompts: Sequence[Prompt], version: int
+    ) -> tuple[list[Group], Metrics]:
         self.handover.check_awake(type(self).__name__)
         async with self.phases.limited(what):
-            return await self.generator.generate(request)
+            return await play(self.generator, request, prompts, version)
 
     async def _evaluation(self) -> list[Group]:
         groups: list[Group] = []
         for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
             prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
-            output = await self._play("evaluation", eval_request(prompts, self.cfg.generator))
-            samples = self.cfg.generator.eval_n_samples_per_prompt
-            groups += groups_from_output(output, prompts, self.policy_version, samples)
+            request = eval_request(prompts, self.cfg.generator)
+            groups += (await self._play("evaluation", request, prompts, self.policy_version))[0]
         return groups
 
     async def _begin(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from skyasync.arrays import Ints, ints, joined
 from skyasync.endpoint.recorder import Call, Recorder
 from skyasync.rollout.chat import Tools, knows_tools
 
@@ -27,18 +28,18 @@ class AgentChat:
         self.tokenizer = tokenizer
         self.knows_tools = knows_tools(tokenizer)
 
-    def prompt(self, messages: list[Message], tools: Tools, recorder: Recorder) -> list[int]:
+    def prompt(self, messages: list[Message], tools: Tools, recorder: Recorder) -> Ints:
         """The tokens that the model continues, from the recorded ones as far as those go."""
         found = recorder.extended_by(conversation(messages, tools))
         if found is not None:
             call, known = found  # the tools are the first item, so that ``known`` counts them too
             since = self._since(messages[known - 2], messages[known - 1 :], call)
             if since is not None:
-                return call.tokens + since
-        return self._frame(messages, tools, generation=True)
+                return joined(call.tokens, ints(since))
+        return ints(self._frame(messages, tools, generation=True))
 
-    def text(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def text(self, tokens: Ints) -> str:
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _since(self, reply: Message, messages: list[Message], call: Call) -> list[int] | None:
         """The tokens behind a call's reply, up to the model's next message; None if the template does not tell.
@@ -53,7 +54,7 @@ class AgentChat:
         if not ends or len(places) < ends:
             return None
         tail = framed[places[ends - 1] + 1 :]
-        ended = bool(call.action.tokens) and call.action.tokens[-1] == eos
+        ended = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
         return tail if ended else [eos, *tail]  # a reply that was cut is ended first
 
     def _frame(self, messages: list[Message], tools: Tools, *, generation: bool) -> list[int]:

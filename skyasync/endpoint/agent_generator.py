@@ -11,25 +11,26 @@ import asyncio
 from contextlib import nullcontext
 from typing import Any
 
+from skyasync.arrays import NO_INTS
 from skyasync.endpoint.agent_pool import AgentError, AgentPool, ProcessLostError, Score
 from skyasync.endpoint.recorder import sequences
 from skyasync.endpoint.server import Endpoint
 from skyasync.endpoint.session import Session
 from skyasync.engines.protocol import SamplingParams
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.convert import generator_output
+from skyasync.rollout.contract import TrajectoryGenerator
 from skyasync.rollout.generator import all_or_error
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
-from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
 
 PLAYS = 3  # of an episode whose process another one may have ended
 
 
-class AgentGenerator:
-    """Implements ``skyasync.rollout.generator.Generator``.
+class AgentGenerator(TrajectoryGenerator):
+    """Plays an episode per trajectory.
 
     Args:
-        endpoint: where programs find the policy; the first ``generate`` starts it.
+        endpoint: where programs find the policy; the first ``roll_out`` starts it.
         agents: what runs the programs.
         rules: limits of an episode; its turns are the program's own affair.
     """
@@ -40,7 +41,7 @@ class AgentGenerator:
         self._rules = rules
         self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
 
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         await self._endpoint.start()
         sampling, is_eval = input_batch["sampling_params"], input_batch["is_eval"]
         episodes = [
@@ -49,7 +50,7 @@ class AgentGenerator:
                 input_batch["trajectory_ids"], input_batch["prompts"], input_batch["env_extras"], strict=True
             )
         ]
-        return generator_output(await all_or_error(episodes))
+        return await all_or_error(episodes)
 
     async def close(self) -> None:
         """Stop listening, and end the programs' processes."""
@@ -102,7 +103,7 @@ class AgentGenerator:
     def _given_up(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
         if self._rules.on_error == "raise":
             raise error
-        trajectory = Trajectory(session.identity, [Segment("prompt", [])])
+        trajectory = Trajectory(session.identity, [Segment("prompt", NO_INTS)])
         if session.recorder.calls:
             trajectory = _recorded(session)
             if self._rules.on_error == "mask":

@@ -14,21 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+
+from skyasync.arrays import Ints, joined
 from skyasync.rollout.types import Segment
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One answered request: what the engine read, what it wrote, and why it stopped."""
 
-    prompt: list[int]
+    prompt: Ints
     action: Segment
     stop_reason: str = "stop"
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.action.tokens
+    @cached_property
+    def tokens(self) -> Ints:
+        return joined(self.prompt, self.action.tokens)
 
 
 class Recorder:
@@ -74,7 +78,7 @@ def _extended(chains: list[list[Call]], call: Call) -> Iterator[list[Call]]:
     """The chains all of whose tokens the call's prompt begins with."""
     for chain in chains:
         tokens = chain[-1].tokens
-        if call.prompt[: len(tokens)] == tokens:
+        if np.array_equal(call.prompt[: len(tokens)], tokens):
             yield chain
 
 
@@ -83,7 +87,7 @@ def _segments(chain: list[Call]) -> list[Segment]:
     done = 0
     for call in chain:
         between = call.prompt[done:]
-        if between:
+        if len(between):
             found.append(Segment("observation" if found else "prompt", between))
         found.append(call.action)
         done = len(call.tokens)

@@ -29,6 +29,7 @@ from typing import Any
 
 from aiohttp import web
 
+from skyasync.arrays import Ints, ints
 from skyasync.cleanup import afterwards
 from skyasync.endpoint import reply as reply
 from skyasync.endpoint.agent_chat import AgentChat, conversation
@@ -157,10 +158,10 @@ class Endpoint:
 
     async def _completions(self, request: web.Request) -> web.Response:
         with self._entered(request) as session:
-            asked, prompt = completion_request(await _body(request), session.sampling)
-            if isinstance(prompt, str):
-                prompt = self._tokenizer(prompt)["input_ids"]
-            self._check_tokens("prompt", prompt)
+            asked, given = completion_request(await _body(request), session.sampling)
+            tokens = self._tokenizer(given)["input_ids"] if isinstance(given, str) else given
+            self._check_tokens("prompt", tokens)
+            prompt = ints(tokens)
             outputs = await self._sample(session, prompt, asked)
             choices = [self._choice(i, output, asked) for i, output in enumerate(outputs)]
             for output in outputs:
@@ -170,7 +171,7 @@ class Endpoint:
                 return _events(reply.text_chunks(answer, choices, usage=asked.include_usage))
             return web.json_response(reply.text_completion(answer, choices))
 
-    def _prompt(self, messages: list[dict[str, Any]], tools: Any, session: Session) -> list[int]:
+    def _prompt(self, messages: list[dict[str, Any]], tools: Any, session: Session) -> Ints:
         from jinja2 import TemplateError
 
         try:
@@ -178,7 +179,7 @@ class Endpoint:
         except (TemplateError, TypeError, KeyError) as error:  # what templates do to messages they do not know
             raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
 
-    async def _sample(self, session: Session, prompt: list[int], asked: Asked) -> list[GenerationOutput]:
+    async def _sample(self, session: Session, prompt: Ints, asked: Asked) -> list[GenerationOutput]:
         """The engine's answer to each choice that is asked for."""
         self._check_tokens("logit_bias", asked.sampling.logit_bias)
         room = self._max_model_len - len(prompt)
@@ -199,7 +200,7 @@ class Endpoint:
                 session.fail(result)
                 raise result
         outputs = [result for result in results if isinstance(result, GenerationOutput)]
-        if len(outputs) < len(requests) or any(o.finish_reason == "abort" or not o.token_ids for o in outputs):
+        if len(outputs) < len(requests) or any(o.finish_reason == "abort" or not len(o.token_ids) for o in outputs):
             raise RequestError("the engine has ended this call", code="aborted", status=503)
         return outputs
 
@@ -210,6 +211,7 @@ class Endpoint:
 
     def _choice(self, index: int, output: GenerationOutput, asked: Asked, chat: Any = None) -> reply.Choice:
         text = reply.until_stop(self._chat.text(output.token_ids), asked.sampling.stop)
+        tokens, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
         calls: list[dict[str, Any]] = []
         if chat is not None and chat.tools:
             text, calls = read_tool_calls(text, several=chat.parallel_tool_calls)
@@ -219,26 +221,26 @@ class Endpoint:
             text,
             "tool_calls" if calls else output.finish_reason or "stop",
             calls,
-            [(self._tokenizer.decode([t]), p) for t, p in zip(output.token_ids, output.logprobs, strict=True)]
+            [(self._tokenizer.decode([t]), p) for t, p in zip(tokens, logprobs, strict=True)]
             if asked.logprobs
             else None,
-            output.token_ids if asked.token_ids else None,
+            tokens if asked.token_ids else None,
         )
 
 
-def _call(prompt: list[int], output: GenerationOutput) -> Call:
+def _call(prompt: Ints, output: GenerationOutput) -> Call:
     action = Segment("action", output.token_ids, output.logprobs, output.versions)
     return Call(prompt, action, output.finish_reason or "stop")
 
 
-def _answer(kind: str, prompt: list[int], outputs: list[GenerationOutput], asked: Asked) -> reply.Answer:
+def _answer(kind: str, prompt: Ints, outputs: list[GenerationOutput], asked: Asked) -> reply.Answer:
     return reply.Answer(
         f"{kind}-{outputs[0].request_id}",
         asked.model,
         int(time.time()),
         len(prompt),
         sum(len(output.token_ids) for output in outputs),
-        prompt if asked.token_ids else None,
+        prompt.tolist() if asked.token_ids else None,
     )
 
 

@@ -10,6 +10,7 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
+from skyasync.arrays import Ints
 from skyasync.endpoint.recorder import Recorder
 from skyasync.endpoint.request import Asked
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
@@ -31,7 +32,7 @@ class Session:
         self.handlers: set[asyncio.Task[Any]] = set()
         self.asked = 0
 
-    def requests(self, prompt: list[int], asked: Asked, room: int) -> list[GenerationRequest]:
+    def requests(self, prompt: Ints, asked: Asked, room: int) -> list[GenerationRequest]:
         """One request per choice, each with an id (and seed) of its own."""
         sampling = asked.sampling
         most = min(sampling.max_tokens, room)

@@ -23,6 +23,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from skyasync.arrays import TURN_TOKENS
 from skyasync.engines.protocol import (
     EngineStats,
     GenerationOutput,
@@ -93,8 +96,11 @@ class InferenceClient:
     def _ended(self, request: GenerationRequest, answer: GenerationOutput, seen: int) -> GenerationOutput:
         """The answer up to the first stop string that ends behind its ``seen`` tokens."""
         sampling = request.sampling
-        for count in range(max(seen, sampling.min_tokens) + 1, len(answer.token_ids) + 1 if sampling.stop else 0):
-            if self._stops(request).completed_by_last(answer.token_ids[:count]):
+        if not sampling.stop:
+            return answer
+        tokens = answer.token_ids.tolist()
+        for count in range(max(seen, sampling.min_tokens) + 1, len(tokens) + 1):
+            if self._stops(request).completed_by_last(tokens[:count]):
                 return GenerationOutput(
                     answer.request_id,
                     answer.token_ids[:count],
@@ -226,8 +232,13 @@ class InferenceClient:
         waiting = {request.request_id: future for request, future in letters}
         try:
             async for outputs in self.engines[index].generate([request for request, _ in letters]):
+                told = 0
                 for output in outputs:
                     _answer(waiting.pop(output.request_id), output)
+                    told += len(output.token_ids)
+                    if told >= TURN_TOKENS:  # those who are answered have work to do, and others want their turn
+                        told = 0
+                        await asyncio.sleep(0)
             if waiting:
                 raise RuntimeError(f"engine {index} ended without answering {', '.join(sorted(waiting)[:5])}")
         except BaseException as error:
@@ -244,7 +255,7 @@ def continuation(request: GenerationRequest, answer: GenerationOutput) -> Genera
     return replace(
         request,
         request_id=f"{request.request_id}+{done}",
-        prompt_token_ids=[*request.prompt_token_ids, *answer.token_ids],
+        prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
         sampling=replace(
             sampling,
             max_tokens=sampling.max_tokens - done,
@@ -258,9 +269,9 @@ def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
     """Both pieces as one, under the id and with the end of the second."""
     return GenerationOutput(
         more.request_id,
-        answer.token_ids + more.token_ids,
-        answer.logprobs + more.logprobs,
-        answer.versions + more.versions,
+        np.concatenate([answer.token_ids, more.token_ids]),
+        np.concatenate([answer.logprobs, more.logprobs]),
+        np.concatenate([answer.versions, more.versions]),
         more.finish_reason,
     )
 

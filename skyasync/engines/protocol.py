@@ -6,10 +6,13 @@ per generated token. Versions are stamped by the engine, at the token, and never
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from skyasync.arrays import NO_FLOATS, NO_INTS, Floats, Ints, floats, ints
 from skyasync.registry import Registry
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -52,29 +55,48 @@ class SamplingParams:
     repetition_detection: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its cache."""
+    """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its cache.
+
+    The prompt is int32 ``[tokens]``; lists become that.
+    """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Ints
     sampling: SamplingParams
     session_id: str | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))
 
-@dataclass
+
+@dataclass(eq=False)
 class GenerationOutput:
-    """The response to one request; the three lists have the same length.
+    """The response to one request: three arrays of the same length, int32, float32 and int32; lists become that.
 
     With ``finish_reason == "abort"`` they hold what had been generated before the request was cut.
     A token that ended the response (end-of-sequence, stop token) is part of it.
     """
 
     request_id: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    token_ids: Ints = field(default_factory=lambda: NO_INTS)
+    logprobs: Floats = field(default_factory=lambda: NO_FLOATS)
+    versions: Ints = field(default_factory=lambda: NO_INTS)
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
+
+    def __reduce__(self) -> tuple[Callable[..., GenerationOutput], tuple[str, bytes, FinishReason | None]]:
+        """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
+        parts = (self.token_ids, self.logprobs, self.versions)
+        return _unpacked, (self.request_id, b"".join(part.tobytes() for part in parts), self.finish_reason)
+
+
+def _unpacked(request_id: str, packed: bytes, finish_reason: FinishReason | None) -> GenerationOutput:
+    token_ids, logprobs, versions = np.frombuffer(packed, dtype=np.int32).reshape(3, -1)
+    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,8 @@ QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL":
 #: they could take all places, the call that resumes it would find none.
 CALLS = 1_000_000
 
+MESSAGE_TOKENS = 2**18  # 3 MB
+
 
 class _EngineActor:
     """Forwards to the engine it holds."""
@@ -53,11 +55,26 @@ class _EngineActor:
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         async for outputs in self._engine.generate(requests):
-            yield outputs
+            for message in messages(outputs):
+                yield message
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         async for output in self._engine.stream(request):
             yield output
+
+
+def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOutput]]:
+    """The outputs in pieces of about ``MESSAGE_TOKENS``, in order: whoever reads one can do nothing else meanwhile."""
+    message: list[GenerationOutput] = []
+    tokens = 0
+    for output in outputs:
+        message.append(output)
+        tokens += len(output.token_ids)
+        if tokens >= MESSAGE_TOKENS:
+            yield message
+            message, tokens = [], 0
+    if message:
+        yield message
 
 
 class RayEngine:

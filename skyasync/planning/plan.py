@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyasync.cluster.placement import Slots, plan_slots
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
@@ -16,7 +17,6 @@ from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, publishing, scoring, updating
 from skyasync.planning.work import batch_bytes, largest_micro_batch
-from skyasync.workers.placement import Slots, plan_slots
 
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""

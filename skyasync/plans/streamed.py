@@ -163,7 +163,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
                     await self.optimizer_step()
         self.metrics.update(self.learner.finish())
         done = self._arrivals
-        self.finish_step(
+        await self.finish_step(
             self.assemble(done.kept, merge(done.metrics), self._last.position, self._last.ahead, done.rejected,
                           postprocessed=True)
         )  # fmt: skip

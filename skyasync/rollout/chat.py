@@ -16,11 +16,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from skyasync.arrays import Ints, ints
 from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError
 
 log = logging.getLogger(__name__)
+
+LONG = 4096
+"""Tokens whose text takes a tokenizer milliseconds: a thread makes it, so that the event loop goes on."""
 
 _BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 _THOUGHT: Conversation = [_BEFORE[0], {"role": "assistant", "content": "<think>\nz\n</think>\n\ny"}]
@@ -40,14 +44,14 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any, apply_chat_template: bool = True) -> None:
         self.tokenizer = tokenizer
         self._framed = apply_chat_template
-        self._cache: dict[str, list[int]] = {}  # by the conversation as JSON
+        self._cache: dict[str, Ints] = {}  # by the conversation as JSON
         self._ends: int | None = None  # end-of-message tokens up to the end of the model's message in _BEFORE
 
     def opening(self, conversation: Conversation) -> Conversation:
         """What an environment is given to begin with."""
         return conversation
 
-    def prompt(self, conversation: Any, tools: Tools = None) -> list[int]:
+    def prompt(self, conversation: Any, tools: Tools = None) -> Ints:
         """The tokens that the model continues: the tools, the conversation and the opening of its own message.
 
         Raises:
@@ -60,10 +64,10 @@ class ChatTokenizer:
             if tools and not (self._framed and knows_tools(self.tokenizer)):
                 names = ", ".join(tool["function"]["name"] for tool in tools)
                 raise UserError(f"the environment has tools ({names}), but the model's chat template shows none")
-            self._cache[key] = self._frame(conversation, tools, generation=True)
+            self._cache[key] = ints(self._frame(conversation, tools, generation=True))
         return self._cache[key]
 
-    def observation(self, messages: Any, action: list[int]) -> list[int]:
+    def observation(self, messages: Any, action: Ints) -> list[int]:
         """The tokens between the model's message and its next one.
 
         An action that did not end its message (cut by length) is ended first.
@@ -88,13 +92,13 @@ class ChatTokenizer:
                     "model reads its earlier messages as it wrote them"
                 )
         tail = _behind(self._frame(_BEFORE + messages, generation=True), eos, self._ends)
-        ended = bool(action) and action[-1] == eos
+        ended = len(action) > 0 and action[-1] == eos
         return tail if ended else [eos, *tail]
 
-    def text(self, tokens: list[int], sampling: SamplingParams | None = None) -> str:
+    def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
         """What an environment reads of a response: up to its stop string, if that is not to be included."""
         sampling = sampling or SamplingParams()
-        text = self.tokenizer.decode(tokens, skip_special_tokens=sampling.skip_special_tokens)
+        text = _decoded(self.tokenizer, tokens, skip_special_tokens=sampling.skip_special_tokens)
         if sampling.include_stop_str_in_output:
             return text
         return text[: min((found for s in sampling.stop if (found := text.find(s)) >= 0), default=None)]
@@ -136,17 +140,26 @@ class PlainText:
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
-    def prompt(self, text: Any, tools: Tools = None) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not self._framed)
-        return tokens
+    def prompt(self, text: Any, tools: Tools = None) -> Ints:
+        return ints(self.tokenizer.encode(text, add_special_tokens=not self._framed))
 
-    def observation(self, text: Any, action: list[int]) -> list[int]:
+    def observation(self, text: Any, action: Ints) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
-    def text(self, tokens: list[int], sampling: SamplingParams | None = None) -> str:
+    def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
         """Special tokens and stop strings included: what is read is exactly what was written."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return _decoded(self.tokenizer, tokens, skip_special_tokens=False)
+
+
+def _decoded(tokenizer: Any, tokens: Ints, *, skip_special_tokens: bool) -> str:
+    """The tokens' text. Long ones go through the backend's call for several, which alone lets other threads run."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if len(tokens) < LONG or backend is None or tokenizer.clean_up_tokenization_spaces:
+        text: str = tokenizer.decode(ints(tokens).tolist(), skip_special_tokens=skip_special_tokens)
+        return text
+    (text,) = backend.decode_batch([ints(tokens).tolist()], skip_special_tokens=skip_special_tokens)
+    return text
 
 
 def knows_tools(tokenizer: Any) -> bool:

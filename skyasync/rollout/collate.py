@@ -1,82 +1,111 @@
 """Trajectories to tensors.
 
 Invariant: row order is group by group, sample by sample, sequence by sequence; see ``TrainingBatch`` for the layout.
-Rows are filled one by one, so that an event loop can have its turn in between: a large batch takes a tenth of a
-second and more.
+Memory is touched only as rows are filled, in pieces, so that an event loop can have its turn in between: a large batch
+takes a tenth of a second and more.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from skyasync.arrays import TURN_TOKENS
 from skyasync.rollout.types import Group, Segment
 from skyasync.workers.batch import TrainingBatch
 
 
 def collate(groups: Sequence[Group], pad_token_id: int = 0) -> TrainingBatch:
     """All trajectories of the groups as one right-padded batch; ``group_ids`` number the groups from 0."""
-    batch = _blank(groups, pad_token_id)
-    for _ in _fill(batch, groups):
+    columns = _Columns.blank(groups)
+    for _ in columns.fill(groups, pad_token_id):
         pass
-    return batch
+    return columns.batch(groups)
 
 
 async def collate_in_turns(groups: Sequence[Group], pad_token_id: int = 0) -> TrainingBatch:
-    """``collate`` that lets other tasks run after each group."""
-    batch = _blank(groups, pad_token_id)
-    for _ in _fill(batch, groups):
+    """``collate`` that lets other tasks run after each group, and within a large one."""
+    columns = _Columns.blank(groups)
+    for _ in columns.fill(groups, pad_token_id):
         await asyncio.sleep(0)
-    return batch
+    return columns.batch(groups)
 
 
-def _blank(groups: Sequence[Group], pad_token_id: int) -> TrainingBatch:
-    trajectories = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
-    group_ids = [g for g, t in trajectories for _ in t.sequences]
-    trajectory_ids = [i for i, (_, t) in enumerate(trajectories) for _ in t.sequences]
-    lengths = [sum(len(s.tokens) for s in sequence) for _, t in trajectories for sequence in t.sequences]
-    shape = (len(lengths), max(lengths, default=0))
-    return TrainingBatch(
-        tokens=torch.full(shape, pad_token_id, dtype=torch.int64),
-        attention_mask=torch.zeros(shape, dtype=torch.bool),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-        group_ids=torch.tensor(group_ids, dtype=torch.int64),
-        trajectory_ids=torch.tensor(trajectory_ids) if len(trajectories) < len(lengths) else None,
-        truncated=torch.tensor([t.stop_reason != "stop" for _, t in trajectories for _ in t.sequences]),
-        behaviour_logprobs=torch.zeros(shape),
-        versions=torch.full(shape, -1, dtype=torch.int32),
-        rewards=torch.zeros(shape),
-    )
+@dataclass
+class _Columns:
+    """What has an entry per token, ``[rows, length]``. The system gives zeros, and memory as it is written to."""
+
+    tokens: NDArray[np.int64]
+    attention_mask: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    rewards: NDArray[np.float32]
+
+    @staticmethod
+    def blank(groups: Sequence[Group]) -> _Columns:
+        lengths = [sum(len(s.tokens) for s in q) for g in groups for t in g.trajectories for q in t.sequences]
+        shape = (len(lengths), max(lengths, default=0))
+        return _Columns(
+            tokens=np.zeros(shape, np.int64),
+            attention_mask=np.zeros(shape, np.bool_),
+            loss_mask=np.zeros(shape, np.bool_),
+            logprobs=np.zeros(shape, np.float32),
+            versions=np.zeros(shape, np.int32),
+            rewards=np.zeros(shape, np.float32),
+        )
+
+    def fill(self, groups: Sequence[Group], pad_token_id: int) -> Iterator[None]:
+        """Write the rows, pausing behind each group and ``TURN_TOKENS``."""
+        row = written = 0
+        for group in groups:
+            for sequence in (sequence for trajectory in group.trajectories for sequence in trajectory.sequences):
+                if written >= TURN_TOKENS:
+                    written = 0
+                    yield
+                self._put(row, sequence, pad_token_id)
+                written += self.tokens.shape[1]
+                row += 1
+            written = 0
+            yield
+
+    def _put(self, row: int, sequence: Sequence[Segment], pad_token_id: int) -> None:
+        self.versions[row] = -1
+        end = 0
+        for segment in sequence:
+            start, end = end, end + len(segment.tokens)
+            self.tokens[row, start:end] = segment.tokens
+            if segment.kind == "action":
+                self.loss_mask[row, start:end] = True
+                self.logprobs[row, start:end] = segment.logprobs
+                self.versions[row, start:end] = segment.versions
+            if segment.reward and len(segment.tokens):
+                self.rewards[row, end - 1] = segment.reward
+        self.attention_mask[row, :end] = True
+        if pad_token_id:
+            self.tokens[row, end:] = pad_token_id
+
+    def batch(self, groups: Sequence[Group]) -> TrainingBatch:
+        trajectories = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+        owners = [(i, g, t) for i, (g, t) in enumerate(trajectories) for _ in t.sequences]
+        return TrainingBatch(
+            tokens=torch.from_numpy(self.tokens),
+            attention_mask=torch.from_numpy(self.attention_mask),
+            loss_mask=torch.from_numpy(self.loss_mask),
+            group_ids=_ids(g for _, g, _ in owners),
+            trajectory_ids=_ids(i for i, _, _ in owners) if len(trajectories) < len(owners) else None,
+            truncated=torch.tensor([t.stop_reason != "stop" for _, _, t in owners], dtype=torch.bool),
+            behaviour_logprobs=torch.from_numpy(self.logprobs),
+            versions=torch.from_numpy(self.versions),
+            rewards=torch.from_numpy(self.rewards),
+        )
 
 
-def _fill(batch: TrainingBatch, groups: Sequence[Group]) -> Iterator[None]:
-    """Write the rows, pausing behind each group."""
-    row = 0
-    for group in groups:
-        for sequence in (sequence for trajectory in group.trajectories for sequence in trajectory.sequences):
-            _put(batch, row, sequence)
-            row += 1
-        yield
-
-
-def _put(batch: TrainingBatch, row: int, sequence: Sequence[Segment]) -> None:
-    assert batch.behaviour_logprobs is not None and batch.versions is not None and batch.rewards is not None
-    end = 0
-    for segment in sequence:
-        start, end = end, end + len(segment.tokens)
-        _write(batch.tokens, row, start, segment.tokens)
-        if segment.kind == "action":
-            batch.loss_mask[row, start:end] = True
-            _write(batch.behaviour_logprobs, row, start, segment.logprobs)
-            _write(batch.versions, row, start, segment.versions)
-        if segment.reward and segment.tokens:
-            batch.rewards[row, end - 1] = segment.reward
-    batch.attention_mask[row, :end] = True
-
-
-def _write(target: Tensor, row: int, start: int, values: list) -> None:
-    if values:
-        target[row, start : start + len(values)] = torch.tensor(values, dtype=target.dtype)
+def _ids(numbers: Iterator[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int64)

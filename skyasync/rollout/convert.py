@@ -1,24 +1,30 @@
-"""Between trajectories and the generator contract's parallel lists.
+"""Between trajectories and the parallel lists in which generators of other houses speak.
 
-Invariant: what a generator returns is checked here, once, with the prompt named; behind this point every
+Invariant: what such a generator returns is checked here, once, with the prompt named; behind this point every
 trajectory is whole: a prompt to start from, as many log-probabilities and versions as generated tokens, finite
 numbers, and every reward on a segment.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from skyasync.arrays import TURN_TOKENS, Floats, Ints, floats, ints
 from skyasync.errors import UserError
 from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Segment, Trajectory, TrajectoryId
 
 _PARALLEL = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
-_NUMBERS = {int, float, bool}
 _OPTIONAL = ("rollout_logprobs", "rollout_versions", "trajectory_metrics")
+
+Numbers = NDArray[Any]
 
 
 def generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
@@ -27,13 +33,13 @@ def generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
     prompts = [sequence[0] for t in trajectories for sequence in t.sequences]
     responses = [sequence[1:] for t in trajectories for sequence in t.sequences]
     output: GeneratorOutput = {
-        "prompt_token_ids": [prompt.tokens for prompt in prompts],
-        "response_ids": [[token for s in response for token in s.tokens] for response in responses],
-        "rewards": [_token_rewards(response) for response in responses],
-        "loss_masks": [[int(s.kind == "action") for s in response for _ in s.tokens] for response in responses],
+        "prompt_token_ids": [prompt.tokens.tolist() for prompt in prompts],
+        "response_ids": [_listed(response, lambda s: s.tokens) for response in responses],
+        "rewards": [_listed(response, _token_rewards) for response in responses],
+        "loss_masks": [_listed(response, lambda s: _filled(s, int(s.kind == "action"))) for response in responses],
         "stop_reasons": [t.stop_reason for t in owners],
-        "rollout_logprobs": [[p for s in response for p in _or(s.logprobs, s, 0.0)] for response in responses],
-        "rollout_versions": [[v for s in response for v in _or(s.versions, s, -1)] for response in responses],
+        "rollout_logprobs": [_listed(r, lambda s: s.logprobs if _acts(s) else _filled(s, 0.0)) for r in responses],
+        "rollout_versions": [_listed(r, lambda s: s.versions if _acts(s) else _filled(s, -1)) for r in responses],
         "trajectory_metrics": [t.metrics for t in owners],
     }
     if len(owners) > len(trajectories):
@@ -53,15 +59,49 @@ def groups_from_output(output: GeneratorOutput, prompts: Sequence[Prompt], versi
     Raises:
         UserError: naming the list or the trajectory that is wrong.
     """
-    asked = [TrajectoryId(prompt.id, repetition) for prompt in prompts for repetition in range(samples)]
+    asked = _asked(prompts, samples)
+    found: dict[TrajectoryId, Trajectory] = {}
+    for _ in _read(output, asked, version, found):
+        pass
+    return _grouped(found, asked, prompts, samples)
+
+
+async def groups_in_turns(
+    output: GeneratorOutput, prompts: Sequence[Prompt], version: int, samples: int
+) -> list[Group]:
+    """``groups_from_output`` that lets other tasks run in between."""
+    asked = _asked(prompts, samples)
+    found: dict[TrajectoryId, Trajectory] = {}
+    done = 0
+    for tokens in _read(output, asked, version, found):
+        done += tokens
+        if done >= TURN_TOKENS:
+            done = 0
+            await asyncio.sleep(0)
+    return _grouped(found, asked, prompts, samples)
+
+
+def _asked(prompts: Sequence[Prompt], samples: int) -> list[TrajectoryId]:
+    return [TrajectoryId(prompt.id, repetition) for prompt in prompts for repetition in range(samples)]
+
+
+def _read(
+    output: GeneratorOutput, asked: list[TrajectoryId], version: int, into: dict[TrajectoryId, Trajectory]
+) -> Iterator[int]:
+    """Add the rows to their trajectories; yields the tokens of each when that is done."""
     rows = _rows(output, asked)
     _check_lengths(output, len(rows))
-    found: dict[TrajectoryId, Trajectory] = {}
     for row, identity in enumerate(rows):
         trajectory = _trajectory(output, row, identity, version)
-        if identity in found:
-            trajectory.branches = found[identity].sequences
-        found[identity] = trajectory
+        if identity in into:
+            trajectory.branches = into[identity].sequences
+        into[identity] = trajectory
+        yield sum(len(segment.tokens) for segment in trajectory.segments)
+
+
+def _grouped(
+    found: dict[TrajectoryId, Trajectory], asked: list[TrajectoryId], prompts: Sequence[Prompt], samples: int
+) -> list[Group]:
     trajectories = [found[identity] for identity in asked]
     return [Group(prompt, trajectories[p * samples : (p + 1) * samples]) for p, prompt in enumerate(prompts)]
 
@@ -78,19 +118,6 @@ def _rows(output: GeneratorOutput, asked: list[TrajectoryId]) -> list[Trajectory
     return rows
 
 
-def _or(values: list, segment: Segment, filler: float) -> list:
-    return values if segment.kind == "action" else [filler] * len(segment.tokens)
-
-
-def _token_rewards(response: list[Segment]) -> list[float]:
-    rewards: list[float] = []
-    for segment in response:
-        rewards += [0.0] * len(segment.tokens)
-        if segment.reward and segment.tokens:
-            rewards[-1] = segment.reward
-    return rewards
-
-
 def _check_lengths(output: GeneratorOutput, asked: int) -> None:
     given: dict[str, Any] = dict(output)
     missing = [name for name in _PARALLEL if given.get(name) is None]
@@ -102,69 +129,107 @@ def _check_lengths(output: GeneratorOutput, asked: int) -> None:
 
 
 def _trajectory(output: GeneratorOutput, row: int, identity: TrajectoryId, version: int) -> Trajectory:
-    prompt, tokens = list(output["prompt_token_ids"][row]), list(output["response_ids"][row])
-    if not prompt:
+    prompt = _whole_numbers("prompt_token_ids", output["prompt_token_ids"][row], identity)
+    if not len(prompt):
         raise UserError(f"{identity}: the prompt has no tokens")
-    mask = _per_token("loss_masks", output["loss_masks"][row], tokens, identity)
+    tokens = _whole_numbers("response_ids", output["response_ids"][row], identity)
+    mask = _per_token("loss_masks", output["loss_masks"][row], tokens, identity) != 0
     logprobs = _logprobs(output, row, mask, tokens, identity)
     versions = _versions(output, row, version, tokens, identity)
     rewards = _rewards_per_token(output["rewards"][row], mask, tokens, identity)
     segments = [Segment("prompt", prompt)]
-    for is_action, run in groupby(range(len(tokens)), key=lambda t: bool(mask[t])):
-        span = list(run)
-        cut = slice(span[0], span[-1] + 1)
-        if is_action:
-            segments.append(Segment("action", tokens[cut], logprobs[cut], versions[cut], sum(rewards[cut])))
+    for start, end in _runs(mask):
+        cut = slice(start, end)
+        earned = rewards[cut]
+        reward = sum(earned[earned != 0].tolist(), 0.0)
+        if mask[start]:
+            segments.append(Segment("action", tokens[cut], logprobs[cut], versions[cut], reward))
         else:
-            segments.append(Segment("observation", tokens[cut], reward=sum(rewards[cut])))
+            segments.append(Segment("observation", tokens[cut], reward=reward))
     metrics = (output.get("trajectory_metrics") or {row: {}})[row]
     return Trajectory(identity, segments, output["stop_reasons"][row], metrics)
 
 
-def _per_token(name: str, values: Any, tokens: list[int], identity: TrajectoryId) -> list[Any]:
-    """The values as a list of numbers, one per response token."""
+def _runs(mask: Numbers) -> Iterator[tuple[int, int]]:
+    """Where the mask stays the same: [start, end)."""
+    changes = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
+    edges = [0, *changes, len(mask)] if len(mask) else []
+    return pairwise(edges)
+
+
+def _numbers(name: str, values: Any, identity: TrajectoryId) -> Numbers:
     try:
-        numbers = list(values)
-        if not _NUMBERS.issuperset(map(type, numbers)):  # arrays, or no numbers at all
-            numbers = [float(v + 0.0) for v in numbers]  # text has a float() too, but no sum
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{identity}: {name} must be numbers, one per response token: {error}") from error
-    if len(numbers) != len(tokens):
-        raise UserError(f"{identity}: {len(numbers)} {name} for {len(tokens)} response tokens")
-    return numbers
+        found = np.asarray(values)
+        if not found.size:
+            return found.astype(np.int64).reshape(-1)
+        if found.ndim == 1 and found.dtype.kind in "biuf":
+            return found
+        problem = f"found {values!r:.60}"
+    except (TypeError, ValueError, RuntimeError) as error:  # of values with lengths or devices of their own
+        problem = str(error)
+    raise UserError(f"{identity}: {name} must be numbers, one per token: {problem}")
 
 
-def _logprobs(output: GeneratorOutput, row: int, mask: list[Any], tokens: list[int],
-              identity: TrajectoryId) -> list[float]:  # fmt: skip
+def _whole_numbers(name: str, values: Any, identity: TrajectoryId) -> Ints:
+    found = _numbers(name, values, identity)
+    if found.dtype.kind == "f" and not (np.isfinite(found) & (found == np.floor(found))).all():
+        raise UserError(f"{identity}: {name} must be whole numbers")
+    return ints(found)
+
+
+def _per_token(name: str, values: Any, tokens: Ints, identity: TrajectoryId) -> Numbers:
+    return _as_many(name, _numbers(name, values, identity), tokens, identity)
+
+
+def _as_many(name: str, found: Numbers, tokens: Ints, identity: TrajectoryId) -> Numbers:
+    if len(found) != len(tokens):
+        raise UserError(f"{identity}: {len(found)} {name} for {len(tokens)} response tokens")
+    return found
+
+
+def _logprobs(output: GeneratorOutput, row: int, mask: Numbers, tokens: Ints, identity: TrajectoryId) -> Floats:
     if not output.get("rollout_logprobs"):
-        return [math.nan] * len(tokens)
-    logprobs = _per_token("rollout_logprobs", output["rollout_logprobs"][row], tokens, identity)
-    if not all(math.isfinite(p) for p, is_action in zip(logprobs, mask, strict=True) if is_action):
+        return floats(np.full(len(tokens), math.nan))
+    logprobs = floats(_per_token("rollout_logprobs", output["rollout_logprobs"][row], tokens, identity))
+    if not np.isfinite(logprobs[mask]).all():
         raise UserError(f"{identity}: rollout_logprobs of generated tokens must be finite")
     return logprobs
 
 
-def _versions(output: GeneratorOutput, row: int, version: int, tokens: list[int], identity: TrajectoryId) -> list[int]:
+def _versions(output: GeneratorOutput, row: int, version: int, tokens: Ints, identity: TrajectoryId) -> Ints:
     if not output.get("rollout_versions"):
-        return [version] * len(tokens)
-    versions = _per_token("rollout_versions", output["rollout_versions"][row], tokens, identity)
-    if {int}.issuperset(map(type, versions)):
-        return versions
-    if not all(float(v).is_integer() for v in versions):
-        raise UserError(f"{identity}: rollout_versions must be whole numbers")
-    return [int(v) for v in versions]
+        return ints(np.full(len(tokens), version))
+    versions = _whole_numbers("rollout_versions", output["rollout_versions"][row], identity)
+    return _as_many("rollout_versions", versions, tokens, identity)
 
 
-def _rewards_per_token(reward: Any, mask: list[Any], tokens: list[int], identity: TrajectoryId) -> list[float]:
+def _rewards_per_token(reward: Any, mask: Numbers, tokens: Ints, identity: TrajectoryId) -> Numbers:
     """Per response token; one number for the whole trajectory goes to its last action token, or else its last."""
     if isinstance(reward, Real):
-        values = [0.0] * len(tokens)
-        if tokens:
-            values[max((t for t, is_action in enumerate(mask) if is_action), default=-1)] = float(reward)
-        finite = math.isfinite(reward)
+        values, finite = np.zeros(len(tokens)), math.isfinite(reward)
+        if len(tokens):
+            values[int(np.flatnonzero(mask)[-1]) if mask.any() else -1] = float(reward)
     else:
-        values = [float(r) for r in _per_token("rewards", reward, tokens, identity)]
-        finite = all(math.isfinite(r) for r in values)
+        values = _per_token("rewards", reward, tokens, identity).astype(np.float64)
+        finite = bool(np.isfinite(values).all())
     if not finite:
         raise UserError(f"{identity}: the reward is not finite")
     return values
+
+
+def _listed(response: list[Segment], of: Callable[[Segment], Numbers]) -> list[Any]:
+    return [value for segment in response for value in of(segment).tolist()]
+
+
+def _acts(segment: Segment) -> bool:
+    return segment.kind == "action"
+
+
+def _filled(segment: Segment, value: float) -> Numbers:
+    return np.full(len(segment.tokens), value)
+
+
+def _token_rewards(segment: Segment) -> Numbers:
+    rewards = np.zeros(len(segment.tokens))
+    rewards[-1:] = segment.reward
+    return rewards

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from skyasync.algorithms.filters import cannot_be_inside
+from skyasync.arrays import Ints
 from skyasync.errors import UserError
 from skyasync.rollout.types import PromptId, Segment, Trajectory, TrajectoryId
 
@@ -49,7 +50,7 @@ class EarlyEnd:
             self._sizes[identity.prompt] = self._sizes.get(identity.prompt, 0) + 1
         self._playing: dict[PromptId, set[asyncio.Task[Trajectory]]] = {prompt: set() for prompt in self._sizes}
         self._rewards: dict[PromptId, list[float]] = {prompt: [] for prompt in self._sizes}
-        self._ended: dict[PromptId, list[int]] = {}  # by the tokens of its prompt
+        self._ended: dict[PromptId, Ints] = {}  # by the tokens of its prompt
 
     async def play(self, identity: TrajectoryId, episode: Coroutine[Any, Any, Trajectory]) -> Trajectory:
         """The episode's trajectory, or an empty one if its group has been decided meanwhile."""

@@ -11,19 +11,20 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from skyasync.arrays import NO_INTS, Ints, ints, joined
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import UserError
-from skyasync.rollout.chat import ChatTokenizer, PlainText
-from skyasync.rollout.convert import generator_output
+from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
+from skyasync.rollout.contract import Generator, TrajectoryGenerator
 from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.requests import request_seed
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
-from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 
@@ -31,13 +32,7 @@ T = TypeVar("T")
 _WHILE = "while playing the episode"
 
 
-class Generator(Protocol):
-    """Anything that turns prompts into trajectories; override ``BasePPOExp.get_generator`` to use your own."""
-
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput: ...
-
-
-class EpisodeGenerator:
+class EpisodeGenerator(TrajectoryGenerator):
     """Single-turn and multi-turn episodes against text environments.
 
     Args:
@@ -67,7 +62,7 @@ class EpisodeGenerator:
         self._rules = rules
         self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
 
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         episodes = [
             self._episode(identity, prompt, env_class, extras, input_batch["sampling_params"])
             for identity, prompt, env_class, extras in zip(
@@ -81,7 +76,7 @@ class EpisodeGenerator:
         if self._decided is not None and not input_batch["is_eval"]:
             groups, asked = EarlyEnd(self._decided, input_batch["trajectory_ids"]), input_batch["trajectory_ids"]
             episodes = [groups.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
-        return generator_output(await all_or_error(episodes))
+        return await all_or_error(episodes)
 
     async def _episode(
         self,
@@ -91,7 +86,7 @@ class EpisodeGenerator:
         extras: dict[str, Any],
         sampling: SamplingParams,
     ) -> Trajectory:
-        trajectory = Trajectory(identity, [Segment("prompt", [])])
+        trajectory = Trajectory(identity, [Segment("prompt", NO_INTS)])
         try:
             async with self._turn, self._time_limit(identity):
                 await self._play(trajectory, prompt, env_class, extras, sampling)
@@ -123,24 +118,25 @@ class EpisodeGenerator:
         trajectory.segments[0].tokens = tokens
         for turn in range(self._rules.max_turns):
             action = await self._act(trajectory, tokens, turn, sampling)
-            step = await self._asked(self._environments.step(episode, frame.text(action.tokens, sampling)))
+            text = await _text(frame, action.tokens, sampling)
+            step = await self._asked(self._environments.step(episode, text))
             action.reward = step["reward"]
             trajectory.metrics = step["metrics"]
-            tokens = tokens + action.tokens
+            tokens = joined(tokens, action.tokens)
             if step["done"]:
                 return
             if turn + 1 == self._rules.max_turns:
                 break
-            observation = frame.observation(step["observations"], action.tokens)
+            observation = ints(frame.observation(step["observations"], action.tokens))
             if len(tokens) + len(observation) >= self._max_model_len:
                 trajectory.stop_reason = "length"
                 break
             trajectory.segments.append(Segment("observation", observation))
-            tokens = tokens + observation
+            tokens = joined(tokens, observation)
             sampling = replace(sampling, **step["sampling_params"])
         trajectory.metrics |= await self._asked(self._environments.close(episode))
 
-    async def _act(self, trajectory: Trajectory, tokens: list[int], turn: int, sampling: SamplingParams) -> Segment:
+    async def _act(self, trajectory: Trajectory, tokens: Ints, turn: int, sampling: SamplingParams) -> Segment:
         """One action of the model, appended to the trajectory."""
         room = self._max_model_len - len(tokens)
         if room < 1:
@@ -187,6 +183,13 @@ class EpisodeGenerator:
             if self._rules.on_error == "raise":
                 raise late from error
             raise GivenUpError from late
+
+
+async def _text(frame: ChatTokenizer | PlainText, tokens: Ints, sampling: SamplingParams) -> str:
+    """What the environment reads of an action."""
+    if len(tokens) < LONG:
+        return frame.text(tokens, sampling)
+    return await asyncio.to_thread(frame.text, tokens, sampling)
 
 
 async def all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:

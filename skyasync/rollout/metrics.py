@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
+
+from skyasync.arrays import TURN_TOKENS, Ints, joined
 from skyasync.rollout.types import Group, Trajectory
 
 
@@ -65,23 +69,51 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {name: sums[name] / counts[name] for name in sums}
 
 
-def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """How many versions before ``version`` the tokens were computed, by the tokens' own stamps.
 
-    ``head`` is the first token of a trajectory, ``tail`` the last.
+    ``head`` is the first token of a trajectory, ``tail`` the last. Other tasks have their turn in between.
     """
-    spans = [t.versions for t in _all(groups) if t.versions]
-    counts = Counter(version - v for versions in spans for v in versions)
-    tokens = sum(counts.values())
+    counts = Counter[int]()
+    for _ in _count_versions(groups, counts):
+        await asyncio.sleep(0)
+    return _staleness(groups, version, counts)
+
+
+def _count_versions(groups: Sequence[Group], into: Counter[int]) -> Iterator[None]:
+    """Tokens per version; pauses now and then."""
+    stamps: list[Ints] = []
+    tokens = 0
+    for found in (action.versions for t in _all(groups) for action in t.actions):
+        stamps.append(found)
+        tokens += len(found)
+        if tokens >= TURN_TOKENS:
+            _count(joined(*stamps), into)
+            stamps, tokens = [], 0
+            yield
+    _count(joined(*stamps), into)
+
+
+def _count(stamps: Ints, into: Counter[int]) -> None:
+    if len(stamps) and stamps.min() == stamps.max():  # most are of one version, and sorting takes longer
+        into[int(stamps[0])] += len(stamps)
+    else:
+        into.update(dict(zip(*(found.tolist() for found in np.unique(stamps, return_counts=True)), strict=True)))
+
+
+def _staleness(groups: Sequence[Group], version: int, tokens_of: Counter[int]) -> dict[str, float]:
+    actions = [t.actions for t in _all(groups) if t.response_length]
+    ages = {version - stamp: count for stamp, count in tokens_of.items()}
+    tokens = sum(ages.values())
     if not tokens:
         return {}
     return {
-        "staleness/mean": sum(age * n for age, n in counts.items()) / tokens,
-        "staleness/min": float(min(counts)),
-        "staleness/max": float(max(counts)),
-        "staleness/head_mean": fmean(version - v[0] for v in spans),
-        "staleness/tail_mean": fmean(version - v[-1] for v in spans),
-        **{f"staleness/tokens_{age}": float(n) for age, n in sorted(counts.items())},
+        "staleness/mean": sum(age * n for age, n in ages.items()) / tokens,
+        "staleness/min": float(min(ages)),
+        "staleness/max": float(max(ages)),
+        "staleness/head_mean": fmean(version - int(of_one[0].versions[0]) for of_one in actions),
+        "staleness/tail_mean": fmean(version - int(of_one[-1].versions[-1]) for of_one in actions),
+        **{f"staleness/tokens_{age}": float(n) for age, n in sorted(ages.items())},
     }
 
 
@@ -91,10 +123,10 @@ def sample_records(groups: Sequence[Group], count: int, decode: Any) -> list[dic
         {
             "prompt_id": str(trajectory.id),
             "prompt": group.prompt.messages[-1]["content"],
-            "response": decode([token for s in trajectory.segments[1:] for token in s.tokens]),
+            "response": decode(joined(*(s.tokens for s in trajectory.segments[1:])).tolist()),
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,
-            "versions": sorted(set(trajectory.versions)),
+            "versions": np.unique(trajectory.versions).tolist(),
         }
         for group in groups[:count]
         for trajectory in group.trajectories[:1]

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from skyasync.arrays import Ints
 from skyasync.rollout.types import Segment, Trajectory, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class GivenUpError(Exception):
     """Ends one episode alone; its cause is why."""
 
 
-def give_up(trajectory: Trajectory, rules: EpisodeRules, error: GivenUpError, prompt: list[int]) -> Trajectory:
+def give_up(trajectory: Trajectory, rules: EpisodeRules, error: GivenUpError, prompt: Ints) -> Trajectory:
     """The trajectory as it is trained (``keep``) or left out of the loss (``mask``).
 
     An episode without a single action has nothing to carry a reward. ``prompt``: the tokens of the row's own prompt,
@@ -73,7 +74,7 @@ def give_up(trajectory: Trajectory, rules: EpisodeRules, error: GivenUpError, pr
         segment.reward = 0.0
     if others:
         others[-1].reward = rules.give_up_reward
-    trajectory.segments = [Segment("prompt", first.tokens or prompt), *others]
+    trajectory.segments = [Segment("prompt", first.tokens if len(first.tokens) else prompt), *others]
     trajectory.stop_reason = "abort"
     trajectory.metrics = {"given_up": 1.0}
     return trajectory

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict
 
+import numpy as np
+
+from skyasync.arrays import NO_FLOATS, NO_INTS, Floats, Ints, floats, ints, joined
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, unknown
 
@@ -44,22 +47,33 @@ class Prompt:
     extras: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Segment:
-    """A run of tokens of one kind. ``logprobs`` and ``versions`` (one per token) exist for actions only."""
+    """A run of tokens of one kind, int32 ``[tokens]``; lists become arrays.
+
+    ``logprobs`` (float32) and ``versions`` (int32), one per token, exist for actions only.
+    """
 
     kind: Literal["prompt", "action", "observation"]
-    tokens: list[int]
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: Ints
+    logprobs: Floats = field(default_factory=lambda: NO_FLOATS)
+    versions: Ints = field(default_factory=lambda: NO_INTS)
     reward: float = 0.0  # earned by this action; lands on its last token
 
     def __post_init__(self) -> None:
+        self.tokens, self.logprobs, self.versions = ints(self.tokens), floats(self.logprobs), ints(self.versions)
         if self.kind == "action" and not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"an action has {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
                 f"{len(self.versions)} versions: they must be as many"
             )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Segment):
+            return NotImplemented
+        mine, theirs = ((s.tokens, s.logprobs, s.versions) for s in (self, other))
+        same = all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        return same and (self.kind, self.reward) == (other.kind, other.reward)
 
 
 @dataclass
@@ -95,8 +109,8 @@ class Trajectory:
         return [s for sequence in self.sequences for s in sequence if s.kind == "action"]
 
     @property
-    def tokens(self) -> list[int]:
-        return [t for sequence in self.sequences for s in sequence for t in s.tokens]
+    def tokens(self) -> Ints:
+        return joined(*(s.tokens for sequence in self.sequences for s in sequence))
 
     @property
     def response_length(self) -> int:
@@ -104,8 +118,8 @@ class Trajectory:
         return sum(len(s.tokens) for s in self.actions)
 
     @property
-    def versions(self) -> list[int]:
-        return [v for s in self.actions for v in s.versions]
+    def versions(self) -> Ints:
+        return joined(*(s.versions for s in self.actions))
 
 
 @dataclass
@@ -135,7 +149,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min((v for t in self.trajectories for v in t.versions), default=0)
+        return min((int(s.versions.min()) for t in self.trajectories for s in t.actions if len(s.tokens)), default=0)
 
 
 @dataclass

@@ -14,11 +14,14 @@ from typing import Any, cast, overload
 
 import numpy as np
 
-from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, PromptId, TrajectoryId
+from skyasync.arrays import ints
+from skyasync.rollout.contract import TrajectoryGenerator
+from skyasync.rollout.types import GeneratorInput, Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.engines import VirtualClient
 from skyasync.trainer import RayPPOTrainer
 
 _MIX = 0x9E3779B97F4A7C15
+_PROMPT = Segment("prompt", ints([0]))
 
 
 class VirtualPrompts(Sequence[Prompt]):
@@ -40,7 +43,7 @@ class VirtualPrompts(Sequence[Prompt]):
         return Prompt(PromptId(0, index), [], "virtual")
 
 
-class VirtualGenerator:
+class VirtualGenerator(TrajectoryGenerator):
     """Plays trajectories whose lengths are drawn; ``tokens`` keeps, per trajectory, how many each version computed."""
 
     def __init__(self, client: VirtualClient, lengths: np.ndarray, prompt_length: int) -> None:
@@ -51,22 +54,18 @@ class VirtualGenerator:
         mixed = (hash(identity) * _MIX) & 0xFFFFFFFFFFFFFFFF
         return int(self._lengths[(mixed >> 40) % len(self._lengths)])
 
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         ids = input_batch["trajectory_ids"]
         sequences = [self._client.submit(self._prompt_length, self.length(identity)) for identity in ids]
         await asyncio.gather(*(sequence.done for sequence in sequences))
-        versions = [sorted(sequence.tokens) for sequence in sequences]
-        for identity, sequence in zip(ids, sequences, strict=True):
-            self.tokens[identity] = sequence.tokens
-        return {
-            "prompt_token_ids": [[0] for _ in ids],
-            "response_ids": [[0] * len(found) for found in versions],  # one token stands for all of its version
-            "rewards": [0.0] * len(ids),
-            "loss_masks": [[1] * len(found) for found in versions],
-            "stop_reasons": ["stop"] * len(ids),
-            "rollout_logprobs": [[0.0] * len(found) for found in versions],
-            "rollout_versions": versions,
-        }
+        self.tokens |= {identity: sequence.tokens for identity, sequence in zip(ids, sequences, strict=True)}
+        return [Trajectory(identity, [_PROMPT, _action(self.tokens[identity])]) for identity in ids]
+
+
+def _action(tokens: Counter[int]) -> Segment:
+    """One token stands for all of its version."""
+    versions = sorted(tokens)
+    return Segment("action", np.zeros(len(versions), np.int32), np.zeros(len(versions), np.float32), ints(versions))
 
 
 class VirtualWorkers:

@@ -20,7 +20,7 @@ from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
 from skyasync.rollout import rules as episode_rules
-from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.rollout.types import Group
 from tests.endpoint import agent_programs
@@ -75,7 +75,7 @@ async def generator(
 
 
 async def played(found: AgentGenerator, rows: list[Any], samples: int = 1) -> list[Group]:
-    return groups_from_output(await found.generate(request(rows, samples)), rows, 0, samples)
+    return (await roll_out(found, request(rows, samples), rows, 0))[0]
 
 
 async def test_each_sample_is_an_episode_of_its_own_with_the_programs_score() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyasync.arrays import ints
 from skyasync.endpoint.recorder import Call, Recorder, sequences
 from skyasync.rollout.types import Segment
 
@@ -13,7 +14,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)  # few tokens: prom
 
 def call(prompt: list[int], reply: list[int], number: int = 0) -> Call:
     """Log-probabilities and versions tell the calls apart."""
-    return Call(prompt, Segment("action", reply, [-float(number)] * len(reply), [number] * len(reply)))
+    return Call(ints(prompt), Segment("action", reply, [-float(number)] * len(reply), [number] * len(reply)))
 
 
 @st.composite
@@ -25,18 +26,19 @@ def episodes(draw: st.DrawFn) -> list[Call]:
         if calls and draw(st.booleans()):
             earlier = draw(st.sampled_from(calls))
             kept = draw(st.sampled_from([earlier.tokens, earlier.prompt, earlier.tokens[1:]]))
-            prompt = kept + draw(st.sampled_from([prompt, []])) or prompt
+            prompt = kept.tolist() + draw(st.sampled_from([prompt, []])) or prompt
         calls.append(call(prompt, draw(TOKENS), number))
     return calls
 
 
 def read_and_written(sequence: list[Segment]) -> list[tuple[list[int], Segment]]:
     """Each action with all tokens in front of it."""
-    found, before = [], []
+    found: list[tuple[list[int], Segment]] = []
+    before: list[int] = []
     for segment in sequence:
         if segment.kind == "action":
             found.append((before, segment))
-        before = before + segment.tokens
+        before = before + segment.tokens.tolist()
     return found
 
 
@@ -45,7 +47,7 @@ def test_every_call_is_one_action_behind_exactly_what_it_had_read(calls: list[Ca
     found = [pair for sequence in sequences(calls) for pair in read_and_written(sequence)]
     assert len(found) == len(calls)
     for c in calls:
-        assert [before for before, action in found if action is c.action] == [c.prompt]
+        assert [before for before, action in found if action is c.action] == [c.prompt.tolist()]
 
 
 @given(episodes())
@@ -66,7 +68,7 @@ def test_whatever_extends_the_end_of_a_sequence_goes_on_with_it(calls: list[Call
         for early in found:
             end = calls[order[id(early[-1])]]
             if order[id(end.action)] < order[id(first.action)]:
-                assert first.prompt[: len(end.tokens)] != end.tokens
+                assert first.prompt[: len(end.tokens)].tolist() != end.tokens.tolist()
 
 
 @given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6))
@@ -74,21 +76,21 @@ def test_a_conversation_is_one_sequence(prompt: list[int], turns: list[tuple[lis
     calls: list[Call] = []
     for reply, said in turns:
         calls.append(call(prompt, reply))
-        prompt = calls[-1].tokens + said
+        prompt = calls[-1].tokens.tolist() + said
     (sequence,) = sequences(calls)
     assert [s.kind for s in sequence] == ["prompt", "action", *["observation", "action"] * (len(calls) - 1)]
 
 
 def test_a_second_reply_to_the_same_prompt_is_a_sequence_of_its_own() -> None:
     first, second, third = call([1], [2]), call([1], [3]), call([1, 2, 4], [5])
-    found = [[s.tokens for s in sequence] for sequence in sequences([first, second, third])]
+    found = [[s.tokens.tolist() for s in sequence] for sequence in sequences([first, second, third])]
     assert found == [[[1], [3]], [[1], [2], [4], [5]]]
 
 
 def test_an_action_is_context_where_it_was_only_read() -> None:
     asked = [call([1], [2]), call([1, 2, 3], [4]), call([1, 2, 9], [5])]
     edited = sequences(asked)[1]
-    assert [(s.kind, s.tokens) for s in edited] == [("prompt", [1, 2, 9]), ("action", [5])]
+    assert [(s.kind, s.tokens.tolist()) for s in edited] == [("prompt", [1, 2, 9]), ("action", [5])]
 
 
 def test_a_conversation_is_found_by_its_longest_recorded_beginning() -> None:

@@ -26,7 +26,7 @@ from skyasync.endpoint.server import MOST_BYTES, Endpoint
 from skyasync.endpoint.session import Session
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, SamplingParams
-from skyasync.rollout.types import PromptId, TrajectoryId
+from skyasync.rollout.types import PromptId, Segment, TrajectoryId
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -150,9 +150,9 @@ async def test_a_conversation_is_recorded_as_the_engine_computed_it_also_over_a_
     assert [set(a.versions) for a in actions] == [{0}, {1}, {2}]
     for turn, (call, action) in enumerate(zip(session.recorder.calls, actions, strict=True)):
         truth = real.engine.answered[f"{EPISODE}-c{turn}"]
-        assert real.engine.asked[f"{EPISODE}-c{turn}"] == call.prompt
-        assert (action.tokens, action.logprobs, action.versions) == (truth.token_ids, truth.logprobs, truth.versions)
-    tokens = [t for s in sequence for t in s.tokens]
+        assert real.engine.asked[f"{EPISODE}-c{turn}"] == call.prompt.tolist()
+        assert action == Segment("action", truth.token_ids, truth.logprobs, truth.versions)
+    tokens = [t for s in sequence for t in s.tokens.tolist()]
     (scored,) = await real.engine.score([tokens])
     sampled = [p for s in sequence for p in (s.logprobs if s.kind == "action" else [None] * len(s.tokens))]
     gaps = [abs(p - q) for p, q in zip(sampled[1:], scored, strict=True) if p is not None]
@@ -164,7 +164,7 @@ async def test_the_prompt_of_a_conversation_is_what_the_template_makes_of_it(rea
     async with entered(real.endpoint) as (client, session):
         await chat(client, HELLO)
     framed = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
-    assert session.recorder.calls[0].prompt == framed
+    assert session.recorder.calls[0].prompt.tolist() == framed
 
 
 async def test_choices_logprobs_token_ids_and_usage_are_those_of_the_engine(real: Any, tokenizer: Any) -> None:
@@ -176,8 +176,8 @@ async def test_choices_logprobs_token_ids_and_usage_are_those_of_the_engine(real
     assert [c.message.content for c in again.choices] == [c.message.content for c in answer.choices]
     assert len({c.message.content for c in answer.choices}) == 3
     for choice, call in zip(answer.choices, session.recorder.calls, strict=False):
-        assert choice.token_ids == call.action.tokens
-        assert [t.logprob for t in choice.logprobs.content] == call.action.logprobs
+        assert choice.token_ids == call.action.tokens.tolist()
+        assert [t.logprob for t in choice.logprobs.content] == call.action.logprobs.tolist()
         assert tokenizer.decode(call.action.tokens, skip_special_tokens=True) == choice.message.content
         assert choice.finish_reason == call.stop_reason
     assert answer.usage.completion_tokens == sum(len(c.action.tokens) for c in session.recorder.calls[:3])
@@ -202,7 +202,7 @@ async def test_a_bias_decides_what_is_sampled(real: Any, tokenizer: Any) -> None
     async with entered(real.endpoint) as (client, session):
         await chat(client, HELLO, logit_bias={five: 100}, max_tokens=4, presence_penalty=0.5)
     (call,) = session.recorder.calls
-    assert call.action.tokens == [int(five)] * 4
+    assert call.action.tokens.tolist() == [int(five)] * 4
 
 
 async def test_plain_completions_go_on_from_token_ids(real: Any) -> None:
@@ -241,7 +241,7 @@ async def test_tool_calls_go_out_and_come_back_without_a_token_made_again(tokeni
     first_asked, second_asked = engine.requests
     written = session.recorder.calls[0].action.tokens
     so_far = [*first_asked.prompt_token_ids, *written]
-    assert second_asked.prompt_token_ids[: len(so_far)] == so_far
+    assert second_asked.prompt_token_ids[: len(so_far)].tolist() == so_far
     rest = tokenizer.decode(second_asked.prompt_token_ids[len(so_far) :])
     assert rest == "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
     assert len(sequences(session.recorder.calls)) == 1

@@ -21,7 +21,7 @@ from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.envs.pool import local_pool
 from skyasync.rollout.collate import collate
-from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.contract import play
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
@@ -71,7 +71,7 @@ async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: Llama
     try:
         asked = [prompt(0, registered(Talks))]
         generator = EpisodeGenerator(client, local_pool(), tokenizer(), 512, EpisodeRules(TURNS))
-        (group,) = groups_from_output(await generator.generate(request(asked, SAMPLES, 6)), asked, 0, SAMPLES)
+        ((group,), _) = await play(generator, request(asked, SAMPLES, 6), asked, 0)
         current = await engine.score([trajectory.tokens for trajectory in group.trajectories])
     finally:
         await client.shutdown()
@@ -85,7 +85,7 @@ async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: Llama
             assert batch.tokens[row, : span.stop].tolist() == [*read, *wrote.token_ids]  # goes on from all before
             assert span.start > at
             assert batch.behaviour_logprobs[row, span].tolist() == pytest.approx(wrote.logprobs, abs=1e-5)
-            assert batch.versions[row, span].tolist() == wrote.versions
+            assert batch.versions[row, span].tolist() == wrote.versions.tolist()
             assert batch.rewards[row, span].tolist() == [0.0] * (len(wrote.token_ids) - 1) + [turn + 1.0]
             mask[span] = [True] * len(wrote.token_ids)
             versions |= set(wrote.versions)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from skyasync.arrays import TURN_TOKENS
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineStats, GenerationOutput, GenerationRequest, SamplingParams
 from tests.virtual_time import virtual_time
@@ -49,6 +50,29 @@ async def test_each_request_gets_its_own_answer():
     client = InferenceClient([Engine(), Engine()])
     found = await asyncio.gather(*(client.generate(request(f"r{i}", tokens=i + 1)) for i in range(9)))
     assert [(o.request_id, len(o.token_ids)) for o in found] == [(f"r{i}", i + 1) for i in range(9)]
+
+
+@virtual_time
+async def test_long_answers_of_one_message_wake_their_callers_in_turns_of_their_own():
+    class AtOnce(Engine):
+        async def generate(self, requests):
+            yield [self.answer(r) for r in requests]
+
+    async def caller(name, tokens):
+        await client.generate(request(name, tokens=tokens))
+        woken.append(turns[0])
+
+    async def count():
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    for tokens, different in ((TURN_TOKENS, 4), (1, 1)):
+        client, woken, turns = InferenceClient([AtOnce()]), [], [0]
+        counter = asyncio.create_task(count())
+        await asyncio.gather(*(caller(f"r{i}", tokens) for i in range(4)))
+        counter.cancel()
+        assert len(set(woken)) == different
 
 
 @virtual_time

@@ -14,6 +14,7 @@ from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
+from tests.engines.listed import Listed, listed
 
 LENGTH = 120
 COUNT = 64
@@ -38,7 +39,7 @@ async def until_all_run(client: InferenceClient, tokens: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def answers_with_cuts(client: InferenceClient, model: str, cuts: int) -> list[GenerationOutput]:
+async def answers_with_cuts(client: InferenceClient, model: str, cuts: int) -> list[Listed]:
     path = write_weights(AutoModelForCausalLM.from_pretrained(model).state_dict())
     tasks = [asyncio.create_task(client.generate(request)) for request in requests()]
     for version in range(1, cuts + 1):
@@ -48,7 +49,7 @@ async def answers_with_cuts(client: InferenceClient, model: str, cuts: int) -> l
         await client.resume()
     answers = await asyncio.gather(*tasks)
     remove_weights(path)
-    return answers
+    return [listed(answer) for answer in answers]
 
 
 async def test_64_requests_cut_three_times_are_answered_whole(client: InferenceClient, untied_model: str) -> None:
@@ -116,7 +117,10 @@ async def test_a_stop_string_that_spans_cuts_ends_the_response_where_it_would_wi
         await client.cut()
         await client.resume()
     for answer, expected in zip(await asyncio.gather(*tasks), whole, strict=True):
-        assert (answer.token_ids, answer.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert (answer.token_ids.tolist(), answer.finish_reason) == (
+            expected.token_ids.tolist(),
+            expected.finish_reason,
+        )
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert len(answer.versions) == len(answer.token_ids)
 
@@ -125,7 +129,7 @@ def test_a_continuation_asks_for_what_is_missing_under_a_stream_of_its_own() -> 
     sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7)
     request = GenerationRequest("r", [1, 2], sampling, session_id="s")
     more = continuation(request, GenerationOutput("r", [5, 6, 7], [0.0] * 3, [0] * 3, "abort"))
-    assert (more.request_id, more.prompt_token_ids, more.session_id) == ("r+3", [1, 2, 5, 6, 7], "s")
+    assert (more.request_id, more.prompt_token_ids.tolist(), more.session_id) == ("r+3", [1, 2, 5, 6, 7], "s")
     assert (more.sampling.max_tokens, more.sampling.min_tokens) == (7, 1)
     seeds = {continuation(request, GenerationOutput("r", [5] * n)).sampling.seed for n in range(10)}
     assert len(seeds) == 10 and 7 not in seeds

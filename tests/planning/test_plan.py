@@ -130,7 +130,7 @@ def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
 
 
 def test_constants_are_those_of_the_parts_that_import_torch() -> None:
-    from skyasync.engines import embedded_model
+    from skyasync.engines.embedded import model as embedded_model
     from skyasync.workers import base, model, packing
 
     assert training_memory.MAX_LOGITS == model.MAX_LOGITS

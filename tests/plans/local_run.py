@@ -110,10 +110,10 @@ def check_tokens(run: LocalRun) -> int:
         for trajectory in group.trajectories:
             pieces = run.client.pieces[f"{trajectory.id}-t0"]
             (action,) = trajectory.actions
-            assert action.tokens == [t for piece in pieces for t in piece.token_ids]
-            assert action.logprobs == [p for piece in pieces for p in piece.logprobs]
-            assert action.versions == [v for piece in pieces for v in piece.versions]
-            assert action.versions == sorted(action.versions)
+            assert action.tokens.tolist() == [t for piece in pieces for t in piece.token_ids.tolist()]
+            assert action.logprobs.tolist() == [p for piece in pieces for p in piece.logprobs.tolist()]
+            assert action.versions.tolist() == [v for piece in pieces for v in piece.versions.tolist()]
+            assert (action.versions[1:] >= action.versions[:-1]).all()
             assert len(action.tokens) <= run.cfg.generator.sampling_params.max_generate_length
             mixed += len(set(action.versions)) > 1
     for batch in run.dispatch.batches:

@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.warm_start import CHATML
+from skyasync.arrays import ints
 from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import UserError
-from skyasync.rollout.chat import ChatTokenizer, PlainText
+from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from tests.rollout.episodes import tokenizer, tokens_of
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
@@ -56,7 +57,7 @@ def test_tools_that_the_template_would_not_show_are_refused():
 def test_content_parts_are_the_text_they_make_together():
     parts = [{"type": "text", "text": "add 2 "}, {"type": "text", "text": "and 3"}]
     found = chat()
-    assert found.prompt([user(parts)]) == found.prompt([user("add 2 and 3")])
+    assert found.prompt([user(parts)]).tolist() == found.prompt([user("add 2 and 3")]).tolist()
     end = [tokenizer().eos_token_id]
     assert found.observation([user(parts)], end) == found.observation([user("add 2 and 3")], end)
 
@@ -81,7 +82,7 @@ def test_an_environment_reads_as_much_of_a_response_as_its_keys_say(sampling, re
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=3), st.text(max_size=12))
 def test_prompt_actions_and_observations_in_a_row_are_the_conversation_as_the_template_frames_it(answers, reply):
     """Token in, token out: for actions that end their message the pieces concatenate to the whole."""
-    conversation, tokens = [user("begin")], chat().prompt([user("begin")])
+    conversation, tokens = [user("begin")], chat().prompt([user("begin")]).tolist()
     for answer in answers:
         action = [*tokens_of(answer), tokenizer().eos_token_id]
         tokens = tokens + action + chat().observation([user(reply)], action)
@@ -144,7 +145,7 @@ def test_plain_text_is_the_templates_prompt_and_then_text_as_it_is():
     plain = PlainText(tokenizer())
     opening = plain.opening([user("add 2 and 3")])
     assert opening == "<|im_start|>user\nadd 2 and 3<|im_end|>\n<|im_start|>assistant\n"
-    assert plain.prompt(opening) == chat().prompt([user("add 2 and 3")])
+    assert plain.prompt(opening).tolist() == chat().prompt([user("add 2 and 3")]).tolist()
     assert plain.observation("wrong\n", tokens_of("5")) == tokens_of("wrong\n")
     assert plain.text([*tokens_of("5"), tokenizer().eos_token_id]) == "5<|im_end|>"
 
@@ -158,7 +159,7 @@ def test_the_end_of_message_in_an_environments_words_ends_no_message_of_the_mode
 def test_a_template_without_ends_of_messages_is_refused_for_several_turns():
     plain = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
     found = chat(plain)
-    assert found.prompt([user("x")])
+    assert len(found.prompt([user("x")]))
     with pytest.raises(UserError, match="eos_token"):
         found.observation([user("more")], [1])
 
@@ -166,7 +167,8 @@ def test_a_template_without_ends_of_messages_is_refused_for_several_turns():
 def test_messages_that_differ_in_any_field_are_framed_apart():
     named = "{% for message in messages %}{{ message.get('name', '') + message['content'] + '<|im_end|>' }}{% endfor %}"
     found = chat(named)
-    assert found.prompt([{**user("x"), "name": "a"}]) != found.prompt([{**user("x"), "name": "b"}])
+    first, second = (found.prompt([{**user("x"), "name": name}]).tolist() for name in "ab")
+    assert first != second
 
 
 def test_text_leaves_out_special_tokens():
@@ -177,3 +179,10 @@ def test_without_a_template_text_goes_as_it_is():
     raw = ChatTokenizer(tokenizer(), apply_chat_template=False)
     assert tokenizer().decode(raw.prompt([user("2 + 2 =")])) == "2 + 2 ="
     assert tokenizer().decode(raw.observation([user("\nnext: "), user("x")], tokens_of("4"))) == "\nnext: x"
+
+
+def test_a_long_responses_text_is_the_tokenizers_own():
+    response = tokens_of("12 </a> 3 ") * LONG + [tokenizer().eos_token_id]
+    for skip in (True, False):
+        sampling = SamplingParams(skip_special_tokens=skip)
+        assert chat().text(ints(response), sampling) == tokenizer().decode(response, skip_special_tokens=skip)

@@ -5,6 +5,7 @@ import asyncio
 import torch
 from hypothesis import given
 
+from skyasync.arrays import TURN_TOKENS
 from skyasync.rollout.collate import collate, collate_in_turns
 from skyasync.rollout.types import Group, Segment, Trajectory
 from tests.rollout.episodes import action, prompt, trajectory
@@ -24,8 +25,8 @@ def batch():
     )
 
 
-@virtual_time
-async def test_other_tasks_have_their_turn_after_each_group():
+async def turns_during(groups):
+    """How often another task ran while the groups were collated."""
     turns = []
 
     async def other():
@@ -34,11 +35,20 @@ async def test_other_tasks_have_their_turn_after_each_group():
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    groups = [Group(prompt(i), [trajectory(action([3, 4], 1.0))]) for i in range(5)]
     found = await collate_in_turns(groups)
     task.cancel()
-    assert len(turns) == 5
     assert torch.equal(found.tokens, collate(groups).tokens)
+    return len(turns)
+
+
+@virtual_time
+async def test_other_tasks_have_their_turn_after_each_group():
+    assert await turns_during([Group(prompt(i), [trajectory(action([3, 4], 1.0))]) for i in range(5)]) == 5
+
+
+@virtual_time
+async def test_other_tasks_have_their_turn_within_a_large_group():
+    assert await turns_during([Group(prompt(0), [trajectory(action([3] * TURN_TOKENS)) for _ in range(4)])]) == 4
 
 
 def test_every_column_belongs_to_its_token():
@@ -72,9 +82,9 @@ def test_rows_say_exactly_what_the_trajectories_say(before):
     assert not found.loss_mask[:, 0].any()
     assert not (found.loss_mask & ~found.attention_mask).any()
     for row, (_, t) in enumerate(rows):
-        assert found.tokens[row][found.attention_mask[row]].tolist() == t.tokens
-        assert found.versions[row][found.loss_mask[row]].tolist() == t.versions
+        assert found.tokens[row][found.attention_mask[row]].tolist() == t.tokens.tolist()
+        assert found.versions[row][found.loss_mask[row]].tolist() == t.versions.tolist()
         assert (found.versions[row][~found.loss_mask[row]] == -1).all()
         assert torch.isclose(found.rewards[row].sum(), torch.tensor(t.reward), atol=1e-5)
-        logprobs = torch.tensor([p for s in t.actions for p in s.logprobs])
+        logprobs = torch.tensor([p for s in t.actions for p in s.logprobs.tolist()])
         assert torch.equal(found.behaviour_logprobs[row][found.loss_mask[row]], logprobs)

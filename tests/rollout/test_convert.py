@@ -90,7 +90,7 @@ def test_rewards_may_be_numpys():
 def test_without_stamps_every_token_has_the_given_version():
     found = output()
     del found["rollout_versions"]
-    assert [g.trajectories[0].versions for g in convert(found)] == [[5, 5], [5, 5]]
+    assert [g.trajectories[0].versions.tolist() for g in convert(found)] == [[5, 5], [5, 5]]
 
 
 def test_without_logprobs_they_are_nan_and_not_zero():
@@ -144,7 +144,7 @@ def test_the_sequences_of_one_trajectory_are_rows_of_its_id_and_their_rewards_ad
     groups = convert({**found, "trajectory_ids": [first, second, first], "stop_reasons": ["stop", "stop", "length"]})
     assert [g.rewards for g in groups] == [[1.0], [0.5]]
     both = groups[0].trajectories[0]
-    assert [[s.tokens for s in sequence] for sequence in both.sequences] == [[[1, 2], [3]], [[1, 2], [5]]]
+    assert [[s.tokens.tolist() for s in sequence] for sequence in both.sequences] == [[[1, 2], [3]], [[1, 2], [5]]]
     assert both.stop_reason == "length"
 
 

@@ -9,7 +9,7 @@ from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.contract import play
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Prompt, PromptId
 from tests.rollout.episodes import (
@@ -54,19 +54,19 @@ def prompts(env, count):
     return [prompt(row, name, name=str(row)) for row in range(count)]
 
 
-def groups(output, asked, samples=1):
-    return groups_from_output(output, asked, 0, samples)
+async def groups(generator, asked_for, asked):
+    return (await play(generator, asked_for, asked, 0))[0]
 
 
 @virtual_time
 async def test_a_single_turn_is_one_action_with_what_the_engine_said_of_it():
     asked = prompts(Once, 3)
     engine = ScriptedEngine(lambda tokens: "yes" if "question 1" in tokenizer().decode(tokens) else "no")
-    found = groups(await generator(engine).generate(request(asked, samples=2)), asked, 2)
+    found = await groups(generator(engine), request(asked, samples=2), asked)
     assert [g.rewards for g in found] == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     only = found[1].trajectories[0]
-    assert only.segments[0].tokens == ChatTokenizer(tokenizer()).prompt(asked[1].messages)
-    assert only.actions[0].tokens == [*tokens_of("yes"), tokenizer().eos_token_id]
+    assert only.segments[0].tokens.tolist() == ChatTokenizer(tokenizer()).prompt(asked[1].messages).tolist()
+    assert only.actions[0].tokens.tolist() == [*tokens_of("yes"), tokenizer().eos_token_id]
     assert set(only.actions[0].logprobs) == {-0.25}
     assert set(only.versions) == {4}
     assert only.metrics == {"turns": 1.0}
@@ -76,13 +76,13 @@ async def test_a_single_turn_is_one_action_with_what_the_engine_said_of_it():
 async def test_several_turns_feed_the_engine_exactly_what_it_said_and_what_the_environment_answered():
     asked = prompts(Countdown, 1)
     engine = ScriptedEngine(lambda tokens: "yes")
-    (group,) = groups(await generator(engine, max_turns=5).generate(request(asked)), asked)
+    (group,) = await groups(generator(engine, max_turns=5), request(asked), asked)
     (episode,) = group.trajectories
     assert [s.kind for s in episode.segments] == ["prompt", "action", "observation", "action", "observation", "action"]
     assert [s.reward for s in episode.actions] == [1.0, 2.0, 3.0]
     for turn, asked_tokens in enumerate(r.prompt_token_ids for r in engine.requests):
         before = episode.segments[: 1 + 2 * turn]
-        assert asked_tokens == [t for s in before for t in s.tokens]
+        assert asked_tokens.tolist() == [t for s in before for t in s.tokens.tolist()]
     assert "turn 2: yes?" in tokenizer().decode(episode.tokens)
     assert len({r.request_id for r in engine.requests}) == 3
     assert len({r.session_id for r in engine.requests}) == 1
@@ -117,7 +117,7 @@ async def test_an_environments_tools_are_shown_called_and_answered_without_a_los
 
     engine = Engine(lambda _: "")
     episodes = EpisodeGenerator(InferenceClient([engine]), local_pool(), speaks, 256, EpisodeRules(max_turns=3))
-    (group,) = groups(await episodes.generate(request(asked)), asked)
+    (group,) = await groups(episodes, request(asked), asked)
     (episode,) = group.trajectories
     prompt, asks, observation, answers = (speaks.decode(segment.tokens) for segment in episode.segments)
     assert prompt == (
@@ -134,7 +134,7 @@ async def test_an_environments_tools_are_shown_called_and_answered_without_a_los
 @virtual_time
 async def test_an_episode_ends_after_max_turns_and_its_environments_metrics_count():
     asked = prompts(Countdown, 2)
-    found = groups(await generator(ScriptedEngine(lambda _: "yes"), max_turns=2).generate(request(asked)), asked)
+    found = await groups(generator(ScriptedEngine(lambda _: "yes"), max_turns=2), request(asked), asked)
     for group in found:
         assert group.rewards == [3.0]
         assert group.trajectories[0].segments[-1].kind == "action"
@@ -148,8 +148,8 @@ async def test_no_sequence_exceeds_max_model_len():
     length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
     for limit in range(length + 1, length + 80, 3):
         engine = ScriptedEngine(lambda tokens: "yes yes yes")
-        output = await generator(engine, max_model_len=limit, max_turns=3).generate(request(asked))
-        (episode,) = groups(output, asked)[0].trajectories
+        found = await groups(generator(engine, max_model_len=limit, max_turns=3), request(asked), asked)
+        (episode,) = found[0].trajectories
         assert len(episode.tokens) <= limit
         assert all(len(r.prompt_token_ids) + r.sampling.max_tokens <= limit for r in engine.requests)
         assert all(r.sampling.max_tokens > 0 for r in engine.requests)

@@ -24,8 +24,8 @@ def test_lengths_count_generated_tokens_and_not_observations():
     assert found["response/truncated"] == 0.5
 
 
-def test_nothing_has_no_metrics():
-    assert rollout_metrics([]) == staleness_metrics([], 3) == {}
+async def test_nothing_has_no_metrics():
+    assert rollout_metrics([]) == await staleness_metrics([], 3) == {}
 
 
 def test_an_environments_metric_is_averaged_over_the_trajectories_that_report_it():
@@ -34,9 +34,9 @@ def test_an_environments_metric_is_averaged_over_the_trajectories_that_report_it
     assert environment_metrics([first, second, third]) == {"a": 2.0, "b": 5.0}
 
 
-def test_staleness_is_read_from_the_stamps_of_every_token():
+async def test_staleness_is_read_from_the_stamps_of_every_token():
     crossing = trajectory(action([1, 2], version=3), Segment("observation", [9]), action([3, 4], version=5))
-    found = staleness_metrics([Group(prompt(0), [crossing]), group(0.0, version=4)], 5)
+    found = await staleness_metrics([Group(prompt(0), [crossing]), group(0.0, version=4)], 5)
     assert (found["staleness/min"], found["staleness/max"]) == (0, 2)
     assert found["staleness/mean"] == pytest.approx((2 + 2 + 0 + 0 + 1 + 1) / 6)
     assert found["staleness/head_mean"] == 1.5

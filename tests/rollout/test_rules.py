@@ -8,7 +8,7 @@ from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
 from skyasync.rollout import rules
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.convert import groups_from_output
+from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.metrics import rollout_metrics
 from tests.rollout.episodes import (
     RecordedEnv,
@@ -62,7 +62,7 @@ def naughty_prompts(misdeed, count=4):
 
 async def play(asked, engine=None, **options):
     found = generator(engine or ScriptedEngine(lambda _: "go"), max_turns=2, **options)
-    return groups_from_output(await found.generate(request(asked)), asked, 0, 1)
+    return (await roll_out(found, request(asked), asked, 0))[0]
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
@@ -89,7 +89,7 @@ def test_a_misdeed_ends_its_episode_alone_where_that_is_wished_and_is_counted(mi
         (bad,) = groups.pop(2).trajectories
         assert [g.rewards for g in groups] == [[2.0]] * 3
         assert all(len(g.trajectories[0].actions) == 2 for g in groups)
-        assert bad.segments[0].tokens == ChatTokenizer(tokenizer()).prompt(asked[2].messages)
+        assert bad.segments[0].tokens.tolist() == ChatTokenizer(tokenizer()).prompt(asked[2].messages).tolist()
         played = 0 if misdeed == "init" else 2
         assert len(bad.actions) == (played if on_error == "keep" else 0)
         assert len(bad.tokens) > len(bad.segments[0].tokens) or not played

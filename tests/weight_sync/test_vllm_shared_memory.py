@@ -17,6 +17,7 @@ from skyasync.engines.vllm.core import EngineDiedError
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
+from tests.engines.listed import listed
 from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -67,7 +68,7 @@ async def test_sampling_follows_the_sync_too(pair: tuple[LlamaForCausalLM, VLLME
     perturb(model, seed=20)
     await sync(model, engine, 20)
     request = GenerationRequest("after", PROBES[0], SamplingParams(max_tokens=50, ignore_eos=True))
-    (output,) = [output async for batch in engine.generate([request]) for output in batch]
+    (output,) = [listed(output) async for batch in engine.generate([request]) for output in batch]
     expected = token_logprobs(model, PROBES[0] + output.token_ids)[len(PROBES[0]) - 1 :]
     assert output.versions == [20] * 50
     assert (torch.tensor(output.logprobs) - expected).abs().max() <= TOLERANCE

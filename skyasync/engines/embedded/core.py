@@ -78,7 +78,7 @@ class EmbeddedCore:
         started = time.perf_counter()
         rows = self._decoder.step()
         self._busy_s += time.perf_counter() - started  # counted before anyone can know of the tokens
-        self._report(row for row in rows if row.streamed or row.output.finish_reason)
+        self._report(row for row in rows if row.streamed or row.finish_reason)
         if self._state == "draining" and not self._decoder.busy:
             self._enter("paused")
         return True
@@ -90,10 +90,12 @@ class EmbeddedCore:
             UserError: if one has the id of a request not answered yet, or tokens that the model does not know.
         """
         rows: dict[str, Row] = {}
+        arrays = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
+        prompts = {key: array.tolist() for key, array in arrays.items()}  # one list for all samples of a prompt
         for request in requests:
             if request.request_id in rows or request.request_id in self._rows:
                 raise UserError(f"request id {request.request_id!r} is already that of an unanswered request")
-            rows[request.request_id] = self._row(request, reply, streamed)
+            rows[request.request_id] = self._row(request, prompts[id(request.prompt_token_ids)], reply, streamed)
         self._rows.update(rows)
         if self._state == "running":
             self._decoder.submit(rows.values())
@@ -121,9 +123,9 @@ class EmbeddedCore:
         cut = self._decoder.abort(chosen)
         for row in self._held:
             if chosen is None or row.request.request_id in chosen:
-                row.output.finish_reason = "abort"
+                row.finish_reason = "abort"
                 cut.append(row)
-        self._held = [row for row in self._held if row.output.finish_reason is None]
+        self._held = [row for row in self._held if row.finish_reason is None]
         self._report(cut)
 
     def update_weights(self, update: WeightUpdate) -> None:
@@ -164,8 +166,8 @@ class EmbeddedCore:
         for future in drained:
             future.set_exception(error)
 
-    def _row(self, request: GenerationRequest, reply: Reply, streamed: bool) -> Row:
-        sampling, prompt = request.sampling, request.prompt_token_ids
+    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply, streamed: bool) -> Row:
+        sampling = request.sampling
         if min(prompt) < 0 or max(prompt) >= self._model.vocabulary:
             raise UserError(
                 f"request {request.request_id!r} cannot be answered: its prompt has tokens from {min(prompt)} to "
@@ -175,6 +177,7 @@ class EmbeddedCore:
         stop_ids = frozenset(sampling.stop_token_ids)
         return Row(
             request,
+            prompt,
             key=stream_key(sampling.seed, self._config.seed, request.request_id),
             limit=min(sampling.max_tokens, self._config.max_model_len - len(prompt)),
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
@@ -220,8 +223,8 @@ class EmbeddedCore:
         """Send the rows' outputs to their owners, one message each."""
         messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
         for row in rows:
-            messages.setdefault(id(row.owner), (row.owner, []))[1].append(row.news() if row.streamed else row.output)
-            if row.output.finish_reason:
+            messages.setdefault(id(row.owner), (row.owner, []))[1].append(row.news())
+            if row.finish_reason:
                 del self._rows[row.request.request_id]
         for reply, outputs in messages.values():
             reply.send(outputs)

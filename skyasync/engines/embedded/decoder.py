@@ -6,6 +6,7 @@ Between two calls of ``step`` everything may be changed: weights, version, reque
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Row:
     """A request on its way. ``limit`` is the most tokens it may get; ``owner`` is whoever wants to hear of it."""
 
     request: GenerationRequest
+    prompt: list[int]
     key: int
     limit: int
     stop_ids: frozenset[int]
@@ -35,14 +37,14 @@ class Row:
     bad_words: tuple[tuple[int, ...], ...] = ()
     streamed: bool = False
     owner: Any = None
-    output: GenerationOutput = field(init=False)
+    finish_reason: FinishReason | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    _logprobs: array[float] = field(default_factory=lambda: array("f"))
+    _versions: array[int] = field(default_factory=lambda: array("i"))
     _told: int = 0  # tokens that a streaming owner has heard of
 
     def __post_init__(self) -> None:
-        self.output = GenerationOutput(self.request.request_id)
         self.sampling: SamplingParams = self.request.sampling
-        self.prompt: list[int] = self.request.prompt_token_ids
-        self.token_ids: list[int] = self.output.token_ids
         self.edited = asks_for_edits(self.sampling)
 
     @property
@@ -56,22 +58,20 @@ class Row:
         return len(self.prompt) + len(self.token_ids) - 1
 
     def record(self, token: int, logprob: float, version: int) -> None:
-        output = self.output
         self.token_ids.append(token)
-        output.logprobs.append(logprob)
-        output.versions.append(version)
-        output.finish_reason = self._finish_reason(token)
+        self._logprobs.append(logprob)
+        self._versions.append(version)
+        self.finish_reason = self._finish_reason(token)
 
     def news(self) -> GenerationOutput:
         """What has been added since the last call."""
-        output, start = self.output, self._told
-        self._told = len(output.token_ids)
+        start, self._told = self._told, len(self.token_ids)
         return GenerationOutput(
-            output.request_id,
-            output.token_ids[start:],
-            output.logprobs[start:],
-            output.versions[start:],
-            output.finish_reason,
+            self.request.request_id,
+            np.array(self.token_ids[start:]),
+            np.array(self._logprobs[start:]),
+            np.array(self._versions[start:]),
+            self.finish_reason,
         )
 
     def _finish_reason(self, token: int) -> FinishReason | None:
@@ -127,9 +127,9 @@ class Decoder:
         everywhere = [*self._running, *self._admitted, *self._waiting]
         cut = [row for row in everywhere if ids is None or row.request.request_id in ids]
         for row in cut:
-            row.output.finish_reason = "abort"
-        self._waiting = deque(row for row in self._waiting if row.output.finish_reason is None)
-        self._admitted = [row for row in self._admitted if row.output.finish_reason is None]
+            row.finish_reason = "abort"
+        self._waiting = deque(row for row in self._waiting if row.finish_reason is None)
+        self._admitted = [row for row in self._admitted if row.finish_reason is None]
         self._drop_finished()
         return cut
 
@@ -222,11 +222,11 @@ class Decoder:
     def _drop_finished(self) -> None:
         """Keep the running rows in slots 0 to n-1: those beyond the new n move into the holes."""
         rows = self._running
-        count = sum(row.output.finish_reason is None for row in rows)
+        count = sum(row.finish_reason is None for row in rows)
         if count == len(rows):
             return
-        holes = [i for i in range(count) if rows[i].output.finish_reason is not None]
-        movers = [i for i in range(count, len(rows)) if rows[i].output.finish_reason is None]
+        holes = [i for i in range(count) if rows[i].finish_reason is not None]
+        movers = [i for i in range(count, len(rows)) if rows[i].finish_reason is None]
         if holes:
             assert self._cache is not None
             self._cache.move(movers, holes, max(rows[i].cached for i in movers) + 1)

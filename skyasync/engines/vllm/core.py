@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from skyasync.arrays import Ints, ints
 from skyasync.engines.process_guard import ProcessGuard
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.vllm.setup import engine_arguments, prepare_environment
@@ -123,9 +126,7 @@ class VLLMCore:
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    async def outputs(
-        self, name: str, tokens: Sequence[int], parameters: SamplingParams
-    ) -> AsyncIterator[RequestOutput]:
+    async def outputs(self, name: str, tokens: list[int], parameters: SamplingParams) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs for one prompt.
 
         vLLM registers the request before its first suspension (it knows its supported tasks by then), so that
@@ -134,7 +135,7 @@ class VLLMCore:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        prompt = tokens_input(list(tokens), cache_salt=f"version {self.version}")
+        prompt = tokens_input(tokens, cache_salt=f"version {self.version}")
         try:
             async for output in self.llm.generate(prompt, parameters, name):
                 yield output
@@ -158,7 +159,7 @@ class VLLMCore:
         """For each request that has tokens, how many."""
         return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
 
-    def versions(self, name: str, output: RequestOutput) -> list[int]:
+    def versions(self, name: str, output: RequestOutput) -> Ints:
         """The version of each token of the response so far; vLLM itself reports it with the last output only."""
         if output.finished:
             return versions_of(output.outputs[0])
@@ -166,9 +167,10 @@ class VLLMCore:
         state: Any = processor.request_states[processor.external_req_ids[name][0]]
         versions, starts = zip(*state.weight_version_starts, strict=True)
         ends = [*starts[1:], state.detokenizer.num_output_tokens()]
-        return [int(v) for v, start, end in zip(versions, starts, ends, strict=True) for _ in range(start, end)]
+        return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
 
 
-def versions_of(completion: Any) -> list[int]:
+def versions_of(completion: Any) -> Ints:
     """The version of each token of a finished sample."""
-    return [int(span.version) for span in completion.weight_versions or [] for _ in range(span.start, span.end)]
+    spans = completion.weight_versions or []
+    return np.repeat(ints([int(span.version) for span in spans]), ints([span.end - span.start for span in spans]))

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from skyasync.arrays import Ints, floats, ints
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
@@ -116,13 +117,13 @@ class VLLMEngine:
         """vLLM's outputs, with a sample for each of ``wanted``; what a weight update found without a token is started
         over. ``abort`` takes names out of ``wanted``, and ends the request when none is left."""
         parameters = sampling_parameters(request.sampling, streaming=streaming, samples=len(wanted))
-        name = request.request_id
+        name, prompt = request.request_id, request.prompt_token_ids.tolist()
         self._in_flight[name] = wanted
         self._watch()
         try:
             finished = False
             while not finished:
-                async for output in self._core.outputs(name, request.prompt_token_ids, parameters):
+                async for output in self._core.outputs(name, prompt, parameters):
                     finished = output.finished and name not in self._restarting
                     if finished:
                         self._finished_tokens += sum(len(versions_of(completion)) for completion in output.outputs)
@@ -144,7 +145,7 @@ class VLLMEngine:
         while True:  # until neither a weight update nor pause("abort") has cut it
             self._scores += 1
             scores: Any = None
-            async for output in self._core.outputs(f"score-{self._scores}", sequence, scoring_parameters()):
+            async for output in self._core.outputs(f"score-{self._scores}", list(sequence), scoring_parameters()):
                 scores = output.prompt_logprobs
             if scores and len(scores) == len(sequence):  # the entry of the first token is empty
                 return list(scores.logprobs)
@@ -273,13 +274,13 @@ def _or_raise(output: GenerationOutput | Exception) -> GenerationOutput:
     return output
 
 
-def _answered(request: GenerationRequest, completion: Any, versions: list[int]) -> GenerationOutput:
+def _answered(request: GenerationRequest, completion: Any, versions: Ints) -> GenerationOutput:
     if completion.finish_reason not in ("stop", "length", "abort", "repetition", None):
         raise RuntimeError(f"vLLM failed on request {request.request_id}: {completion.finish_reason}")
     return GenerationOutput(
         request_id=request.request_id,
-        token_ids=list(completion.token_ids),
-        logprobs=list(completion.logprobs.logprobs),
+        token_ids=ints(completion.token_ids),
+        logprobs=floats(completion.logprobs.logprobs),
         versions=versions,
         finish_reason="length" if completion.finish_reason == "repetition" else completion.finish_reason,
     )

@@ -26,7 +26,6 @@ from skyasync.engines.embedded.sampling import keep_likely
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
-    GenerationOutput,
     GenerationRequest,
     SamplingParams,
 )
@@ -36,6 +35,7 @@ from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import plain_layout
+from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -66,13 +66,13 @@ def requests(count: int, sampling: SamplingParams, tag: str = "r") -> list[Gener
     return [GenerationRequest(f"{tag}{i}", prompt(i), sampling) for i in range(count)]
 
 
-async def answers(engine: TransformersEngine, asked: Sequence[GenerationRequest]) -> list[GenerationOutput]:
+async def answers(engine: TransformersEngine, asked: Sequence[GenerationRequest]) -> list[Listed]:
     """The outputs in the order of the requests; each must come exactly once."""
-    found: dict[str, GenerationOutput] = {}
+    found: dict[str, Listed] = {}
     async for outputs in engine.generate(asked):
         for output in outputs:
             assert output.request_id not in found
-            found[output.request_id] = output
+            found[output.request_id] = listed(output)
     return [found[request.request_id] for request in asked]
 
 
@@ -94,11 +94,11 @@ def forward(model_path: str, tokens: list[int]) -> torch.Tensor:
 def expected_logprobs(
     model_path: str,
     asked: GenerationRequest,
-    output: GenerationOutput,
+    output: Listed,
     warp: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> torch.Tensor:
     """Log-probabilities ``[response]`` of the output's tokens by a plain pass."""
-    logits = forward(model_path, asked.prompt_token_ids + output.token_ids)[len(asked.prompt_token_ids) - 1 : -1]
+    logits = forward(model_path, [*asked.prompt_token_ids, *output.token_ids])[len(asked.prompt_token_ids) - 1 : -1]
     return warp(logits).log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
 
 
@@ -130,9 +130,9 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
         assert gap.abs().max() < 1e-5
 
 
-def reference_logprobs(model_path: str, asked: GenerationRequest, output: GenerationOutput) -> torch.Tensor:
+def reference_logprobs(model_path: str, asked: GenerationRequest, output: Listed) -> torch.Tensor:
     """Log-probabilities of the output's tokens by a plain pass and transformers' own processors, token by token."""
-    sampling, tokens, found = asked.sampling, [*asked.prompt_token_ids], []
+    sampling, tokens, found = asked.sampling, asked.prompt_token_ids.tolist(), []
     processors = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
     processors += [SequenceBiasLogitsProcessor([[[t], bias] for t, bias in sampling.logit_bias.items()])]
     warpers = [TemperatureLogitsWarper(sampling.temperature), TopPLogitsWarper(sampling.top_p)]
@@ -183,7 +183,7 @@ async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(
                           SampledDistribution.of(settings))  # fmt: skip
     asked = requests(12, replace(sampling_params(settings), max_tokens=16))
     for request, output in zip(asked, await answers(engine, asked), strict=True):
-        tokens = torch.tensor([request.prompt_token_ids + output.token_ids])
+        tokens = torch.tensor([[*request.prompt_token_ids, *output.token_ids]])
         mask = torch.arange(tokens.shape[1])[None] >= len(request.prompt_token_ids)
         with torch.no_grad():
             found = model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]
@@ -217,7 +217,7 @@ async def test_greedy_is_that_of_transformers(engine: TransformersEngine, untied
     asked = requests(12, SamplingParams(max_tokens=16, temperature=0.0))
     model = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
     for request, output in zip(asked, await answers(engine, asked), strict=True):
-        tokens = torch.tensor([request.prompt_token_ids])
+        tokens = torch.tensor([request.prompt_token_ids.tolist()])
         reference = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=16)
         assert output.token_ids == reference[0, tokens.shape[1] :].tolist()
 
@@ -343,7 +343,7 @@ async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token(untied_mode
     for request, output in zip(asked, outputs, strict=True):
         swap = output.versions.count(3)
         assert output.versions == [3] * swap + [4] * (120 - swap) and 0 < swap < 120
-        tokens = torch.tensor([request.prompt_token_ids + output.token_ids])
+        tokens = torch.tensor([[*request.prompt_token_ids, *output.token_ids]])
         start = tokens.shape[1] - 120
         with torch.no_grad():
             # The newest token before the swap had been sampled but not yet been computed: the new weights do that.
@@ -477,7 +477,7 @@ async def test_abandoned_requests_are_aborted(engine: TransformersEngine) -> Non
 async def test_a_stream_adds_up_to_what_generate_gives(engine: TransformersEngine) -> None:
     request = GenerationRequest("r", [9, 8, 7], SamplingParams(max_tokens=30, ignore_eos=True))
     (whole,) = await answers(engine, [request])
-    parts = [part async for part in engine.stream(request)]
+    parts = [listed(part) async for part in engine.stream(request)]
     assert len(parts) == 30
     assert [part.finish_reason for part in parts] == [None] * 29 + ["length"]
     assert [t for part in parts for t in part.token_ids] == whole.token_ids

@@ -28,7 +28,7 @@ from skyasync.engines.embedded.decoder import Row
 from skyasync.engines.embedded.logit_edits import LogitEdits, tokenised
 from skyasync.engines.embedded.sampling import keep_likely
 from skyasync.engines.process_guard import guarded
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.core import EngineDiedError
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.errors import UserError
@@ -37,6 +37,7 @@ from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import plain_layout
+from tests.engines.listed import Listed, listed
 from tests.engines.vllm.models import EOS, VOCABULARY, perturb, publish, save_model, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -57,8 +58,8 @@ class Engine(VLLMEngine):
 
     model: LlamaForCausalLM
 
-    async def answer(self, *requests: GenerationRequest) -> list[GenerationOutput]:
-        answers = {output.request_id: output async for batch in self.generate(requests) for output in batch}
+    async def answer(self, *requests: GenerationRequest) -> list[Listed]:
+        answers = {output.request_id: listed(output) async for batch in self.generate(requests) for output in batch}
         return [answers[request.request_id] for request in requests]
 
     async def sync(self, *, change: bool = True) -> int:
@@ -94,19 +95,19 @@ def request(name: str, prompt: list[int] | None = None, **sampling: object) -> G
     return GenerationRequest(name, prompt or [2, 3, 4, 5], SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
-def gap(output: GenerationOutput, expected: torch.Tensor) -> float:
+def gap(output: Listed, expected: torch.Tensor) -> float:
     assert len(output.logprobs) == len(expected)
     return (torch.tensor(output.logprobs) - expected).abs().max().item()
 
 
-def reference(model: LlamaForCausalLM, prompt: list[int], output: GenerationOutput, temperature: float = 1.0):
+def reference(model: LlamaForCausalLM, prompt: list[int], output: Listed, temperature: float = 1.0):
     return token_logprobs(model, prompt + output.token_ids, temperature)[len(prompt) - 1 :]
 
 
 async def test_every_request_is_answered_once_with_as_many_logprobs_and_versions_as_tokens(engine: Engine) -> None:
     requests = [request(f"many-{i}", [2 + i % 9, 5], max_tokens=1 + i % 20) for i in range(100)]
     batches = [batch async for batch in engine.generate(requests)]
-    outputs = [output for batch in batches for output in batch]
+    outputs = [listed(output) for batch in batches for output in batch]
     assert sorted(o.request_id for o in outputs) == sorted(r.request_id for r in requests)
     assert len(batches) < len(requests), "what finishes together is delivered together"
     assert all(len(o.token_ids) == len(o.logprobs) == len(o.versions) > 0 for o in outputs)
@@ -148,15 +149,15 @@ async def test_logprobs_after_penalties_bias_and_bans_are_those_of_the_embedded_
 
 @torch.no_grad()
 def _by_our_sampler(
-    model: LlamaForCausalLM, asked: GenerationRequest, output: GenerationOutput, bad_words: tuple[tuple[int, ...], ...]
+    model: LlamaForCausalLM, asked: GenerationRequest, output: Listed, bad_words: tuple[tuple[int, ...], ...]
 ) -> torch.Tensor:
-    prompt, sampling = asked.prompt_token_ids, asked.sampling
+    prompt, sampling = asked.prompt_token_ids.tolist(), asked.sampling
     logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
     one = torch.ones(1)
     found = []
     for i, token in enumerate(output.token_ids):
-        row = Row(replace(asked, prompt_token_ids=prompt), 0, 99, frozenset(), bad_words=bad_words)
-        row.token_ids += output.token_ids[:i]
+        row = Row(asked, prompt, 0, 99, frozenset(), bad_words=bad_words)
+        row.token_ids.extend(output.token_ids[:i])
         scores = logits[i : i + 1].clone()
         LogitEdits([row], torch.device("cpu"))(scores, np.array([i]))
         kept = keep_likely(scores / sampling.temperature, 0 * one.long(), sampling.top_p * one, 0 * one)
@@ -169,7 +170,7 @@ async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(engine:
     model = TokenLogprobs(engine.model, SampledDistribution.of(settings))
     asked = GenerationRequest("filtered", [7, 8, 9], replace(sampling_params(settings), max_tokens=30))
     (output,) = await engine.answer(asked)
-    tokens = torch.tensor([asked.prompt_token_ids + output.token_ids])
+    tokens = torch.tensor([[*asked.prompt_token_ids, *output.token_ids]])
     mask = torch.arange(tokens.shape[1])[None] >= 3
     with torch.no_grad():
         assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]) <= TOLERANCE
@@ -205,7 +206,7 @@ async def test_requests_that_differ_in_their_id_alone_are_one_request_of_n_sampl
     assert len({tuple(answer.token_ids) for answer in answers[4:8]}) > 1, "samples differ"
     for asked, answer in zip(requests, answers, strict=True):
         assert answer.request_id == asked.request_id and len(answer.versions) == len(answer.token_ids)
-        assert gap(answer, reference(engine.model, asked.prompt_token_ids, answer)) <= TOLERANCE
+        assert gap(answer, reference(engine.model, asked.prompt_token_ids.tolist(), answer)) <= TOLERANCE
     assert (await engine.stats()).running == 0
 
 
@@ -244,7 +245,7 @@ async def test_vllm_ends_a_response_that_repeats_itself_as_one_cut_by_its_length
 
 @torch.no_grad()
 def _truncated(
-    model: LlamaForCausalLM, prompt: list[int], output: GenerationOutput, temperature: float, top_p: float = 1.0,
+    model: LlamaForCausalLM, prompt: list[int], output: Listed, temperature: float, top_p: float = 1.0,
     top_k: int = VOCABULARY,
 ) -> torch.Tensor:  # fmt: skip
     logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1] / temperature
@@ -295,7 +296,9 @@ async def test_streamed_parts_add_up_to_the_answer(engine: Engine) -> None:
     whole = request("whole", max_tokens=50, temperature=0.0, ignore_eos=True)
     (answer,) = await engine.answer(whole)
     before = (await engine.stats()).generated_tokens
-    parts = [part async for part in engine.stream(request("s", max_tokens=50, temperature=0.0, ignore_eos=True))]
+    parts = [
+        listed(part) async for part in engine.stream(request("s", max_tokens=50, temperature=0.0, ignore_eos=True))
+    ]
     assert len(parts) > 1
     assert [token for part in parts for token in part.token_ids] == answer.token_ids
     assert [version for part in parts for version in part.versions] == answer.versions
@@ -320,13 +323,13 @@ async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token_exactly(eng
     started_over = [o for o in outputs if set(o.versions) == {new_version}]
     assert len(swapped) >= 1 and len(started_over) >= 64 - 2 * MAX_RUNNING
     for request_, output in zip(requests, outputs, strict=True):
-        expected = _across_a_swap(old_model, engine.model, request_.prompt_token_ids, output, old_version)
+        expected = _across_a_swap(old_model, engine.model, request_.prompt_token_ids.tolist(), output, old_version)
         assert gap(output, expected) <= TOLERANCE
 
 
 @torch.no_grad()
 def _across_a_swap(
-    old: LlamaForCausalLM, new: LlamaForCausalLM, prompt: list[int], output: GenerationOutput, old_version: int
+    old: LlamaForCausalLM, new: LlamaForCausalLM, prompt: list[int], output: Listed, old_version: int
 ) -> torch.Tensor:
     """Tokens stamped with the old version by the old model, the rest by the new one on the old one's cache."""
     by_old = output.versions.count(old_version)

@@ -1,0 +1,32 @@
+"""What belongs to tokens, one number each, as arrays: nothing costs Python work per token.
+
+Invariant: ids and versions are int32, log-probabilities float32 (which is what engines compute), so nothing is lost
+between the engine and the loss. Arrays are replaced, never changed: several owners may share one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+NO_INTS: Ints = np.zeros(0, dtype=np.int32)
+NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
+
+TURN_TOKENS = 2**14
+"""Long work lets the event loop have its turn whenever it has done about so many tokens."""
+
+
+def ints(values: ArrayLike) -> Ints:
+    """The values themselves if they are of this type already."""
+    return np.asarray(values, dtype=np.int32)
+
+
+def floats(values: ArrayLike) -> Floats:
+    return np.asarray(values, dtype=np.float32)
+
+
+def joined(*parts: Ints) -> Ints:
+    return np.concatenate(parts) if parts else NO_INTS

@@ -1,0 +1,107 @@
+"""Both ways from a generator to groups: trajectories as they are, and the lists of whoever speaks in them."""
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given, settings
+
+from skyasync.errors import UserError
+from skyasync.rollout.contract import TrajectoryGenerator, play
+from skyasync.rollout.types import Segment
+from tests.rollout.episodes import action, prompt, request, trajectory
+from tests.rollout.test_convert import groups
+
+
+class Plays(TrajectoryGenerator):
+    """Hands over the trajectories it was made with."""
+
+    def __init__(self, trajectories):
+        self.trajectories = trajectories
+
+    async def roll_out(self, input_batch):
+        return self.trajectories
+
+
+class Pays(Plays):
+    """A user's subclass that knows nothing of trajectories."""
+
+    async def generate(self, input_batch):
+        output = await super().generate(input_batch)
+        return {**output, "rewards": [9.0 for _ in output["rewards"]], "rollout_metrics": {"paid": 1.0}}
+
+
+class Wraps:
+    def __init__(self, generator):
+        self._generator = generator
+
+    async def generate(self, input_batch):
+        return await self._generator.generate(input_batch)
+
+
+def roll_out(generator, rows=1):
+    asked = [prompt(row) for row in range(rows)]
+    return asyncio.run(play(generator, request(asked), asked, 0))
+
+
+def test_trajectories_are_handed_over_as_they_are():
+    played = trajectory(action([3, 4], 1.0, version=7))
+    ((group,), metrics) = roll_out(Plays([played]))
+    assert group.trajectories[0] is played
+    assert metrics == {}
+
+
+def test_a_subclass_that_overrides_generate_is_honoured():
+    ((group,), metrics) = roll_out(Pays([trajectory(action([3, 4], 1.0))]))
+    assert group.rewards == [9.0]
+    assert metrics == {"paid": 1.0}
+
+
+def test_a_generate_that_is_replaced_on_one_object_is_honoured():
+    generator = Plays([trajectory(action([3, 4], 1.0))])
+    generator.generate = Pays(generator.trajectories).generate
+    assert roll_out(generator)[0][0].rewards == [9.0]
+
+
+def test_a_wrapper_needs_generate_only():
+    assert roll_out(Wraps(Plays([trajectory(action([3, 4], 1.0))])))[0][0].rewards == [1.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups())
+def test_both_ways_lead_to_the_same_groups(before):
+    async def run():
+        prompts = [group.prompt for group in before]
+        asked = request(prompts, len(before[0].trajectories))
+        ours = Plays([t for group in before for t in group.trajectories])
+        assert (await play(Wraps(ours), asked, prompts, 0))[0] == (await play(ours, asked, prompts, 0))[0] == before
+
+    asyncio.run(run())
+
+
+def test_an_empty_segment_is_left_out():
+    empty = Segment("action", [], reward=1.0)
+    ((group,), _) = roll_out(Plays([trajectory(empty, stop="abort")]))
+    assert [s.kind for s in group.trajectories[0].segments] == ["prompt"]
+    assert group.trajectories[0].ended_early
+
+
+def without_prompt():
+    found = trajectory(action([3]))
+    found.segments = found.segments[1:]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("played", "message"),
+    [
+        ([], "asked for 1 trajectories and returned 0"),
+        ([trajectory(action([3]), row=5)], "or others"),
+        ([trajectory(action([3], math.nan))], "e0-i0-r0: the reward is not finite"),
+        ([trajectory(Segment("action", [3], [-math.inf], [0]))], "e0-i0-r0: log-probabilities of generated tokens"),
+        ([without_prompt()], "e0-i0-r0: the prompt has no tokens"),
+    ],
+)
+def test_trajectories_that_are_not_whole_or_not_those_asked_for_are_refused(played, message):
+    with pytest.raises(UserError, match=message):
+        roll_out(Plays(played))
