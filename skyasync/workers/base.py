@@ -1,7 +1,8 @@
 """One rank that holds a model: process group, sharding, log-probabilities.
 
 Invariant: all ranks run the same collectives in the same order. Whatever depends on a rank's own rows (how
-many micro-batches it has) is agreed on first.
+many micro-batches it has) is agreed on first. Between calls every parameter is the one that the optimizer knows,
+sharded if the model is.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -133,7 +135,7 @@ class ModelWorker:
         ``plain``: of the model's own distribution, whatever was sampled from.
         """
         result = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        with torch.no_grad():
+        with torch.no_grad(), sharded_afterwards(self.model):
             for micro in self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu):
                 put_rows(result, micro, self.model(micro.layout.to(self.device), plain=plain).logprobs)
         return result
@@ -178,6 +180,17 @@ class ModelWorker:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values.cpu()
+
+
+@contextmanager
+def sharded_afterwards(model: nn.Module) -> Iterator[None]:
+    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole, for a backward that may not come."""
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def put_rows(result: Tensor, micro: MicroBatch, logprobs: Tensor) -> None:

@@ -1,7 +1,8 @@
 """How weights and training state leave a policy and come back.
 
 Invariant: only tensors are written, as safetensors, so that reading a checkpoint can never run code. State is
-stored by parameter name and shard offset: any number of ranks reads what any other number wrote.
+stored by parameter name and shard offset: any number of ranks reads what any other number wrote. What the optimizer
+keeps of a parameter is its own business; learning rates and the like are the configuration's.
 """
 
 from __future__ import annotations
@@ -10,19 +11,30 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from skyasync.errors import UserError
+
 STEP = "step"
 RANDOM = "random_state"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+FILE_BYTES = 1 << 27
+"""A file is put together in memory before it is written (twice over), so a shard goes into files of this size."""
 
 
 def full_weights(model: PreTrainedModel, dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
@@ -32,61 +44,93 @@ def full_weights(model: PreTrainedModel, dtype: torch.dtype, keep: bool) -> dict
         keep: False takes part in gathering and returns nothing, for all ranks but the first.
     """
     weights: dict[str, Tensor] = {}
-    saved = model.state_dict(keep_vars=True)
-    seen: set[int] = set()
-    for name, value in saved.items():
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        whole = value.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    for name, value in _own_tensors(model).items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
             whole = whole.to(dtype) if whole.is_floating_point() else whole
             weights[name] = whole.cpu().contiguous()
     return weights
 
 
-def training_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
-    """Everything that the next optimizer step depends on, as tensors that may be written to in place."""
-    _materialise(optimizer)
-    state: dict[str, Tensor] = {STEP: torch.tensor([step]), RANDOM: torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        state[f"model.{name}"] = parameter.data
-        for moment in MOMENTS:
-            state[f"optimizer.{moment}.{name}"] = optimizer.state[parameter][moment]
-    return state
+def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Living shards of weights and saved buffers; a tied weight under its first name."""
+    state: dict[str, Any] = dict(get_model_state_dict(model))
+    names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
+    return {name: value for name, value in state.items() if name in names}
 
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW makes its moments at its first step; before that they are zero."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{moment: torch.zeros_like(parameter.data) for moment in MOMENTS},
-                }
+def _optimizer_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Settings, and under ``state`` living tensors by parameter and kind, made by a step of length 0 if need be."""
+    return dict(get_optimizer_state_dict(model, optimizer))
 
 
-def save(state: dict[str, Tensor], folder: Path) -> None:
-    """Every rank writes its shards into ``folder``, which must not hold another checkpoint."""
+def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
+    """Every rank writes its shard of everything that the next optimizer step depends on.
+
+    Args:
+        folder: must not hold another checkpoint.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    moments = _optimizer_state(model, optimizer)["state"] if optimizer.state else {}
+    state = _tensors(model, moments, step)
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files(state), save_distributed=True)
     with _quietly():
         dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
-def load(state: dict[str, Tensor], folder: Path) -> None:
-    """Fill the tensors of ``state`` in place.
+def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Make model, optimizer and random state what they were when they were saved, whatever they are now.
+
+    Returns:
+        The number of optimizer steps taken.
 
     Raises:
         FileNotFoundError: if there is no checkpoint in ``folder``.
+        UserError: if it is of another model.
     """
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"no policy checkpoint in {folder}")
     reader = HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata.keys()
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    kept = _optimizer_state(model, optimizer)
+    # A parameter that had no gradient yet has no moments either.
+    moments = {n: m for n, m in kept["state"].items() if not saved.isdisjoint(_moment_names(n, m))}
+    state = _tensors(model, moments, step=0)
+    if strange := sorted(saved ^ state.keys()):
+        where = "the checkpoint" if strange[0] in saved else "the policy"
+        raise UserError(f"{folder} was saved by another model, or another version: only {where} has {strange[0]}")
     with _quietly():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    set_optimizer_state_dict(model, optimizer, kept | {"state": moments}, options=StateDictOptions(strict=False))
+    torch.set_rng_state(state[RANDOM])
+    return int(state[STEP])
+
+
+def _tensors(model: PreTrainedModel, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> dict[str, Tensor]:
+    """A checkpoint's tensors by name; those of model and optimizer are the living ones, to be read into."""
+    state = {STEP: torch.tensor([step]), RANDOM: torch.get_rng_state()}
+    state |= {f"model.{name}": value for name, value in _own_tensors(model).items()}
+    for name, of_parameter in moments.items():
+        state |= dict(zip(_moment_names(name, of_parameter), of_parameter.values(), strict=True))
+    return state
+
+
+def _moment_names(parameter: str, moments: Mapping[str, Tensor]) -> list[str]:
+    return [f"optimizer.{parameter}.{kind}" for kind in moments]
+
+
+def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file that each tensor goes into. All ranks take rank 0's, whose shards are the largest."""
+    files: dict[str, int] = {}
+    number, held = 1, 0
+    for name, value in state.items():
+        size = (value.to_local() if isinstance(value, DTensor) else value).nbytes
+        if held and held + size > FILE_BYTES:
+            number, held = number + 1, 0
+        files[name], held = number, held + size
+    return files
 
 
 @contextmanager

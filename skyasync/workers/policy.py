@@ -24,7 +24,7 @@ from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
-from skyasync.workers.base import ModelWorker, put_rows
+from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.model import TokenLogprobs, TokenScores
 from skyasync.workers.packing import MicroBatch
@@ -98,10 +98,11 @@ class PolicyWorker(ModelWorker):
         if batch.loss_weights is None or batch.advantages is None:
             raise ValueError("a training batch needs loss_weights and advantages")
         before = torch.zeros(batch.tokens.shape) if batch.proximal_logprobs is None else None
-        for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
-            current = self._backward(micro, self._totals)
-            if before is not None:
-                put_rows(before, micro, current)
+        with sharded_afterwards(self.model):
+            for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
+                current = self._backward(micro, self._totals)
+                if before is not None:
+                    put_rows(before, micro, current)
         return before
 
     def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
@@ -232,25 +233,17 @@ class PolicyWorker(ModelWorker):
 
     def save(self, folder: str) -> None:
         """Model, optimizer, step and random state, sharded; all ranks call it with the same empty folder."""
-        checkpoint.save(self._state(), Path(folder))
+        checkpoint.save(self.model.model, self.optimizer, self.step, Path(folder))
 
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""
-        state = self._state()
-        checkpoint.load(state, Path(folder))
-        self.step = int(state[checkpoint.STEP])
-        for values in self.optimizer.state.values():
-            values["step"].fill_(self.step)
-        torch.set_rng_state(state[checkpoint.RANDOM])
+        self.step = checkpoint.load(self.model.model, self.optimizer, Path(folder))
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""
         weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
         if self.rank == 0:
             checkpoint.export(self.model.model, weights, self.path, Path(folder))
-
-    def _state(self) -> dict[str, Tensor]:
-        return checkpoint.training_state(self.model.model, self.optimizer, self.step)
 
 
 def _local(tensor: Tensor) -> Tensor:

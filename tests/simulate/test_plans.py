@@ -120,7 +120,6 @@ def test_the_plans_run_unmodified() -> None:
         assert simulated(plan).__bases__ == (Simulated, plan)
     assert {name for name in vars(Simulated) if not name.startswith("_")} == {
         "count_ages",
-        "learn_from",
         "prepare",
         "forward_backward",
         "optimizer_step",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.workers.batch import TrainingBatch
+from tests.workers.processes import Ranks
 
 VOCABULARY = 96
 
 
-def make_model(folder: Path, *, tied: bool) -> str:
+def make_model(folder: Path, *, tied: bool, intermediate_size: int = 64) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=intermediate_size, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied,
+        initializer_range=0.2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
@@ -84,6 +86,15 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
         advantages=torch.randn(len(rows), 1, generator=generator) * loss_mask,
         loss_weights=loss_mask.float() / loss_mask.sum(),
     )
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """``ranks(2)``: the session's two processes, without Ray."""
+    groups: dict[int, Ranks] = {}
+    yield lambda count: groups.setdefault(count, Ranks(count))
+    for group in groups.values():
+        group.close()
 
 
 @pytest.fixture

@@ -1,0 +1,206 @@
+"""Calls of a policy worker, each followed by what must be true between any two; run on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
+from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.workers.base import ModelWorker
+from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.ranks import split_for_ranks
+from tests.workers.conftest import make_batch
+from tests.workers.processes import Rank
+
+CALLS = ("score", "logprobs", "update", "publish", "broadcast", "save", "load", "export")
+SEQUENCES = [[5, 6, 7, 8], [9, 1], [1, 2, 3]]
+
+
+def play(rank: Rank, calls: list[str], folder: str) -> list[str]:
+    """Make the calls, checking the worker after each; returns a digest of the state after each."""
+    player = _Player(rank, Path(folder))
+    return [player.play(call) for call in calls]
+
+
+class _Player:
+    def __init__(self, rank: Rank, folder: Path) -> None:
+        self.rank, self.folder = rank, folder
+        self.worker: PolicyWorker = rank.worker
+        self.names = {id(p): name for name, p in self.worker.model.named_parameters()}
+        self.answers: dict[tuple[str, str], Any] = {}  # a call in a state has one answer
+        self.saved: list[tuple[str, str]] = []  # folder, digest of the state in it
+        self.digest = digest(self.worker)
+
+    def play(self, call: str) -> str:
+        before = self.digest
+        answer = getattr(self, call)()
+        check_between_calls(self.worker, self.names)
+        self.digest = digest(self.worker)
+        if call not in ("update", "load"):
+            assert self.digest == before, f"{call} has changed the state"
+        assert self.answers.setdefault((before, call), answer) == answer, f"{call} has two answers in one state"
+        return self.digest
+
+    def score(self) -> list[list[float]]:
+        return self.worker.score(SEQUENCES)
+
+    def logprobs(self) -> list[list[float]]:
+        return self.worker.logprobs(self._shard(3)).tolist()
+
+    def update(self) -> tuple[dict[str, float], str]:
+        metrics = self.worker.update_policy(self._shard(self.worker.step))
+        return metrics, digest(self.worker)
+
+    def publish(self) -> None:
+        path = self.worker.publish()
+        expected = whole_weights(self.worker)
+        assert (path is None) == (self.rank.rank > 0)
+        if path is not None:
+            equal(read_weights(path), expected)
+            self.worker.release(path)
+
+    def broadcast(self) -> None:
+        self.worker.open_broadcast(Rendezvous("127.0.0.1", 1, 1))
+        sender = self.worker._sender
+        sender._engine = received = _Receiver(sender)  # a real one needs GPUs
+        info = self.worker.announce(version=1).info["parameters"]
+        self.worker.broadcast()
+        expected = whole_weights(self.worker)
+        equal(received.weights, {name: expected[name] for name in received.weights})
+        assert set(received.weights) == {n for n, _ in self.worker.model.model.named_parameters()}
+        assert info["names"] == list(received.weights)
+        assert info["shapes"] == [list(w.shape) for w in received.weights.values()]
+        assert info["dtype_names"] == [str(w.dtype).removeprefix("torch.") for w in received.weights.values()]
+
+    def save(self) -> None:
+        folder = self.folder / str(len(self.saved))
+        self.worker.save(str(folder))
+        self.saved.append((str(folder), digest(self.worker)))
+
+    def load(self) -> None:
+        """The oldest, so that a later update must be undone."""
+        if not self.saved:
+            with pytest.raises(FileNotFoundError):
+                self.worker.load(str(self.folder / "nothing"))
+            return
+        folder, state = self.saved[0]
+        self.worker.load(folder)
+        assert digest(self.worker) == state, "what was loaded is not what was saved"
+
+    def export(self) -> None:
+        folder = self.folder / "export"
+        self.worker.export(str(folder))
+        expected = whole_weights(self.worker)
+        if self.rank.rank == 0:
+            equal(load_file(folder / "model.safetensors"), expected)
+
+    def _shard(self, seed: int) -> Any:
+        batch = make_batch(seed=seed)
+        return batch.select(split_for_ranks(batch, self.rank.count)[self.rank.rank]).trim()
+
+
+class _Receiver:
+    """In the place of vLLM's sender: what would be broadcast."""
+
+    def __init__(self, source: NCCLSender) -> None:
+        self._source = source
+        self.weights: dict[str, Tensor] = {}
+
+    def send_weights(self) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in self._source}
+
+
+def check_between_calls(worker: ModelWorker, names: dict[int, str]) -> None:
+    """Parameters are the ones of the beginning, sharded if the worker is; the optimizer has them and no others.
+
+    Args:
+        names: of the parameters, by their identity.
+    """
+    sharded = worker._sharded()
+    parameters = dict(worker.model.named_parameters())
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor) == sharded, f"{name} is a {type(parameter).__name__}"
+        assert names.get(id(parameter)) == name, f"{name} is another tensor than before"
+        assert parameter.dtype == worker.master_dtype()
+        assert not sharded or parameter.placements == (Shard(0),)
+    if isinstance(worker, PolicyWorker):
+        known = [id(p) for group in worker.optimizer.param_groups for p in group["params"]]
+        assert sorted(known) == sorted(map(id, parameters.values()))
+        assert {id(p) for p in worker.optimizer.state} <= set(known)
+
+
+def remember_parameters(rank: Rank) -> None:
+    rank.notes["names"] = {id(p): name for name, p in rank.worker.model.named_parameters()}
+
+
+def logprobs(rank: Rank, seed: int) -> list[list[float]]:
+    """Of all rows on every rank, and the check."""
+    answer: list[list[float]] = rank.worker.logprobs(make_batch(seed=seed)).tolist()
+    check_between_calls(rank.worker, rank.notes["names"])
+    return answer
+
+
+def step_and_save(rank: Rank, folder: str) -> str:
+    """An optimizer step, its checkpoint, and a digest of the whole state, which does not depend on the ranks."""
+    batch = make_batch(seed=rank.worker.step)
+    rank.worker.update_policy(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim())
+    rank.worker.save(folder)
+    return _digest_of_whole(rank.worker)
+
+
+def load_whole(rank: Rank, folder: str) -> str:
+    rank.worker.load(folder)
+    return _digest_of_whole(rank.worker)
+
+
+def _digest_of_whole(worker: PolicyWorker) -> str:
+    return _hashed(worker, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def whole_weights(worker: PolicyWorker) -> dict[str, Tensor]:
+    """What leaves the worker, gathered by hand: parameters once each, in the dtype of the engines."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to(worker.dtype)
+        for name, p in worker.model.model.named_parameters()
+    }
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def digest(worker: PolicyWorker) -> str:
+    """Of all that decides what the worker does next, over all ranks."""
+    own = _hashed(worker, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    if not dist.is_initialized():
+        return own
+    everybody: list[Any] = [None] * worker.world_size
+    dist.all_gather_object(everybody, own)
+    return "-".join(everybody)
+
+
+def _hashed(worker: PolicyWorker, view: Callable[[Tensor], Tensor]) -> str:
+    hashed = hashlib.blake2b(str(worker.step).encode())
+    for name, tensor in _state(worker):
+        hashed.update(name.encode() + view(tensor).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def _state(worker: PolicyWorker) -> Iterator[tuple[str, Tensor]]:
+    yield "random", torch.get_rng_state()
+    for name, parameter in worker.model.named_parameters():
+        yield name, parameter.detach()
+        for kind, value in sorted(worker.optimizer.state.get(parameter, {}).items()):
+            yield f"{name} {kind}", value
