@@ -104,13 +104,16 @@ class TrainerConfig:
     policy_mini_batch_size: int = key(0, "Prompts per optimizer step; 0 takes the whole training batch.", low=0)
     update_epochs_per_batch: int = key(1, "Optimizer passes over each training batch.", low=1)
     micro_train_batch_size_per_gpu: int = key(
-        0, "Sequences per forward-backward pass; 0 packs by micro_batch_tokens.", low=0
+        0, "Most sequences per forward-backward pass, within micro_batch_tokens; 0 sets no such limit.", low=0
     )
     micro_forward_batch_size_per_gpu: int = key(
-        0, "Sequences per forward-only pass; 0 packs by micro_batch_tokens.", low=0
+        0, "Most sequences per forward-only pass, within micro_batch_tokens; 0 sets no such limit.", low=0
     )
     micro_batch_tokens: int = key(
-        0, "Tokens, padding included, per micro-batch where its size is 0; 0 is 4096 on a CPU, 16384 on a GPU.", low=0
+        0,
+        "Most tokens per pass, padding included; a longer sequence is a pass by itself. 0 is 4096 on a CPU, 16384 on a "
+        "GPU.",
+        low=0,
     )
     max_prompt_length: int = key(512, "Prompts with more tokens are left out, and counted.", low=1)
     eval_batch_size: int = key(1024, "Prompts evaluated at once.", low=1)

@@ -25,7 +25,7 @@ from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import Config, ModelConfig
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
-from skyasync.workers.packing import MicroBatch, micro_batches
+from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.ranks import LOOPBACK
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -150,14 +150,12 @@ class ModelWorker:
 
     def _micro_batches(self, batch: TrainingBatch, max_rows: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
-        pieces = list(
-            micro_batches(
-                batch,
-                max_tokens=self.cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type],
-                max_rows=max_rows,
-                share_prefixes=can_share_prefixes(self.model.model.config),
-                hidden_size=self.model.model.config.hidden_size,
-            )
+        pieces = MicroBatches(
+            batch,
+            max_tokens=self.cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type],
+            max_rows=max_rows,
+            share_prefixes=can_share_prefixes(self.model.model.config),
+            hidden_size=self.model.model.config.hidden_size,
         )
         missing = self.agree_on_most(len(pieces)) - len(pieces)
         yield from pieces
@@ -207,7 +205,7 @@ def empty_micro_batch(like: TrainingBatch) -> MicroBatch:
 
     row = TrainingBatch(**{name: blank(value) for name, value in vars(like).items()})  # type: ignore[arg-type]
     row.attention_mask[:] = True
-    piece = next(micro_batches(row, max_tokens=2, share_prefixes=False, hidden_size=1))
+    (piece,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
     return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)
 
 

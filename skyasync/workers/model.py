@@ -79,7 +79,7 @@ class TokenLogprobs(nn.Module):
         """
         hidden = self.model.base_model(
             input_ids=layout.tokens,
-            attention_mask=layout.attention,
+            attention_mask=layout.attention(),
             position_ids=layout.positions,
             use_cache=False,
         ).last_hidden_state
