@@ -30,9 +30,9 @@ MIN_SAVED_TOKENS = 0.2
 class Layout:
     """What the model computes and where the results belong.
 
-    ``tokens``, ``positions`` are int64 ``[packed rows, width]``; ``attention`` is bool
-    ``[packed rows, 1, width, width]``. Both of the latter are None where every packed row is one sequence,
-    right-padded: then the causal mask alone is exact, since padding comes last.
+    ``tokens``, ``positions`` (int64) and ``owners`` (int32) are ``[packed rows, width]``. The latter two are None
+    where every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
+    last. An owner is 0 for a token of the shared prefix, -1 for padding, else the number of the token's own row.
 
     The n loss tokens: ``predictors`` (flat indices into ``tokens`` of the token before each), ``targets``
     (token ids), ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of the result).
@@ -40,7 +40,7 @@ class Layout:
 
     tokens: Tensor
     positions: Tensor | None
-    attention: Tensor | None
+    owners: Tensor | None
     predictors: Tensor
     targets: Tensor
     cells: Tensor
@@ -49,6 +49,18 @@ class Layout:
     def to(self, device: torch.device) -> Layout:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return Layout(**{**vars(self), **moved})
+
+    def attention(self) -> Tensor | None:
+        """Bool ``[packed rows, 1, width, width]``: which tokens each token sees; padding sees padding only.
+
+        Its size is the width's square, so it is made here, where it is used and on that device, and kept nowhere.
+        """
+        owner = self.owners
+        if owner is None:
+            return None
+        allowed = owner[:, :, None] == owner[:, None, :]
+        allowed |= (owner == 0)[:, None, :]
+        return allowed.tril_()[:, None]
 
     def to_rows(self, values: Tensor) -> Tensor:
         """One value per loss token ``[n]`` as ``[rows, length]``, zero elsewhere; differentiable."""
@@ -76,34 +88,45 @@ class _Bundles:
     counts: Tensor  # per bundle, in rows
 
 
-def micro_batches(
-    batch: TrainingBatch, *, max_tokens: int, max_rows: int = 0, share_prefixes: bool, hidden_size: int
-) -> Iterator[MicroBatch]:
-    """Cut a batch into micro-batches of similar widths.
+class MicroBatches:
+    """A batch cut into micro-batches of similar widths. How it is cut is settled at once, which is cheap; each
+    micro-batch is built when the iteration comes to it.
 
     Args:
-        max_tokens: most tokens per micro-batch, padding included; a wider single row still gets through.
-        max_rows: most sequences per micro-batch, in place of ``max_tokens``; 0 is off.
+        max_tokens: most tokens per micro-batch, padding included; only a single longer row exceeds it.
+        max_rows: most sequences per micro-batch; 0 sets no such limit.
         share_prefixes: compute the common prefix of a group's rows once, where that pays.
         hidden_size: of the model; with it goes the price of attention against that of the linear layers.
     """
-    if not len(batch):
-        return
-    lengths = batch.attention_mask.sum(1)
-    bundles = _one_row_each(lengths)
-    if share_prefixes:
-        shared = _by_group(batch, lengths, hidden_size, max_tokens, max_rows)
-        if shared.widths.sum() <= (1 - MIN_SAVED_TOKENS) * lengths.sum():
-            bundles = shared
-    order = torch.argsort(bundles.widths, descending=True, stable=True)
-    by_bundle = torch.argsort(bundles.bundle, stable=True)
-    starts = bundles.counts.cumsum(0) - bundles.counts
-    for start, end in _cuts(bundles.widths[order].tolist(), bundles.counts[order].tolist(), max_tokens, max_rows):
-        chosen = order[start:end]
-        rows = by_bundle[_ranges(starts[chosen], bundles.counts[chosen])]
-        piece = batch.select(rows).trim()
-        local = torch.repeat_interleave(torch.arange(end - start), bundles.counts[chosen])
-        yield MicroBatch(rows, piece, _layout(piece, local, bundles.prefix[rows]))
+
+    def __init__(
+        self, batch: TrainingBatch, *, max_tokens: int, max_rows: int = 0, share_prefixes: bool, hidden_size: int
+    ) -> None:
+        self._batch = batch
+        lengths = batch.attention_mask.sum(1)
+        bundles = _one_row_each(lengths)
+        if share_prefixes and len(batch):
+            shared = _by_group(batch, lengths, hidden_size, max_tokens, max_rows)
+            if shared.widths.sum() <= (1 - MIN_SAVED_TOKENS) * lengths.sum():
+                bundles = shared
+        self._bundles = bundles
+        self._order = torch.argsort(bundles.widths, descending=True, stable=True)
+        widths, counts = bundles.widths[self._order].tolist(), bundles.counts[self._order].tolist()
+        self._cuts = list(_cuts(widths, counts, max_tokens, max_rows))
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        bundles = self._bundles
+        by_bundle = torch.argsort(bundles.bundle, stable=True)
+        starts = bundles.counts.cumsum(0) - bundles.counts
+        for start, end in self._cuts:
+            chosen = self._order[start:end]
+            rows = by_bundle[_ranges(starts[chosen], bundles.counts[chosen])]
+            piece = self._batch.select(rows).trim()
+            local = torch.repeat_interleave(torch.arange(end - start), bundles.counts[chosen])
+            yield MicroBatch(rows, piece, _layout(piece, local, bundles.prefix[rows]))
 
 
 def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Layout:
@@ -135,17 +158,28 @@ def _by_group(batch: TrainingBatch, lengths: Tensor, hidden_size: int, max_token
     tokens_before = tokens_before - tokens_before[group_start]
     rows_before = torch.arange(len(group)) - group_start
 
-    limit = _cheapest_width(prefix[order], hidden_size)
-    limit = torch.minimum(limit, (max_tokens - prefix[order]).clamp(min=1)) if not max_rows else limit
+    limit = torch.minimum(_cheapest_width(prefix[order], hidden_size), (max_tokens - prefix[order]).clamp(min=1))
     piece = torch.div(tokens_before, limit, rounding_mode="floor")
-    count = torch.div(rows_before, max_rows, rounding_mode="floor") if max_rows else torch.zeros_like(piece)
-    keys = torch.stack([group_sorted, piece, count], 1)
-    bundle_sorted, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)[1:]
-    bundle = torch.empty_like(bundle_sorted)
-    bundle[order] = bundle_sorted
+    keys = torch.stack([group_sorted, piece, rows_before // max_rows if max_rows else torch.zeros_like(piece)], 1)
+    room = max_tokens - prefix[order]
+    bundle = torch.empty_like(order)
+    bundle[order] = _numbered(keys.tolist(), own_sorted.tolist(), room.tolist())
+    counts = torch.bincount(bundle)
     widths = torch.zeros_like(counts).index_add_(0, bundle, own)
     widths[bundle] += prefix
     return _Bundles(bundle, prefix, widths, counts)
+
+
+def _numbered(keys: list[list[int]], own: list[int], room: list[int]) -> Tensor:
+    """Bundles from 0 on: consecutive rows with equal keys, as long as their own tokens fit into the room."""
+    numbers: list[int] = []
+    number, used = -1, 0
+    for i, key in enumerate(keys):
+        if i == 0 or key != keys[i - 1] or used + own[i] > room[i]:
+            number, used = number + 1, 0
+        used += own[i]
+        numbers.append(number)
+    return torch.tensor(numbers)
 
 
 def _common_prefix(batch: TrainingBatch, lengths: Tensor, group: Tensor, first_of_group: Tensor) -> Tensor:
@@ -169,17 +203,14 @@ def _cheapest_width(prefix: Tensor, hidden_size: int) -> Tensor:
 
 
 def _cuts(widths: list[int], counts: list[int], max_tokens: int, max_rows: int) -> Iterator[tuple[int, int]]:
-    """Consecutive pieces of bundles that come widest first."""
+    """Consecutive pieces of bundles that come widest first, so that the first of a piece is as wide as the piece."""
     start = 0
     while start < len(widths):
-        end = start + 1
-        if max_rows:
-            rows = counts[start]
-            while end < len(widths) and rows + counts[end] <= max_rows:
-                rows += counts[end]
-                end += 1
-        else:
-            end = min(len(widths), start + max(1, max_tokens // max(1, widths[start])))
+        most = max(1, max_tokens // max(1, widths[start]))
+        end, rows = start + 1, counts[start]
+        while end < min(len(widths), start + most) and (not max_rows or rows + counts[end] <= max_rows):
+            rows += counts[end]
+            end += 1
         yield start, end
         start = end
 
@@ -215,15 +246,15 @@ def _layout(batch: TrainingBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     tokens[where] = batch.tokens[valid]
     positions = torch.zeros(packed_size, dtype=torch.int64)
     positions[where] = columns.expand(rows, length)[valid]
-    owner = torch.full((packed_size,), -1)
-    owner[where] = torch.where(is_own, torch.arange(1, rows + 1)[:, None], 0)[valid]
+    owners = torch.full((packed_size,), -1, dtype=torch.int32)
+    owners[where] = torch.where(is_own, torch.arange(1, rows + 1, dtype=torch.int32)[:, None], 0)[valid]
 
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     shape = (len(counts), width)
     return Layout(
         tokens=tokens.view(shape),
         positions=positions.view(shape),
-        attention=_attention(owner.view(shape)),
+        owners=owners.view(shape),
         predictors=place.flatten()[plain.cells - 1],
         targets=plain.targets,
         cells=plain.cells,
@@ -231,15 +262,7 @@ def _layout(batch: TrainingBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     )
 
 
-def _attention(owner: Tensor) -> Tensor:
-    """``owner`` ``[packed rows, width]``: 0 for the shared prefix, else the row; -1 (padding) sees padding only."""
-    width = owner.shape[1]
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    allowed = (owner[:, :, None] == owner[:, None, :]) | (owner == 0)[:, None, :]
-    return (allowed & causal)[:, None]
-
-
 def attention_pairs(layout: Layout) -> int:
     """Query-key pairs that the attention computes; for measurements."""
     rows, width = layout.tokens.shape
-    return rows * width * width if layout.attention is not None else rows * math.ceil(width * width / 2)
+    return rows * width * width if layout.owners is not None else rows * math.ceil(width * width / 2)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,14 +9,12 @@ from hypothesis import strategies as st
 
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.model import TokenLogprobs, load_causal_lm
-from skyasync.workers.packing import micro_batches, plain_layout
+from skyasync.workers.packing import MicroBatches, plain_layout
 from tests.workers.conftest import make_batch
 
 
 def pack(batch: TrainingBatch, max_tokens: int = 4096, max_rows: int = 0, share: bool = True, hidden: int = 32) -> list:
-    return list(
-        micro_batches(batch, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share, hidden_size=hidden)
-    )
+    return list(MicroBatches(batch, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share, hidden_size=hidden))
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,10 +34,8 @@ def test_every_loss_token_is_in_exactly_one_micro_batch_with_its_own_predictor(
         assert torch.equal(layout.targets, shuffled.tokens[micro.rows[rows], columns])
         assert torch.equal(layout.tokens.flatten()[layout.predictors], shuffled.tokens[micro.rows[rows], columns - 1])
         seen[micro.rows[rows], columns] += 1
-        if max_rows:
-            assert len(micro.rows) <= max_rows
-        elif layout.tokens.shape[0] > 1:
-            assert layout.tokens.numel() <= max_tokens
+        assert len(micro.rows) <= (max_rows or len(batch))
+        assert layout.tokens.numel() <= max_tokens or len(micro.rows) == 1, "only a single longer row"
     assert torch.equal(seen, shuffled.loss_mask.long())
 
 
@@ -45,14 +43,39 @@ def test_a_group_shares_its_prompt_and_computes_fewer_tokens() -> None:
     batch = make_batch(groups=2, samples=8, longest_response=5)
     shared, plain = pack(batch), pack(batch, share=False)
     assert sum(m.layout.tokens.numel() for m in shared) < 0.6 * sum(m.layout.tokens.numel() for m in plain)
-    assert all(m.layout.attention is None and m.layout.positions is None for m in plain)
+    assert all(m.layout.owners is None and m.layout.positions is None for m in plain)
+
+
+def test_many_rows_per_pass_stay_within_the_tokens_of_a_pass() -> None:
+    batch = make_batch(groups=4, samples=16)
+    for share in (False, True):
+        for micro in pack(batch, max_tokens=64, max_rows=64, share=share):
+            assert micro.layout.tokens.numel() <= 64
+
+
+def test_a_batch_of_384k_tokens_is_cut_in_little_time_and_without_its_masks() -> None:
+    """24 groups of 4 samples of 4,000 tokens, whose attention masks together have a gigabyte."""
+    groups, samples, length = 24, 4, 4_000
+    tokens = torch.randint(1, 90, (groups, 1, length)).expand(groups, samples, length).reshape(-1, length).clone()
+    tokens[:, 2_000:] = torch.randint(1, 90, (groups * samples, 2_000))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    loss_mask = mask.clone()
+    loss_mask[:, :2_000] = False
+    batch = TrainingBatch(tokens, mask, loss_mask, group_ids=torch.arange(groups).repeat_interleave(samples))
+    began = time.process_time()
+    pieces = MicroBatches(batch, max_tokens=16_384, share_prefixes=True, hidden_size=4_096)
+    first = next(iter(pieces))
+    assert time.process_time() - began < 2
+    assert first.layout.owners is not None
+    largest = max(value.nbytes for value in vars(first.layout).values() if isinstance(value, torch.Tensor))
+    assert largest <= 8 * 16_384
 
 
 def test_unequal_prompts_under_one_group_id_are_not_shared() -> None:
     batch = make_batch(groups=4, samples=1)
     batch.group_ids.zero_()
     batch.tokens[:, 0] = torch.arange(4) + 1
-    assert all(m.layout.attention is None for m in pack(batch))
+    assert all(m.layout.owners is None for m in pack(batch))
 
 
 def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
@@ -63,7 +86,7 @@ def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
     loss_mask = mask.clone()
     loss_mask[:, :2] = False
     batch = TrainingBatch(tokens, mask, loss_mask, group_ids=torch.zeros(8, dtype=torch.int64))
-    assert all(m.layout.attention is None for m in pack(batch))
+    assert all(m.layout.owners is None for m in pack(batch))
 
 
 @pytest.mark.parametrize("max_tokens", [24, 100, 4096])
@@ -83,7 +106,7 @@ def test_shared_prompts_change_neither_logprobs_nor_gradients(model_path: str, m
 
     packed = pack(batch, max_tokens)
     if max_tokens > 24:
-        assert any(m.layout.attention is not None for m in packed)
+        assert any(m.layout.owners is not None for m in packed)
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     expected = run([(torch.arange(len(batch)), plain)])
     # Not tighter: transformers computes RMSNorm and rotary angles in float32 whatever the dtype.
