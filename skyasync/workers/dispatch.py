@@ -71,7 +71,7 @@ class RayWorkerDispatch:
         if batch.proximal_logprobs is None:
             batch.proximal_logprobs = joined(batch, shards, pieces)
 
-    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+    async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
         return (await self._policy.call("optimizer_step", schedule_step, scale))[0]
 
     async def publish_weights(self, version: int) -> WeightUpdate:

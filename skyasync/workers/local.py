@@ -55,7 +55,7 @@ class LocalDispatch:
         if batch.proximal_logprobs is None:
             batch.proximal_logprobs = found
 
-    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+    async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
         return await self._run(lambda: self._policy.optimizer_step(schedule_step, scale))
 
     async def publish_weights(self, version: int) -> WeightUpdate:

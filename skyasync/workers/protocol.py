@@ -27,11 +27,11 @@ class WorkerDispatch(Protocol):
         A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is filled in.
         """
 
-    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+    async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
         """Change the weights; returns metrics (loss, grad_norm, lr, ...).
 
         Args:
-            schedule_step: optimizer step by which the learning rate goes.
+            schedule_step: optimizer step by which the learning rate goes; by default the workers' own count.
             scale: gradient and loss are multiplied by it first: one over the loss's denominator, where the weights of
                 the parts lack it.
         """

@@ -59,6 +59,12 @@ def test_a_rank_may_get_no_rows() -> None:
     assert sorted(map(len, split(make_batch(groups=1, samples=1), 2))) == [0, 1]
 
 
+async def update(dispatch: RayWorkerDispatch, batch: TrainingBatch) -> dict[str, float]:
+    """One optimizer step, counted by the workers."""
+    await dispatch.forward_backward(batch)
+    return await dispatch.optimizer_step()
+
+
 @pytest.mark.slow
 async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
     untied_model: str, bundles: PlacementGroup
@@ -73,7 +79,7 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
     try:
         start = expected.logprobs(batch)
         torch.testing.assert_close(await dispatch.policy_logprobs(batch), start, atol=1e-6, rtol=0)
-        assert await dispatch.update_policy(batch) == pytest.approx(expected.update_policy(batch), rel=1e-5, abs=1e-7)
+        assert await update(dispatch, batch) == pytest.approx(expected.update_policy(batch), rel=1e-5, abs=1e-7)
         torch.testing.assert_close(await dispatch.policy_logprobs(batch), expected.logprobs(batch), atol=1e-5, rtol=0)
         torch.testing.assert_close(await dispatch.reference_logprobs(batch), start, atol=1e-6, rtol=0)
         assert (await dispatch.score([[1, 2, 3]]))[0] == pytest.approx(expected.score([[1, 2, 3]])[0], abs=1e-5)
@@ -102,7 +108,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         for seed, samples in ((0, 4), (1, 1)):  # with one group of one sample a rank has no rows at all
             batch = make_batch(groups=groups, samples=samples, seed=seed)
             torch.testing.assert_close(await dispatch.policy_logprobs(batch), single.logprobs(batch), atol=1e-4, rtol=0)
-            metrics = await dispatch.update_policy(batch)
+            metrics = await update(dispatch, batch)
             assert metrics == pytest.approx(single.update_policy(batch), rel=1e-4, abs=1e-6)
         trained = await published(dispatch)
         expected = {name: p.detach() for name, p in single.model.model.named_parameters()}
@@ -112,7 +118,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
 
         await dispatch.save(tmp_path / "two")
         await dispatch.export(tmp_path / "export")
-        further = await dispatch.update_policy(make_batch(seed=2))
+        further = await update(dispatch, make_batch(seed=2))
     finally:
         await dispatch.shutdown()
 
@@ -139,9 +145,9 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
         shards[1].loss_weights = None
         began = time.monotonic()
         with pytest.raises(ValueError, match="needs loss_weights") as failure:
-            await dispatch._policy.call_each("update_policy", shards)
+            await dispatch._policy.call_each("forward_backward", shards)
         assert time.monotonic() - began < 20
-        assert "in update_policy" in str(failure.value), "the rank's own traceback"
+        assert "in forward_backward" in str(failure.value), "the rank's own traceback"
         with pytest.raises(RuntimeError, match="stopped") as later:
             await dispatch.policy_logprobs(batch)
         assert later.value.__cause__ is failure.value
@@ -158,7 +164,7 @@ async def test_a_rank_whose_process_dies_is_the_error_not_the_broken_collective(
         pids = await dispatch._policy.call("ready")
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(ray.exceptions.RayActorError):
-            await dispatch.update_policy(make_batch(groups=4))
+            await update(dispatch, make_batch(groups=4))
         with pytest.raises(RuntimeError, match="stopped"):
             await dispatch.publish_weights(version=1)
     finally:
@@ -172,7 +178,7 @@ async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles
     dispatch = await started(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
     try:
         with pytest.raises(NonFiniteError, match="loss of optimizer step 0"):
-            await dispatch.update_policy(batch)
+            await update(dispatch, batch)
     finally:
         await dispatch.shutdown()
 
