@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, Protocol
 
 from skyasync.registry import Registry
@@ -28,6 +29,12 @@ class SamplingParams:
     ``include_stop_str_in_output`` and ``skip_special_tokens`` are about the text that is made of the response: its
     tokens always hold the stop string. ``structured_outputs`` and ``repetition_detection`` (the fields of vLLM's
     classes of these names) are for vLLM only.
+
+    Whoever says a list, one text, None, or tokens as JSON has them says the same: it is stored in one form, which can
+    be compared and be a key.
+
+    Raises:
+        TypeError: naming the field, where its members are not texts or tokens.
     """
 
     max_tokens: int = 16
@@ -50,6 +57,22 @@ class SamplingParams:
     seed: int | None = None
     structured_outputs: dict[str, Any] = field(default_factory=dict)
     repetition_detection: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        settle = object.__setattr__  # the class is frozen for everybody else
+        for name in ("stop", "bad_words"):
+            settle(self, name, _members(name, getattr(self, name), str))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            settle(self, name, _members(name, getattr(self, name), Integral))
+        bias = self.logit_bias or {}
+        settle(self, "logit_bias", {int(token): float(value) for token, value in bias.items()})
+
+
+def _members(name: str, said: Any, kind: type) -> tuple[Any, ...]:
+    members = (said,) if isinstance(said, str) else tuple(said or ())
+    if not all(isinstance(member, kind) for member in members):
+        raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {said!r}")
+    return members if kind is str else tuple(int(member) for member in members)
 
 
 @dataclass(frozen=True)
