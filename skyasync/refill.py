@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from skyasync.errors import UserError
 from skyasync.phases import Metrics, Phases
 from skyasync.rollout.metrics import rollout_metrics
+from skyasync.rollout.repeats import repeat_metrics, repeat_warning, repeats_of
 from skyasync.rollout.types import Group, Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -80,7 +81,11 @@ class Refill(Phases):
         """What has been rolled out, as the batch of a step. Metrics are of all groups, those ``rejected`` as well."""
         if not self.refilling:
             groups = self.postprocess_generator_output(groups)
-        found = rollout_metrics([*groups, *rejected]) | metrics
+        sampled = [*groups, *rejected]
+        repeats = repeats_of(sampled)
+        if problem := repeat_warning(repeats):
+            log.warning("%s", problem)
+        found = rollout_metrics(sampled) | repeat_metrics(repeats) | metrics
         if self.refilling:
             found |= self._count(len(groups), len(rejected))
         return Rollout(groups, position, found, ahead)
