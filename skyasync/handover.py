@@ -2,7 +2,7 @@
 
 Invariant: a version is announced (``policy_version``) when every engine computes with it, and verified then. Engines
 that share their devices with the policy (``trainer.placement.colocate_all``) sleep from the beginning of a training
-step to the next sync; nothing is asked of them in between.
+step to the next sync, which wakes them; nothing is asked of them in between.
 
 | who waits                             | for what                        | woken by                           |
 |---------------------------------------|---------------------------------|------------------------------------|
@@ -20,6 +20,7 @@ from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
 from skyasync.phases import Phases
 from skyasync.rollout.gate import Gate
+from skyasync.weight_sync.turns import DeviceTurns
 
 
 class HandOver(Phases):
@@ -30,7 +31,7 @@ class HandOver(Phases):
     gate: Gate
     global_step: int
     policy_version: int
-    _asleep = False
+    turns: DeviceTurns | None  # where engines and policy share devices
 
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle."""
@@ -53,24 +54,20 @@ class HandOver(Phases):
         """Around a hand-over of weights; behind it, when the engines compute again, it is verified."""
         with self.timed("sync", self._metrics):
             async with self._limited("weight sync"):
-                if self._asleep:
-                    await self.inference_engine_client.wake()
-                    self._asleep = False
                 yield
                 self.policy_version = self.global_step
                 self._metrics |= await self.weight_sync.verify(self.global_step)
 
     async def make_way_for_training(self) -> None:
-        """Put engines that share the policy's devices to sleep; the next sync wakes them. They must be idle."""
-        if self.cfg.trainer.placement.colocate_all and not self._asleep:
+        """Give devices that the policy shares with the engines to it; the next sync wakes them. They must be idle."""
+        if self.turns is not None:
             with self.timed("sleep", self._metrics):
                 async with self._limited("sleep of the engines"):
-                    await self.inference_engine_client.sleep()
-            self._asleep = True
+                    await self.turns.make_way_for_policy()
 
     def check_awake(self) -> None:
         """Raises UserError where a plan would generate between a training step and the sync that follows it."""
-        if self._asleep:
+        if self.turns is not None and not self.turns.engines_are_awake:
             raise UserError(
                 f"{type(self).__name__} generates after training without a weight sync in between, when "
                 f"trainer.placement.colocate_all=true has put the engines to sleep: sync first, or set "

@@ -29,6 +29,7 @@ from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
 from skyasync.state.saving import Saving
+from skyasync.weight_sync.turns import DeviceTurns
 
 
 class RayPPOTrainer(Learning, HandOver, Saving):
@@ -111,9 +112,14 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         """Make a trainer from the parts that ``BasePPOExp`` has built."""
         return cls(**parts)
 
-    def attach(self, dispatch: Any, weight_sync: Any, *, timeline: Timeline | None = None, run_dir: Any = None) -> None:
-        """Hand over what the steps work with: the models, the way to the engines, and where to write."""
-        self.dispatch, self.weight_sync, self.run_dir = dispatch, weight_sync, run_dir
+    def attach(self, dispatch: Any, weight_sync: Any, *, timeline: Timeline | None = None, run_dir: Any = None,
+               turns: DeviceTurns | None = None) -> None:  # fmt: skip
+        """Hand over what the steps work with: the models, the way to the engines, and where to write.
+
+        Args:
+            turns: whose turn it is on devices that models and engines share.
+        """
+        self.dispatch, self.weight_sync, self.run_dir, self.turns = dispatch, weight_sync, run_dir, turns
         self.timeline = timeline or Timeline(None)
         folder = self.cfg.trainer.ckpt_path or (run_dir and run_dir.checkpoints)
         self.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
@@ -154,6 +160,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
                 yield
             self.phase_name = "finishing"
             if self.cfg.trainer.export_path:
+                await self.make_way_for_training()
                 async with self._limited("export"):
                     await self.dispatch.export(Path(self.cfg.trainer.export_path))
             self._tell("on_train_end")

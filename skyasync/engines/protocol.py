@@ -16,6 +16,7 @@ from skyasync.weight_sync.update import WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort", "wait"]
+WakePart = Literal["weights", "cache"]
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,11 @@ class InferenceEngine(Protocol):
     async def sleep(self) -> None:
         """Free the memory of cache (and weights, where the engine can). Only when idle."""
 
-    async def wake(self) -> None:
-        """Undo ``sleep``; weights must be updated before the next request."""
+    async def wake(self, part: WakePart) -> None:
+        """Undo ``sleep`` in two steps: room for the weights, then, once they have been updated, for the cache.
+
+        The next request comes behind both.
+        """
 
     async def stats(self) -> EngineStats: ...
 
@@ -164,6 +168,7 @@ class EngineConfig:
         model_path: a Hugging Face folder or name, weights as safetensors.
         dtype: "auto", "float32" or "bfloat16"; auto is float32 on a CPU.
         threads: CPU threads for this engine; 0 leaves the library's default.
+        max_num_batched_tokens: per step, prompts included; 0 is the engine's own choice.
         version: the policy version of the weights in ``model_path``.
     """
 
@@ -171,6 +176,7 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int = 1024
     max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 0
     threads: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.8
