@@ -27,11 +27,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 
 TOLERANCE = 1e-4
 PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
+#: Weights whose digest says what a rank computes with. Those of linear layers a CPU's kernels have packed elsewhere:
+#: that they have arrived is seen in the scores, to which each rank gives its half.
+PLAIN = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight"]
 PROMPTS = [[2, 3, 4, 5], [7, 8, 9], [40, 41, 42, 43, 44, 45]]
 
 
 class Inspected(VLLMEngine):
-    """Says what each rank holds: a digest by the rank and the name of its part of each weight."""
+    """Says what each rank holds: a digest of its part of each weight, by rank and name."""
 
     async def digests(self) -> dict[str, str]:
         return {
@@ -107,4 +110,5 @@ async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight
         await check_equal(pair, f"version-{version}")
         before, digests = digests, await pair.halves._call("digests")
         assert digests.keys() == before.keys()
-        assert [name for name in digests if digests[name] == before[name]] == [], "weights that no rank has received"
+        received = {name for name in digests if digests[name] != before[name]}
+        assert {f"dp0:pp0:pcp0:tp{rank}:{name}" for rank in ranks for name in PLAIN} <= received
