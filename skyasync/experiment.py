@@ -23,7 +23,7 @@ from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.config.sampling import backend
 from skyasync.data.sources import absolute
 from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.settings import engine_config, rounding
+from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, rounding
 from skyasync.observe.run_dir import RunDirectory, default_run_name
 from skyasync.registry import absolute_reference, resolve_reference
 from skyasync.rewards.settings import settle_references
@@ -96,7 +96,9 @@ class BasePPOExp:
             )
             for index in range(generator.num_inference_engines)
         ]
-        return InferenceClient(engines, generator.request_timeout_s, lambda: self._tokenizer)
+        slots = self._placement.slots
+        at_once = len(slots.policy) if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
+        return InferenceClient(engines, generator.request_timeout_s, lambda: self._tokenizer, at_once)
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
@@ -138,7 +140,12 @@ class BasePPOExp:
         """The policy's and the reference model's processes; their models load in ``start``."""
         from skyasync.workers.dispatch import RayWorkerDispatch
 
-        return RayWorkerDispatch(self.cfg, self._placement.ranks("policy"), self._placement.ranks("reference"))
+        return RayWorkerDispatch(
+            self.cfg,
+            self._placement.ranks("policy"),
+            self._placement.ranks("reference"),
+            self.engine_config().weight_sync_backend,
+        )
 
     def get_weight_sync(self, dispatch: Any, inference_engine_client: Any, probe: Sequence[Sequence[int]]) -> Any:
         """The way of the weights from the policy to the engines."""
@@ -182,6 +189,8 @@ class BasePPOExp:
         self.prepare()
         with cluster(self.cfg, with_reference=self.needs_reference()) as gpus:
             self.gpus = gpus
+            if line := chosen_backend(self.cfg, gpus=gpus):
+                print(line)
             try:
                 return run_in_controller(self, progress=self.cfg.trainer.progress)
             finally:
@@ -250,22 +259,32 @@ class BasePPOExp:
         return trainer
 
     async def start(self, trainer: RayPPOTrainer) -> None:
-        """Load all models, at the same time, and hand them to the trainer."""
+        """Load all models, at the same time unless they share devices, and hand them to the trainer."""
         from skyasync.observe.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.together import run_together
         from skyasync.weight_sync.gaps import choose_probe
+        from skyasync.weight_sync.turns import DeviceTurns
 
-        await run_together(self._client.start(), self._dispatch.start(trainer.total_updates))
         chat = ChatTokenizer(trainer.tokenizer, self.cfg.data.apply_chat_template)
         prompts = (
             chat.prompt(trainer.prompts.prompt(place).messages).tolist() for place in range(trainer.prompts.rows)
         )
-        weight_sync = self.get_weight_sync(self._dispatch, self._client, choose_probe(prompts, PROBE_TOKENS))
+        probe, turns = choose_probe(prompts, PROBE_TOKENS), None
+        if self.cfg.trainer.placement.colocate_all:
+            asked = probe if self.cfg.generator.verify_weight_sync else ()
+            turns = DeviceTurns(self._dispatch, self._client, asked)
+            await turns.start(trainer.total_updates)
+        else:
+            await run_together(self._client.start(), self._dispatch.start(trainer.total_updates))
+        source, destination = (turns.source, turns.destination) if turns else (self._dispatch, self._client)
+        weight_sync = self.get_weight_sync(source, destination, probe)
         async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
             await weight_sync.measure_floor()
         assert self.run_dir is not None
-        trainer.attach(self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir)
+        trainer.attach(
+            self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir, turns=turns
+        )
         self._tracker = None
 
     async def close(self) -> None:

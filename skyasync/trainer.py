@@ -35,6 +35,7 @@ from skyasync.training.refill import Refill
 from skyasync.training.reporting import Reporting
 from skyasync.training.saving import Saving
 from skyasync.training.views import Views
+from skyasync.weight_sync.turns import DeviceTurns
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.workers.batch import TrainingBatch
@@ -107,9 +108,14 @@ class RayPPOTrainer(Views):
         *,
         timeline: Timeline | None = None,
         run_dir: RunDirectory | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
-        """Hand over what the steps work with: the models, the way to the engines, and where to write."""
-        self.learner.dispatch, self.handover.weight_sync = dispatch, weight_sync
+        """Hand over what the steps work with: the models, the way to the engines, and where to write.
+
+        Args:
+            turns: whose turn it is on devices that models and engines share.
+        """
+        self.learner.dispatch, self.handover.weight_sync, self.handover.turns = dispatch, weight_sync, turns
         self.reporting.run_dir, self.phases.timeline = run_dir, timeline or Timeline(None)
         folder = self.cfg.trainer.ckpt_path or (run_dir and run_dir.checkpoints)
         self.saving.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
@@ -140,6 +146,7 @@ class RayPPOTrainer(Views):
                 yield
             self.phases.name = "finishing"
             if self.cfg.trainer.export_path:
+                await self.handover.make_way_for_training()
                 async with self.phases.limited("export"):
                     await self.dispatch.export(Path(self.cfg.trainer.export_path))
             self.reporting.tell("on_train_end", self)
@@ -179,7 +186,7 @@ class RayPPOTrainer(Views):
         """What has been rolled out, as the batch of a step. Metrics are of all groups, those ``rejected`` as well."""
         if not self.refill.active and not postprocessed:
             groups = self.postprocess_generator_output(groups)
-        found = rollout_metrics([*groups, *rejected]) | metrics
+        found = self.reporting.rolled_out([*groups, *rejected]) | metrics
         if self.refill.active:
             found |= self.refill.count(len(groups), len(rejected))
         return Rollout(groups, position, found, ahead)

@@ -245,14 +245,21 @@ class GeneratorConfig:
     )
     max_model_len: int = key(0, "Most tokens per sequence in the engine; 0 is prompt plus response.", low=0)
     max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1)
-    gpu_memory_utilization: float = key(0.8, "Share of a GPU's memory an engine may take.", above=0.0, high=1.0)
+    max_num_batched_tokens: int = key(
+        0, "Most tokens an engine computes per step, prompts included (vllm); 0 is max_num_seqs, at least 8192.", low=0
+    )
+    gpu_memory_utilization: float = key(
+        0.8, "Share of a GPU's memory that engines may take; those on one GPU divide it.", above=0.0, high=1.0
+    )
     kv_cache_gb: float = key(1.0, "KV cache of an engine on a CPU, in GB.", above=0.0)
     dtype: str = key(
         "auto", "Dtype of the engine's weights; auto follows the policy's.", choices=("auto", "float32", "bfloat16")
     )
     threads: int = key(0, "CPU threads per engine; 0 shares the machine's cores according to the plan.", low=0)
     weight_sync_backend: str = key(
-        "auto", "How weights reach the engines; auto is shared_memory.", choices=("auto", "shared_memory", "nccl")
+        "auto",
+        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, else shared_memory.",
+        choices=("auto", "shared_memory", "nccl"),
     )
     verify_weight_sync: bool = key(True, "Compare probe log-probabilities, trainer against engine, after weight syncs.")
     verify_interval: int = key(

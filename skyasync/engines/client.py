@@ -32,6 +32,7 @@ from skyasync.engines.protocol import (
     GenerationRequest,
     InferenceEngine,
     PauseMode,
+    WakePart,
 )
 from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
@@ -52,6 +53,8 @@ class InferenceClient:
         engines: at least one; they hold the same weights.
         request_timeout_s: how long a request may go unanswered, pauses of the engines included.
         tokenizer: gives the model's; needed where requests with stop strings are cut.
+        start_at_once: engines that load at the same time, in order; 0 is all. Those that share a device measure what
+            memory is free on it when they load, and must do so one after the other.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class InferenceClient:
         engines: Sequence[InferenceEngine],
         request_timeout_s: float = 600.0,
         tokenizer: Callable[[], Any] | None = None,
+        start_at_once: int = 0,
     ) -> None:
         if not engines:
             raise ValueError("an inference client needs at least one engine")
         self.engines = list(engines)
         self.request_timeout_s = request_timeout_s
         self._tokenizer = tokenizer
+        self._start_at_once = start_at_once or len(engines)
         self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
         self._in_flight = [0] * len(engines)
         self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
@@ -75,7 +80,9 @@ class InferenceClient:
         self._cut: set[str] = set()  # the engines' ids of what ``cut`` has ended
 
     async def start(self) -> None:
-        await self._everywhere(lambda engine: engine.start())
+        for first in range(0, len(self.engines), self._start_at_once):
+            wave = self.engines[first : first + self._start_at_once]
+            await asyncio.gather(*(engine.start() for engine in wave))
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Answer one request.
@@ -176,8 +183,8 @@ class InferenceClient:
     async def sleep(self) -> None:
         await self._everywhere(lambda engine: engine.sleep())
 
-    async def wake(self) -> None:
-        await self._everywhere(lambda engine: engine.wake())
+    async def wake(self, part: WakePart) -> None:
+        await self._everywhere(lambda engine: engine.wake(part))
 
     async def stats(self) -> list[EngineStats]:
         return await self._everywhere(lambda engine: engine.stats())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from skyasync.weight_sync.update import WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort", "wait"]
+WakePart = Literal["weights", "cache"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class SamplingParams:
     ``include_stop_str_in_output`` and ``skip_special_tokens`` are about the text that is made of the response: its
     tokens always hold the stop string. ``structured_outputs`` and ``repetition_detection`` (the fields of vLLM's
     classes of these names) are for vLLM only.
+
+    Whoever says a list, one text, None, or tokens as JSON has them says the same: it is stored in one form, which can
+    be compared and be a key.
+
+    Raises:
+        TypeError: naming the field, where its members are not texts or tokens.
     """
 
     max_tokens: int = 16
@@ -53,6 +61,22 @@ class SamplingParams:
     seed: int | None = None
     structured_outputs: dict[str, Any] = field(default_factory=dict)
     repetition_detection: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        settle = object.__setattr__  # the class is frozen for everybody else
+        for name in ("stop", "bad_words"):
+            settle(self, name, _members(name, getattr(self, name), str))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            settle(self, name, _members(name, getattr(self, name), Integral))
+        bias = self.logit_bias or {}
+        settle(self, "logit_bias", {int(token): float(value) for token, value in bias.items()})
+
+
+def _members(name: str, said: Any, kind: type) -> tuple[Any, ...]:
+    members = (said,) if isinstance(said, str) else tuple(said or ())
+    if not all(isinstance(member, kind) for member in members):
+        raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {said!r}")
+    return members if kind is str else tuple(int(member) for member in members)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +170,11 @@ class InferenceEngine(Protocol):
     async def sleep(self) -> None:
         """Free the memory of cache (and weights, where the engine can). Only when idle."""
 
-    async def wake(self) -> None:
-        """Undo ``sleep``; weights must be updated before the next request."""
+    async def wake(self, part: WakePart) -> None:
+        """Undo ``sleep`` in two steps: room for the weights, then, once they have been updated, for the cache.
+
+        The next request comes behind both.
+        """
 
     async def stats(self) -> EngineStats: ...
 
@@ -163,6 +190,7 @@ class EngineConfig:
         model_path: a Hugging Face folder or name, weights as safetensors.
         dtype: "auto", "float32" or "bfloat16"; auto is float32 on a CPU.
         threads: CPU threads for this engine; 0 leaves the library's default.
+        max_num_batched_tokens: per step, prompts included; 0 is the engine's own choice.
         version: the policy version of the weights in ``model_path``.
     """
 
@@ -170,6 +198,7 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int = 1024
     max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 0
     threads: int = 0
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.8

@@ -23,6 +23,7 @@ from skyasync.engines.protocol import (
     GenerationRequest,
     InferenceEngine,
     PauseMode,
+    WakePart,
 )
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -136,8 +137,8 @@ class RayEngine:
     async def sleep(self) -> None:
         await self._call("sleep")
 
-    async def wake(self) -> None:
-        await self._call("wake")
+    async def wake(self, part: WakePart) -> None:
+        await self._call("wake", part)
 
     async def stats(self) -> EngineStats:
         return await self._call("stats")

@@ -6,8 +6,10 @@ an engine starts.
 
 from __future__ import annotations
 
+from math import ceil
+
 from skyasync.config.sampling import backend
-from skyasync.config.schema import Config
+from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
@@ -23,11 +25,12 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
         dtype=generator.dtype if generator.dtype != "auto" else trainer.policy.model.dtype,
         max_model_len=generator.max_model_len or trainer.max_prompt_length + response * generator.max_turns,
         max_num_seqs=generator.max_num_seqs,
+        max_num_batched_tokens=_batched_tokens(generator),
         tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
-        gpu_memory_utilization=generator.gpu_memory_utilization,
+        gpu_memory_utilization=generator.gpu_memory_utilization / engines_per_device(cfg),
         kv_cache_gb=generator.kv_cache_gb,
         seed=trainer.seed,
-        weight_sync_backend=_weight_sync_backend(cfg, gpus=gpus),
+        weight_sync_backend=weight_sync_backend(cfg, gpus=gpus),
         extra={"sleep_mode": _sleep(cfg, gpus=gpus), "one_per_prompt": not generator.is_num_return_sequences_expand},
     )
 
@@ -49,10 +52,42 @@ def _sleep(cfg: Config, *, gpus: bool) -> bool:
     return colocated
 
 
-def _weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
+def engines_per_device(cfg: Config) -> int:
+    """The most engines that have a device together, as ``plan_slots`` places them."""
+    placement = cfg.trainer.placement
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    return ceil(cfg.generator.num_inference_engines / ranks) if placement.colocate_all else 1
+
+
+def _batched_tokens(generator: GeneratorConfig) -> int:
+    asked = generator.max_num_batched_tokens
+    if 0 < asked < generator.max_num_seqs:
+        raise UserError(
+            f"generator.max_num_batched_tokens={asked} is less than generator.max_num_seqs={generator.max_num_seqs}, "
+            f"and each of these sequences gets a token per step: raise the one, lower the other, or leave it at 0"
+        )
+    return asked
+
+
+def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
+    """How the weights travel: what ``generator.weight_sync_backend`` says, or what ``auto`` stands for here."""
     chosen = cfg.generator.weight_sync_backend
     if chosen == "nccl" and not gpus:
         raise UserError("generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory")
     if chosen == "nccl" and backend(cfg) != "vllm":
         raise UserError("generator.weight_sync_backend=nccl needs generator.backend=vllm; use shared_memory")
-    return "shared_memory" if chosen == "auto" else chosen
+    if chosen != "auto":
+        return chosen
+    own_gpus = gpus and not cfg.trainer.placement.colocate_all
+    return "nccl" if own_gpus and backend(cfg) == "vllm" else "shared_memory"
+
+
+def chosen_backend(cfg: Config, *, gpus: bool) -> str:
+    """A line that says what ``auto`` has come to, and why; empty where there was nothing to choose."""
+    if not gpus or cfg.generator.weight_sync_backend != "auto":
+        return ""
+    if weight_sync_backend(cfg, gpus=gpus) == "nccl":
+        return "generator.weight_sync_backend=auto is nccl: weights go to the engines from GPU to GPU"
+    shared = cfg.trainer.placement.colocate_all
+    why = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
+    return f"generator.weight_sync_backend=auto is shared_memory: {why}"

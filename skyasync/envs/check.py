@@ -76,7 +76,11 @@ def _sampling(changes: Any) -> dict[str, Any]:
     for name in changes:
         if name not in SAMPLING:
             raise NonsenseError(unknown("name in step's sampling_params", str(name), SAMPLING))
-    return dict(changes)
+    try:
+        settled = SamplingParams(**changes)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise NonsenseError(f"step's sampling_params: {error}") from None
+    return {name: getattr(settled, name) for name in changes}
 
 
 def _chars(message: Any) -> int:

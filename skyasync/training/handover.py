@@ -2,7 +2,7 @@
 
 Invariant: a version is announced (``policy_version``) when every engine computes with it, and verified then. Engines
 that share their devices with the policy (``trainer.placement.colocate_all``) sleep from the beginning of a training
-step to the next sync; nothing is asked of them in between.
+step to the next sync, which wakes them; nothing is asked of them in between.
 
 | who waits                             | for what                        | woken by                           |
 |---------------------------------------|---------------------------------|------------------------------------|
@@ -22,6 +22,7 @@ from skyasync.errors import UserError
 from skyasync.rollout.gate import Gate
 from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress
+from skyasync.weight_sync.turns import DeviceTurns
 
 
 class HandOver:
@@ -29,13 +30,14 @@ class HandOver:
 
     Attributes:
         weight_sync: ``sync(version)`` and ``verify(version)``; set when the models are up.
+        turns: whose turn it is on devices that engines and policy share; None where they have their own.
     """
 
     def __init__(self, cfg: Config, client: Any, progress: Progress, phases: Phases) -> None:
         self.weight_sync: Any = None
+        self.turns: DeviceTurns | None = None
         self._cfg, self._client, self._progress, self._phases = cfg.trainer, client, progress, phases
         self._gate = Gate()  # where rollouts for training can be kept out of the engines
-        self._asleep = False
         self._announced = False  # the engines have got weights at all
 
     def due(self, last: bool) -> bool:
@@ -60,25 +62,21 @@ class HandOver:
         """Around a hand-over of weights; behind it, when the engines compute again, it is verified."""
         with self._phases.timed("sync"):
             async with self._phases.limited("weight sync"):
-                if self._asleep:
-                    await self._client.wake()
-                    self._asleep = False
                 yield
                 self._progress.handed_over()
                 self._announced = True
                 self._phases.metrics |= await self.weight_sync.verify(self._progress.version)
 
     async def make_way_for_training(self) -> None:
-        """Put engines that share the policy's devices to sleep; the next sync wakes them. They must be idle."""
-        if self._cfg.placement.colocate_all and not self._asleep:
+        """Give devices that the policy shares with the engines to it; the next sync wakes them. They must be idle."""
+        if self.turns is not None:
             with self._phases.timed("sleep"):
                 async with self._phases.limited("sleep of the engines"):
-                    await self._client.sleep()
-            self._asleep = True
+                    await self.turns.make_way_for_policy()
 
     def check_awake(self, plan: str) -> None:
         """Raises UserError where a plan would generate between a training step and the sync that follows it."""
-        if self._asleep:
+        if self.turns is not None and not self.turns.engines_are_awake:
             raise UserError(
                 f"{plan} generates after training without a weight sync in between, when "
                 f"trainer.placement.colocate_all=true has put the engines to sleep: sync first, or set "

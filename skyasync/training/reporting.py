@@ -5,15 +5,19 @@ Invariant: a step is logged once, when all of it is done, with everything that w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.usage import UsageMeter
-from skyasync.rollout.metrics import sample_records
+from skyasync.rollout.metrics import rollout_metrics, sample_records
+from skyasync.rollout.repeats import repeat_metrics, repeat_warning, repeats_of
 from skyasync.rollout.types import Group
 from skyasync.training.phases import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Reporting:
@@ -40,6 +44,13 @@ class Reporting:
         """How busy engines and trainer were since the last call."""
         assert self._usage is not None, "start() comes first"
         return await self._usage.lap(wall_s, self._trained)
+
+    def rolled_out(self, groups: Sequence[Group]) -> Metrics:
+        """Metrics of what has been sampled; a warning if samples repeat as chance would not."""
+        repeats = repeats_of(groups)
+        if problem := repeat_warning(repeats):
+            log.warning("%s", problem)
+        return rollout_metrics(groups) | repeat_metrics(repeats)
 
     def trained(self, step: int, groups: Sequence[Group], decode: Callable[..., str] | None) -> None:
         """These groups were trained in this step; a few samples of them are written down."""

@@ -69,9 +69,15 @@ class NCCLSender:
         return WeightUpdate(version, BACKEND, {"rendezvous": group, "parameters": parameter_info(self.metadata())})
 
     def send(self) -> None:
-        """Broadcast the parameters once; the first call also forms the group. Blocks until they are sent."""
+        """Broadcast the parameters once; the first call also forms the group. Blocks until they are sent.
+
+        vLLM reads them on streams of its own, which wait for nothing: what this stream has still to do to them (the
+        optimizer step, on a GPU, is only queued when it returns) is awaited first.
+        """
         if self._engine is None:
             self._engine = self._join()
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
         self._engine.send_weights()
 
     def close(self) -> None:

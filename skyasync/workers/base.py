@@ -28,6 +28,7 @@ from skyasync.config.schema import Config, ModelConfig
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.loading import load_sharded
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
+from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.ranks import LOOPBACK
 
@@ -155,6 +156,19 @@ class ModelWorker:
         batch = sequences_as_batch(sequences)
         values = self.logprobs(batch, plain=True).tolist()
         return [row[1 : len(sequence)] for row, sequence in zip(values, sequences, strict=True)]
+
+    def offload(self) -> None:
+        """Move the model to host memory, for others that need the device. All ranks call it."""
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # else the memory stays this process's
+
+    def onload(self) -> None:
+        """Undo ``offload``."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        move_weights(self.model, device)
 
     def ready(self) -> int:
         """Answers (with the process id) once the calls before it are done."""

@@ -33,13 +33,21 @@ class RayWorkerDispatch:
 
     Args:
         reference: None if nothing asks for the reference model.
+        weight_sync_backend: how the engines expect the weights, ``shared_memory`` or ``nccl``.
     """
 
-    def __init__(self, cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        policy: WorkerPlacement,
+        reference: WorkerPlacement | None = None,
+        weight_sync_backend: str = "shared_memory",
+    ) -> None:
         self._cfg = cfg
         self._policy = RankGroup("skyasync.workers.policy:PolicyWorker", policy)
         self._reference = RankGroup("skyasync.workers.reference:ReferenceWorker", reference) if reference else None
-        self._broadcast = _broadcast(cfg, self._policy)
+        workers = cfg.generator.num_inference_engines * cfg.generator.inference_engine_tensor_parallel_size
+        self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
 
     async def start(self, total_steps: int = 0) -> None:
         """Load the models. ``cfg.trainer.policy.model.path`` is a folder or hub name.
@@ -91,6 +99,21 @@ class RayWorkerDispatch:
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self._policy.call("score", sequences))[0]
 
+    async def offload(self) -> None:
+        """Weights and moments to host memory, and the reference model's if it is on the same devices.
+
+        Until ``onload`` nothing can be asked of them but ``save`` and ``load``.
+        """
+        await asyncio.gather(*(model.call("offload") for model in self._on_the_policys_devices()))
+
+    async def onload(self) -> None:
+        """Undo ``offload``, bit for bit."""
+        await asyncio.gather(*(model.call("onload") for model in self._on_the_policys_devices()))
+
+    def _on_the_policys_devices(self) -> list[RankGroup]:
+        shared = self._reference if self._cfg.trainer.placement.colocate_policy_ref else None
+        return [model for model in (self._policy, shared) if model is not None]
+
     async def save(self, folder: Path) -> None:
         await self._policy.call("save", str(folder))
         _check_arrived(folder)
@@ -117,10 +140,3 @@ def _check_arrived(folder: Path) -> None:
             f"the policy's processes wrote {folder} on another machine, where this one cannot see it: "
             f"trainer.ckpt_path must be a folder that all nodes share"
         )
-
-
-def _broadcast(cfg: Config, policy: RankGroup) -> Broadcast | None:
-    generator = cfg.generator
-    if generator.weight_sync_backend != "nccl":
-        return None
-    return Broadcast(policy, generator.num_inference_engines * generator.inference_engine_tensor_parallel_size)

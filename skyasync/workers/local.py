@@ -70,6 +70,14 @@ class LocalDispatch:
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return await self._run(lambda: self._policy.score(sequences))
 
+    async def offload(self) -> None:
+        for worker in filter(None, (self._policy, self._reference)):
+            await self._run(worker.offload)
+
+    async def onload(self) -> None:
+        for worker in filter(None, (self._policy, self._reference)):
+            await self._run(worker.onload)
+
     async def save(self, folder: Path) -> None:
         await self._run(lambda: self._policy.save(str(folder)))
 

@@ -26,6 +26,7 @@ from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.model import TokenLogprobs, TokenScores
+from skyasync.workers.offload import move_moments
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.schedule import learning_rate
 
@@ -214,6 +215,11 @@ class PolicyWorker(ModelWorker):
         self.optimizer.step()
         self.step += 1
         return rate
+
+    def _move(self, device: torch.device) -> None:
+        self.optimizer.zero_grad()  # the next update begins without gradients in any case
+        super()._move(device)
+        move_moments(self.optimizer, device)
 
     def publish(self) -> str | None:
         """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it."""

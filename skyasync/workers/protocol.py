@@ -48,6 +48,12 @@ class WorkerDispatch(Protocol):
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """As ``InferenceEngine.score``, by the trainer's policy."""
 
+    async def offload(self) -> None:
+        """Move the models' state to host memory; until ``onload`` only ``save`` and ``load`` may be asked."""
+
+    async def onload(self) -> None:
+        """Bring it back to the devices, bit for bit."""
+
     async def save(self, folder: Path) -> None:
         """Write model and optimizer state into ``folder``."""
 

@@ -11,8 +11,10 @@ pytestmark = pytest.mark.slow
 GAP = 1e-4
 
 
-def test_two_ranks_and_two_engines_train_like_one(train: Train, sync_run: Trained) -> None:
+@pytest.mark.parametrize("shared", ["false", "true"])
+def test_two_ranks_and_two_engines_train_like_one(shared: str, train: Train, sync_run: Trained) -> None:
     run = train(
+        f"trainer.placement.colocate_all={shared}",
         "trainer.max_training_steps=2",
         "trainer.placement.policy_num_gpus_per_node=2",
         "generator.num_inference_engines=2",

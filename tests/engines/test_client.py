@@ -254,3 +254,22 @@ async def test_shutting_down_ends_what_waits_and_reaches_every_engine():
 def test_a_client_needs_an_engine():
     with pytest.raises(ValueError, match="at least one engine"):
         InferenceClient([])
+
+
+@pytest.mark.parametrize(("at_once", "waves"), [(0, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3], [4]])])
+async def test_engines_that_share_devices_load_one_after_the_other(at_once, waves):
+    loading, found = set(), []
+
+    class Loading:
+        def __init__(self, index):
+            self.index = index
+
+        async def start(self):
+            loading.add(self.index)
+            await asyncio.sleep(0)
+            if loading:
+                found.append(sorted(loading))
+                loading.clear()
+
+    await InferenceClient([Loading(i) for i in range(5)], start_at_once=at_once).start()
+    assert found == waves

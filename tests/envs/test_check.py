@@ -15,6 +15,12 @@ def test_a_right_step_becomes_plain_values():
     assert type(step["reward"]) is float
 
 
+def test_sampling_params_may_be_lists_as_json_has_them():
+    said = {"stop": ["\n", "end"], "bad_words": "never", "logit_bias": {"3": 1}, "temperature": 0.5}
+    found = check_step(GOOD | {"sampling_params": said}, raw=False, most_chars=10)["sampling_params"]
+    assert found == {"stop": ("\n", "end"), "bad_words": ("never",), "logit_bias": {3: 1.0}, "temperature": 0.5}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -34,6 +40,9 @@ def test_a_right_step_becomes_plain_values():
             r"11 characters; environment.max_observation_chars",
         ),
         ({"sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
+        ({"sampling_params": {"stop": [1]}}, r"step's sampling_params: stop must be texts; found \[1\]"),
+        ({"sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids must be token ids"),
+        ({"sampling_params": {"logit_bias": [1]}}, "step's sampling_params: "),
     ],
 )
 def test_a_wrong_step_is_refused_with_what_was_found(changed, message):

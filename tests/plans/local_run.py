@@ -17,6 +17,7 @@ from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.turns import DeviceTurns
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.local import LocalDispatch
 
@@ -37,6 +38,8 @@ class RecordingDispatch(LocalDispatch):
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         self.batches: list[TrainingBatch] = []
+
+    async def start(self, total_steps: int = 0) -> None: ...
 
     async def forward_backward(self, batch: TrainingBatch) -> None:
         self.batches.append(batch)
@@ -181,10 +184,16 @@ class LocalRun:
             generator=EpisodeGenerator(self.client, local_pool(), tokenizer, 64),
         )
         probe = [[1, 2, 3, 4, 5], [9, 8, 7]]
-        self.trainer.attach(self.dispatch, WeightSync(self.dispatch, self.client, probe, 1e-3))
+        turns = self.turns = (
+            DeviceTurns(self.dispatch, self.client, probe) if cfg.trainer.placement.colocate_all else None
+        )
+        source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
+        self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), turns=turns)
 
     async def train(self) -> LocalRun:
-        if not self._engine_is_up:
+        if self.turns:
+            await self.turns.start()
+        elif not self._engine_is_up:
             await self.client.start()
         try:
             await self.trainer.train()

@@ -63,34 +63,37 @@ async def test_the_cache_is_freed_for_training_and_the_run_is_the_same_bit_for_b
         assert torch.equal(together.dispatch.weights()[name], weights), name
 
 
-class Calls:
-    """Added to the scripted engines: what they are asked, in order, with the syncs and updates between."""
+class Turns:
+    """Stands where ``DeviceTurns`` does: says when the trainer gives the devices to the policy."""
 
     def __init__(self, run: Any) -> None:
         self.made: list[str] = []
-        for part, name in ((run.engines, "sleep"), (run.engines, "wake"), (run.dispatch, "forward_backward"),
-                           (run.sync, "sync"), (run.generator, "generate")):  # fmt: skip
-            setattr(part, name, self._noting(name, getattr(part, name, None)))
+        self.engines_are_awake = False
+        for part, name in ((run.dispatch, "forward_backward"), (run.dispatch, "export"), (run.sync, "sync"),
+                           (run.generator, "generate")):  # fmt: skip
+            setattr(part, name, self._noting(name, getattr(part, name)))
+        run.trainer.handover.turns = self
+
+    async def make_way_for_policy(self) -> None:
+        self.made.append("policy")
+        self.engines_are_awake = False
 
     def _noting(self, name: str, call: Any) -> Any:
         async def noted(*args: Any) -> Any:
             self.made.append(name)
-            return await call(*args) if call else None
+            self.engines_are_awake = self.engines_are_awake or name == "sync"
+            return await call(*args)
 
         return noted
 
 
-def test_engines_sleep_from_the_update_to_the_sync_and_only_where_devices_are_shared() -> None:
-    run = make_run(RayPPOTrainer, prompts=8, eval_prompts=1, trainer__placement__colocate_all=True)
-    calls = Calls(run)
+def test_the_policy_has_the_devices_from_the_update_to_the_sync_and_for_the_export() -> None:
+    run = make_run(RayPPOTrainer, prompts=8, eval_prompts=1, trainer__export_path="somewhere")
+    turns = Turns(run)
     run.train()
-    step = ["generate", "sleep", "forward_backward", "wake", "sync"]
-    assert calls.made == ["sync", *step, *step, "generate"]
+    step = ["generate", "policy", "forward_backward", "sync"]
+    assert turns.made == ["sync", *step, *step, "generate", "policy", "export"]
     assert sorted(run.tracker.of("time/sleep_s")) == [1, 2]
-    run = make_run(RayPPOTrainer, prompts=8)
-    calls = Calls(run)
-    run.train()
-    assert not {"sleep", "wake"} & set(calls.made)
 
 
 def test_a_plan_that_generates_while_engines_sleep_is_told_so() -> None:
@@ -100,7 +103,7 @@ def test_a_plan_that_generates_while_engines_sleep_is_told_so() -> None:
                 for prompts in self.remaining_prompts():
                     await self.train_on(await self.generate(prompts))
 
-    run = make_run(Forgetful, trainer__placement__colocate_all=True)
-    Calls(run)
+    run = make_run(Forgetful)
+    Turns(run)
     with pytest.raises(UserError, match=r"Forgetful generates after training without a weight sync.*colocate_all"):
         run.train()

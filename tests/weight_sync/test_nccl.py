@@ -88,3 +88,26 @@ def test_other_trainer_ranks_gather_without_joining_the_group() -> None:
     assert gathered == ["0.weight", "1.weight", "1.bias"] * 2
     sender.close()
     sender.close()
+
+
+@pytest.mark.vllm
+def test_what_the_optimizer_has_queued_is_done_before_vllm_reads_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM packs on streams of its own. Stands in for a GPU: the current stream, and what vLLM does in which order."""
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    order: list[str] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            order.append("synchronize")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: None)
+    for name in ("_broadcast", "_post_send_sync"):
+        monkeypatch.setattr(nccl_engine.NCCLTrainerWeightTransferEngine, name, lambda *_, name=name: order.append(name))
+    for rank in (0, 1):
+        order.clear()
+        NCCLSender(model(), RENDEZVOUS, rank=rank).send()
+        assert order == ["synchronize", "_broadcast", "_post_send_sync"]

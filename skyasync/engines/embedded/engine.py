@@ -31,6 +31,7 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
+    WakePart,
 )
 from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
@@ -97,7 +98,7 @@ class TransformersEngine:
     async def sleep(self) -> None:
         await self._call(lambda: self._loaded.sleep())
 
-    async def wake(self) -> None:
+    async def wake(self, part: WakePart) -> None:
         """Nothing to undo: the next request allocates its cache."""
         await self._call(lambda: None)
 

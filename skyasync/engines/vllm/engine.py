@@ -30,6 +30,7 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
+    WakePart,
 )
 from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
@@ -41,13 +42,17 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 
+VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
+
+
 @ENGINES.register("vllm")
 class VLLMEngine:
     """See ``InferenceEngine`` for the methods. After its death they raise ``vllm_core.EngineDiedError``.
 
     ``config.extra``: ``cpu_bind`` (cores for the threads, CPU), ``sleep_mode`` (allow ``sleep``, GPU),
-    ``engine_index`` (place among the engines; needed by the nccl weight sync with several), ``one_per_prompt``
-    (requests of one call that differ in their id alone are one request for vLLM, of which it draws n samples).
+    ``engine_index`` (place among the engines: each draws from random numbers of its own, and has a place in the
+    nccl weight sync), ``one_per_prompt`` (requests of one call that differ in their id alone are one request for vLLM,
+    of which it draws n samples).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -60,6 +65,7 @@ class VLLMEngine:
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
         self._joined_group = False
+        self._asleep = False  # as a whole or in part: nothing is scheduled
 
     async def start(self) -> None:
         await self._core.start()
@@ -196,7 +202,7 @@ class VLLMEngine:
                 f"and cannot take an update by {update.backend!r}"
             )
         async with self._control:
-            was_paused = self._paused.on
+            was_paused = self._paused.on or self._asleep
             if not was_paused:
                 await self._pause("keep")
             try:
@@ -242,10 +248,13 @@ class VLLMEngine:
         """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
         self._refuse_on_cpu()
         await self._core.call(self._core.llm.sleep(level=2, mode="wait"))
+        self._asleep = True
 
-    async def wake(self) -> None:
+    async def wake(self, part: WakePart) -> None:
+        """vLLM schedules again when it is awake as a whole."""
         self._refuse_on_cpu()
-        await self._core.call(self._core.llm.wake_up())
+        await self._core.call(self._core.llm.wake_up([VLLM_TAGS[part]]))
+        self._asleep = self._asleep and part != "cache"
 
     def _refuse_on_cpu(self) -> None:
         if self._core.cpu:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def prepare_environment(config: EngineConfig) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.extra.get("cpu_bind", "nobind")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GB only, and stronger than the engine's argument
     if config.threads:
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+        os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // config.tensor_parallel_size))  # per worker
 
 
 def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
@@ -43,8 +45,9 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "max_num_batched_tokens": batched_tokens(config),
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "seed": config.seed,
+        "seed": engine_seed(config.seed, config.extra.get("engine_index", 0)),
         "trust_remote_code": False,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
@@ -53,7 +56,19 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
     }
+    if config.tensor_parallel_size > 1:
+        # Within a placement group vLLM would choose its Ray executor, which refuses the engine's bundle of several
+        # GPUs. The engine's actor has them all, so that its workers can be plain children of it.
+        arguments["distributed_executor_backend"] = "mp"
     return arguments | (_cpu_arguments(config) if cpu else {})
+
+
+def engine_seed(seed: int, index: int) -> int:
+    """What an engine draws from: for the first the run's seed, for the others numbers unlike those of any run.
+
+    vLLM's generator is the engine's, not the request's: engines of one seed give the k-th request the same samples.
+    """
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
 
 
 def _cpu_arguments(config: EngineConfig) -> dict[str, Any]:
@@ -65,8 +80,13 @@ def _cpu_arguments(config: EngineConfig) -> dict[str, Any]:
         # A request with a seed whose prompt is computed in chunks ends vLLM's CPU engine (its random
         # generators cannot be set back): prompts are computed whole.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, MIN_BATCHED_TOKENS),
+        "max_num_batched_tokens": max(config.max_model_len, batched_tokens(config)),
     }
+
+
+def batched_tokens(config: EngineConfig) -> int:
+    """Tokens per step; left alone vLLM's ``AsyncLLM`` takes 2,048 on most devices, fewer than the requests it runs."""
+    return config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
 
 
 def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: int = 1) -> vllm.SamplingParams:

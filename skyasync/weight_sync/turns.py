@@ -1,0 +1,123 @@
+"""Policy and engines on the same devices: they take turns, and only one of them fills the memory.
+
+Invariant: while the engines are awake, the policy (weights, moments, the reference model) is in host memory; while it
+is on the devices, the engines sleep. At no time does a device hold the policy and a cache.
+
+    loading    policy loads ─▶ to the host ─▶ engines load, those of one device after each other
+    training   engines sleep ─▶ policy to the devices ─▶ updates
+    sync       weights published ─▶ policy to the host ─▶ engines' weights wake ─▶ update ─▶ caches wake
+
+``source`` and ``destination`` are what a ``WeightSync`` is made of. The probe is scored by the policy before it leaves:
+a verification, which comes when the engines are awake, is told what was found then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from skyasync.engines.protocol import WakePart
+from skyasync.weight_sync.sync import Destination, Source
+from skyasync.weight_sync.update import WeightUpdate
+
+Sequences = Sequence[Sequence[int]]
+
+
+class Policy(Source, Protocol):
+    """The dispatch to the workers."""
+
+    async def start(self, total_steps: int = 0) -> None: ...
+    async def offload(self) -> None: ...
+    async def onload(self) -> None: ...
+
+
+class Engines(Destination, Protocol):
+    """The inference client."""
+
+    async def start(self) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake(self, part: WakePart) -> None: ...
+
+
+class DeviceTurns:
+    """Args: probe: what a verification will ask the policy to score."""
+
+    def __init__(self, policy: Policy, engines: Engines, probe: Sequences = ()) -> None:
+        self._policy, self._engines, self._probe = policy, engines, [list(sequence) for sequence in probe]
+        self._scores: list[list[float]] | None = None  # of the probe, by the weights that are on the host
+        self._policy_is_here, self.engines_are_awake = True, False
+        self.source: Source = _PolicyInTurn(self)
+        self.destination: Destination = _EnginesInTurn(self)
+
+    async def start(self, total_steps: int = 0) -> None:
+        """Load the models, one side after the other; the engines come up awake."""
+        await self._policy.start(total_steps)
+        await self._make_way_for_engines()
+        await self._engines.start()
+        self.engines_are_awake = True
+
+    async def make_way_for_policy(self) -> None:
+        """Put the engines, which must be idle, to sleep, and bring the policy back; nothing if it is there."""
+        if self.engines_are_awake:
+            await self._engines.sleep()
+            self.engines_are_awake = False
+        if not self._policy_is_here:
+            await self._policy.onload()
+            self._policy_is_here, self._scores = True, None
+
+    async def _make_way_for_engines(self) -> None:
+        self._scores = await self._policy.score(self._probe) if self._probe else []
+        await self._policy.offload()
+        self._policy_is_here = False
+
+    async def publish(self, version: int) -> WeightUpdate:
+        await self.make_way_for_policy()
+        update = await self._policy.publish_weights(version)
+        await self._make_way_for_engines()
+        return update
+
+    async def load_engines(self, update: WeightUpdate) -> None:
+        await self._engines.wake("weights")
+        await self._engines.update_weights(update)
+        await self._engines.wake("cache")
+        self.engines_are_awake = True
+
+    async def score_by_policy(self, sequences: Sequences) -> list[list[float]]:
+        """Of anything but the probe: the policy comes back for it, beside engines that are awake if there is room."""
+        if self._policy_is_here:
+            return await self._policy.score(sequences)
+        if self._scores is not None and [list(sequence) for sequence in sequences] == self._probe:
+            return self._scores
+        await self._policy.onload()
+        try:
+            return await self._policy.score(sequences)
+        finally:
+            await self._policy.offload()
+
+
+class _PolicyInTurn:
+    def __init__(self, turns: DeviceTurns) -> None:
+        self._turns, self._policy = turns, turns._policy
+
+    async def publish_weights(self, version: int) -> WeightUpdate:
+        return await self._turns.publish(version)
+
+    async def send_weights(self, update: WeightUpdate) -> None:
+        await self._policy.send_weights(update)
+
+    async def release_weights(self, update: WeightUpdate) -> None:
+        await self._policy.release_weights(update)
+
+    async def score(self, sequences: Sequences) -> list[list[float]]:
+        return await self._turns.score_by_policy(sequences)
+
+
+class _EnginesInTurn:
+    def __init__(self, turns: DeviceTurns) -> None:
+        self._turns = turns
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self._turns.load_engines(update)
+
+    async def score(self, sequences: Sequences) -> list[list[list[float]]]:
+        return await self._turns._engines.score(sequences)

@@ -1,0 +1,64 @@
+"""What engines are told: pure functions of the configuration and of whether there are GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyasync.cluster.placement import plan_slots
+from skyasync.config.schema import Config
+from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, weight_sync_backend
+from skyasync.errors import UserError
+
+
+def config(
+    *, backend: str = "vllm", asked: str = "auto", shared: bool = False, engines: int = 1, ranks: int = 1
+) -> Config:
+    cfg = Config()
+    cfg.generator.backend, cfg.generator.weight_sync_backend = backend, asked
+    cfg.trainer.placement.colocate_all, cfg.generator.num_inference_engines = shared, engines
+    cfg.trainer.placement.policy_num_gpus_per_node = ranks
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("cfg", "gpus", "expected", "said"),
+    [
+        (config(), True, "nccl", "auto is nccl: weights go to the engines from GPU to GPU"),
+        (config(shared=True), True, "shared_memory", "auto is shared_memory: engines and policy share their GPUs"),
+        (config(backend="transformers"), True, "shared_memory", "the transformers engine has no other way"),
+        (config(), False, "shared_memory", ""),
+        (config(asked="shared_memory"), True, "shared_memory", ""),
+        (config(asked="nccl"), True, "nccl", ""),
+    ],
+)
+def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
+    cfg: Config, gpus: bool, expected: str, said: str
+) -> None:
+    assert weight_sync_backend(cfg, gpus=gpus) == expected
+    line = chosen_backend(cfg, gpus=gpus)
+    assert said in line
+    assert bool(line) == bool(said)
+
+
+@given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())
+def test_engines_that_share_a_device_divide_the_memory_they_may_take(engines: int, ranks: int, shared: bool) -> None:
+    cfg = config(shared=shared, engines=engines, ranks=ranks)
+    slots = plan_slots(cfg, gpus=True, with_reference=False)
+    crowded = max(Counter(slots.engines).values())
+    assert engines_per_device(cfg) == crowded
+    each = engine_config(cfg, gpus=True).gpu_memory_utilization
+    assert crowded * each == pytest.approx(cfg.generator.gpu_memory_utilization)
+
+
+def test_tokens_per_step_are_at_least_a_token_for_every_sequence() -> None:
+    cfg = config()
+    assert engine_config(cfg, gpus=True).max_num_batched_tokens == 0
+    cfg.generator.max_num_batched_tokens = 16_384
+    assert engine_config(cfg, gpus=True).max_num_batched_tokens == 16_384
+    cfg.generator.max_num_batched_tokens = 1_000
+    with pytest.raises(UserError, match=r"max_num_batched_tokens=1000 is less than generator\.max_num_seqs=1024"):
+        engine_config(cfg, gpus=True)

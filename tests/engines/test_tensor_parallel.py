@@ -1,0 +1,114 @@
+"""One vLLM engine over two ranks, in one Ray actor of a placement group: the same engine as over one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import ray
+import torch
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers import LlamaForCausalLM
+
+pytest.importorskip("vllm")
+
+from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.ray_engine import RayEngine
+from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.weight_sync.shared_memory import remove_weights
+from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+TOLERANCE = 1e-4
+PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
+#: Weights whose digest says what a rank computes with. Those of linear layers a CPU's kernels have packed elsewhere:
+#: that they have arrived is seen in the scores, to which each rank gives its half.
+PLAIN = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight"]
+PROMPTS = [[2, 3, 4, 5], [7, 8, 9], [40, 41, 42, 43, 44, 45]]
+
+
+class Inspected(VLLMEngine):
+    """Says what each rank holds: a digest of its part of each weight, by rank and name."""
+
+    async def digests(self) -> dict[str, str]:
+        return {
+            name: digest for rank in await self._core.llm.compute_weight_checksums() for name, digest in rank.items()
+        }
+
+
+class Pair:
+    def __init__(self, model: LlamaForCausalLM, engines: list[RayEngine]) -> None:
+        self.model, (self.whole, self.halves) = model, engines
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """The same weights on one rank and on two; each engine in a bundle, as a run places it."""
+    ENGINES["inspected"] = Inspected
+    folder = tmp_path_factory.mktemp("model")
+    model = save_model(folder, tied=True)
+    group = placement_group([{"CPU": 1}, {"CPU": 1}])
+    ray.get(group.ready(), timeout=60)
+    config = EngineConfig(str(folder), max_model_len=256, max_num_seqs=64, threads=2, kv_cache_gb=0.1)
+    engines = [
+        RayEngine(
+            "inspected",
+            replace(config, tensor_parallel_size=ranks),
+            {
+                "num_cpus": 1,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=ranks - 1),
+            },
+        )
+        for ranks in (1, 2)
+    ]
+    try:
+        await asyncio.gather(*(engine.start() for engine in engines))
+        yield Pair(model, engines)
+    finally:
+        await asyncio.gather(*(engine.shutdown() for engine in engines))
+        remove_placement_group(group)
+        del ENGINES["inspected"]
+
+
+async def greedy(engine: RayEngine, name: str) -> list[GenerationOutput]:
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    asked = [GenerationRequest(f"{name}-{i}", prompt, sampling) for i, prompt in enumerate(PROMPTS)]
+    answers = {o.request_id: o async for outputs in engine.generate(asked) for o in outputs}
+    return [answers[request.request_id] for request in asked]
+
+
+def gap(found: list[list[float]], expected: list[list[float]]) -> float:
+    return max((torch.tensor(f) - torch.tensor(e)).abs().max().item() for f, e in zip(found, expected, strict=True))
+
+
+async def check_equal(pair: Pair, name: str) -> None:
+    one, two = await greedy(pair.whole, name), await greedy(pair.halves, name)
+    assert [o.token_ids for o in two] == [o.token_ids for o in one]
+    assert gap([o.logprobs for o in two], [o.logprobs for o in one]) <= TOLERANCE
+    scores = await pair.halves.score(PROBES)
+    assert gap(scores, await pair.whole.score(PROBES)) <= TOLERANCE
+    assert gap(scores, [token_logprobs(pair.model, probe).tolist() for probe in PROBES]) <= TOLERANCE
+
+
+async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight_syncs(pair: Pair) -> None:
+    await check_equal(pair, "start")
+    digests: dict[str, Any] = await pair.halves._call("digests")
+    ranks = {name.split(":tp")[1][0] for name in digests}
+    assert ranks == {"0", "1"}
+    for version in (1, 2):
+        perturb(pair.model, seed=version)
+        update = publish(pair.model, version)
+        for engine in (pair.whole, pair.halves):
+            await engine.update_weights(update)
+        remove_weights(update.info["path"])
+        await check_equal(pair, f"version-{version}")
+        before, digests = digests, await pair.halves._call("digests")
+        assert digests.keys() == before.keys()
+        received = {name for name in digests if digests[name] != before[name]}
+        assert {f"dp0:pp0:pcp0:tp{rank}:{name}" for rank in ranks for name in PLAIN} <= received

@@ -1,0 +1,77 @@
+"""vLLM asleep and awake in two steps, as far as the calls go that its core gets; it sleeps on a GPU only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.weight_sync.update import WeightUpdate
+
+pytestmark = pytest.mark.vllm
+
+
+class Recorder:
+    """Takes every call of vLLM's ``AsyncLLM`` and of its core."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "engine_core":
+            return self
+
+        async def noted(*args: Any, **kwargs: Any) -> None:
+            said = [str(a) for a in args if isinstance(a, list)] + [f"{k}={v}" for k, v in kwargs.items()]
+            self._calls.append(" ".join([name, *said]))
+
+        return noted
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[VLLMEngine, list[str]]:
+    calls: list[str] = []
+    engine = VLLMEngine(EngineConfig("m", extra={"sleep_mode": True}))
+    monkeypatch.setattr(type(engine._core), "llm", Recorder(calls))
+
+    async def call(answer: Any) -> Any:
+        return await answer
+
+    monkeypatch.setattr(engine._core, "call", call)
+    engine._core.cpu = False
+    return engine, calls
+
+
+async def test_weights_are_updated_between_the_two_steps_and_nothing_is_scheduled_before_the_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, calls = recorded(monkeypatch)
+    update = WeightUpdate(1, "shared_memory", {"path": "somewhere"})
+    await engine.sleep()
+    await engine.wake("weights")
+    await engine.update_weights(update)
+    await engine.wake("cache")
+    assert calls == [
+        "sleep level=2 mode=wait",
+        "wake_up ['weights']",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update weight_version=1",
+        "abort []",
+        "wake_up ['kv_cache']",
+    ]
+    calls.clear()
+    await engine.update_weights(update)  # awake again: paused around the update, as ever
+    assert calls[0].startswith("pause_scheduler_async")
+    assert calls[-1] == "resume_generation"
+
+
+def test_vllm_wakes_by_these_tags() -> None:
+    from vllm.v1.executor.abstract import SLEEP_TAGS
+
+    from skyasync.engines.vllm.engine import VLLM_TAGS
+
+    assert set(VLLM_TAGS.values()) == set(SLEEP_TAGS)
