@@ -24,7 +24,7 @@ from skyasync.config.sampling import backend
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import engine_config, sync_tolerance
 from skyasync.observe.run_dir import RunDirectory, default_run_name
-from skyasync.registry import absolute_reference, resolve_reference
+from skyasync.registry import absolute_reference
 from skyasync.rewards.settings import settle_references
 from skyasync.rollout.sources import absolute
 from skyasync.trainer import RayPPOTrainer
@@ -152,9 +152,7 @@ class BasePPOExp:
         """The plan: by default the one that ``trainer.plan`` names."""
         from skyasync.plans import PLANS
 
-        plan = cfg.trainer.plan
-        trainer_class = resolve_reference(plan, kind="plan") if ":" in plan else PLANS[plan]
-        return trainer_class.get_trainer(
+        return PLANS.find(cfg.trainer.plan).get_trainer(
             cfg=cfg,
             tracker=tracker,
             tokenizer=tokenizer,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
@@ -56,6 +56,8 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     #: Samples may come from an older policy than the one they train: a correction is needed.
     asynchronous: bool = False
+    #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

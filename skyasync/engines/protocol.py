@@ -160,5 +160,12 @@ class EngineConfig:
 
 ENGINES = Registry(
     "engine",
-    {"skyasync.engines.transformers_engine": "transformers", "skyasync.engines.vllm_engine": "vllm"},
+    ["skyasync.engines.transformers_engine", "skyasync.engines.vllm_engine"],
+    capabilities={
+        "tensor_parallel": False,  # one engine may take several GPUs
+        "weight_sync": ("shared_memory",),  # how weights may reach it
+        "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
+        "sampling": (),  # settings of generator.sampling_params that not every engine has
+        "extra": "",  # of this library, that installs what it needs
+    },
 )

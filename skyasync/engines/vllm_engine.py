@@ -40,7 +40,14 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 
-@ENGINES.register("vllm")
+@ENGINES.register(
+    "vllm",
+    tensor_parallel=True,
+    weight_sync=("shared_memory", "nccl"),
+    sleeps_on=("gpu",),
+    sampling=("structured_outputs", "repetition_detection"),
+    extra="vllm",
+)
 class VLLMEngine:
     """See ``InferenceEngine`` for the methods. After its death they raise ``vllm_core.EngineDiedError``.
 

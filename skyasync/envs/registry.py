@@ -10,13 +10,8 @@ from skyasync.registry import Registry, resolve_reference
 
 ENVS = Registry(
     "environment",
-    {
-        "skyasync.envs.gsm8k": "gsm8k",
-        "skyasync.envs.gymnasium": "gymnasium",
-        "skyasync.envs.openrlhf": "openrlhf",
-        "skyasync.envs.reward": "reward",
-        "skyasync.envs.textarena": "textarena",
-    },
+    [f"skyasync.envs.{module}" for module in ("gsm8k", "gymnasium", "openrlhf", "reward", "textarena")],
+    capabilities={"extra": ""},  # of this library, that installs what it needs
 )
 EnvFactory = Callable[..., BaseTextEnv]
 

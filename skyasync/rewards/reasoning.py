@@ -79,7 +79,7 @@ def make(task: str, options: Mapping[str, Any], **more: Any) -> Any:
         raise UserError(f"data.reasoning_gym.{task}: {error or 'a value that the task refuses'}") from error
 
 
-@REWARDS.register("reasoning_gym")
+@REWARDS.register("reasoning_gym", extra="reasoning-gym")
 def score(response: str, reasoning_gym: dict[str, Any]) -> float:
     """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the whole response.
 

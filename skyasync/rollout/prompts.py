@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 from skyasync.errors import UserError
-from skyasync.rollout.mixture import Order
 from skyasync.rollout.types import Prompt, PromptId
 
 
@@ -46,6 +45,8 @@ class PromptStream:
         if not dataset:
             raise UserError("there are no training prompts (data.train_data)")
         self._dataset, self._batch_size, self.total = dataset, batch_size, total
+        from skyasync.rollout.mixture import Order  # which imports numpy: a wrong setting is refused before
+
         self._order = Order(dataset, seed, proportions)
 
     def steps(self, position: int = 0, ahead: Collection[int] = ()) -> int:
