@@ -105,7 +105,11 @@ class Registry(dict[str, Any]):
         """
         if ":" not in name and name not in self and name in self._builtins:
             return self._builtins[name][1]
-        return describe(self.find(name), self._capabilities)
+        return self.describe(self.find(name))
+
+    def describe(self, part: Any) -> About:
+        """What a part says of itself, whoever holds it."""
+        return describe(part, self._capabilities)
 
     def problem(self, name: str) -> str:
         """What is wrong with the parameters of a user's part, "" if nothing is."""

@@ -32,8 +32,6 @@ ADVANTAGE_ESTIMATORS = Registry(
 
 KL_ESTIMATORS = Registry("KL estimator", [f"{_HERE}.kl"], inputs="current reference", needs="current reference")
 
-CORRECTIONS = Registry(
-    "off-policy correction", [f"{_HERE}.corrections"], inputs="proximal behaviour advantages mask"
-)
+CORRECTIONS = Registry("off-policy correction", [f"{_HERE}.corrections"], inputs="proximal behaviour advantages mask")
 
 LOSS_REDUCTIONS = Registry("loss reduction", [f"{_HERE}.reductions"], inputs="mask group_ids", needs="mask")
