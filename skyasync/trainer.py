@@ -101,7 +101,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         self.policy_version = 0  # weight syncs finished: what the engines stamp
         self.position, self.ahead = 0, frozenset[int]()  # prompts trained: all before the one, and those in the other
         self.gate = Gate()  # where rollouts for training can be kept out of the engines
-        self.phase_name = "starting"
+        self.phase_name, self._plan_runs = "starting", False
         self.last_metrics: Metrics = {}
         self._metrics: Metrics = {}
         self._trained_samples = 0
@@ -150,6 +150,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened."""
+        self._plan_runs = True
         async with afterwards(self._close):
             await self._begin()
             async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
@@ -163,6 +164,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
+        self._check_running("generate")
         left = prompts.position - self.position  # in the stream, up to and with this batch
         step = self.global_step - (-left // self.cfg.trainer.train_batch_size)
         if self.refilling:
@@ -183,6 +185,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
+        self._check_running("train_on")
         self._metrics |= rollout.metrics | staleness_metrics(rollout.groups, self.global_step)
         with self.timed("train", self._metrics):
             await self.make_way_for_training()
@@ -202,6 +205,7 @@ class RayPPOTrainer(Learning, HandOver, Saving):
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
+        self._check_running("end_step")
         self._metrics |= status  # a plan's status may be a copy
         status, is_last = self._metrics, self.global_step >= self.total_steps
         async with self._limited("report of the engines"):
@@ -245,6 +249,13 @@ class RayPPOTrainer(Learning, HandOver, Saving):
         return groups
 
     # ---------------------------------------------------------------- details
+
+    def _check_running(self, step: str) -> None:
+        if not self._plan_runs:
+            raise UserError(
+                f"{type(self).__name__}.train calls {step} outside of `async with self.running():`, which starts the "
+                f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
+            )
 
     async def _play(self, what: str, request: GeneratorInput) -> GeneratorOutput:
         self.check_awake()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
-from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
 
 
@@ -41,10 +41,12 @@ def sync_tolerance(cfg: Config, *, gpus: bool) -> float:
 def _sleep(cfg: Config, *, gpus: bool) -> bool:
     """Whether the engines give their devices away while the policy is trained."""
     colocated = cfg.trainer.placement.colocate_all
-    if colocated and not gpus and backend(cfg) == "vllm":
+    can = ENGINES.about(backend(cfg)).can["sleeps_on"]
+    if colocated and ("gpu" if gpus else "cpu") not in can:
         raise UserError(
-            "trainer.placement.colocate_all=true puts engines to sleep during training, which vLLM cannot do on a "
-            "CPU: set generator.backend=transformers, or trainer.placement.colocate_all=false"
+            f"trainer.placement.colocate_all=true puts engines to sleep during training, which generator.backend="
+            f"{backend(cfg)} cannot do on a {'GPU' if gpus else 'CPU'}: set generator.backend=transformers, or "
+            f"trainer.placement.colocate_all=false"
         )
     return colocated
 
@@ -53,6 +55,4 @@ def _weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
     chosen = cfg.generator.weight_sync_backend
     if chosen == "nccl" and not gpus:
         raise UserError("generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory")
-    if chosen == "nccl" and backend(cfg) != "vllm":
-        raise UserError("generator.weight_sync_backend=nccl needs generator.backend=vllm; use shared_memory")
     return "shared_memory" if chosen == "auto" else chosen

@@ -13,6 +13,13 @@ from typing import Any
 GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
 
 
+def quick_tokenizer(folder: str) -> Any:
+    """What ``tokenizer.json`` and the chat template make, without the classes of models: for counting tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a folder or of a model on the hub."""
     if _is_generic(Path(path)):
