@@ -2,8 +2,8 @@
 
 A registry is a plain dictionary with a ``register`` decorator, and a catalogue: ``about`` says of every part, built in,
 registered or named by ``module:attribute``, what it takes and what it can do. Nothing else lists names. Of built-in
-parts that are not loaded it is read off their modules' sources (``skyasync.catalogue``), so that a wrong name or setting
-is refused without importing torch.
+parts that are not loaded it is read off their modules' sources (``skyasync.catalogue``), so that a wrong name or
+setting is refused without importing torch.
 
 Invariant: a part that a user registers in the program exists in every process of the run. Whoever starts a
 process that looks parts up sends ``user_parts()``, and that process begins with ``add_user_parts``.
@@ -113,7 +113,7 @@ class Registry(dict[str, Any]):
 
     def problem(self, name: str) -> str:
         """What is wrong with the parameters of a user's part, "" if nothing is."""
-        if not self._inputs or name in self._builtins and name not in self.user_parts():
+        if not self._inputs or (name in self._builtins and name not in self.user_parts()):
             return ""
         if not callable(self.find(name)):
             return f"{self.kind} {name!r} cannot be called"

@@ -50,8 +50,8 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
     """All contradictions in a configuration whose single values are right.
 
     Args:
-        plan: the plan that the experiment fixes, a name or a class; by default ``trainer.plan`` decides; "" for one that
-            only the experiment knows.
+        plan: the plan that the experiment fixes, a name or a class; by default ``trainer.plan`` decides; "" for one
+            that only the experiment knows.
         given: the keys that the command line names.
     """
     if missing := missing_parts(cfg, plan) or list(check_functions(cfg.trainer.algorithm)):

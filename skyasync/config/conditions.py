@@ -1,4 +1,4 @@
-"""When a key is read: ``trainer.algorithm.use_kl_loss or trainer.ckpt_interval``, ``a.type=mean|variance``, ``not a.b``.
+"""When a key is read: ``a.b or c.d`` (one of them is set), ``a.type=mean|variance``, ``not a.b``.
 
 Invariant: a condition names keys that exist (a test holds it), and stands beside the field that it is about.
 """

@@ -1,7 +1,7 @@
 """Keys that have been set and that nothing will read: each is a slip, and is refused.
 
-Invariant: what reads a key stands beside the key (``when``), or with the plan or function that reads it (the catalogues);
-a value that a preset brings along is no slip.
+Invariant: what reads a key stands beside the key (``when``), or with the plan or function that reads it (the
+catalogues); a value that a preset brings along is no slip.
 """
 
 from __future__ import annotations

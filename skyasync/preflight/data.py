@@ -1,7 +1,7 @@
-"""The first rows of every data source: it is there, it has rows, they have the columns, and some prompt is short enough.
+"""The first rows of every source: it is there, it has rows, they have the columns, some prompt is short enough.
 
-Invariant: files are read with light libraries and no further than needed; a function of the user's is called once, here,
-and its rows are the run's.
+Invariant: files are read with light libraries and no further than needed; a function of the user's is called once,
+here, and its rows are the run's.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _first(source: str, cfg: Any, known: Mapping[str, Iterable[Row]]) -> list[Pr
 
 def _is_function(source: str) -> bool:
     place, colon, _ = source.rpartition(":")
-    return bool(colon) and "/" not in place.replace(".py", "") or place.endswith(".py")
+    return place.endswith(".py") or (bool(colon) and "/" not in place)
 
 
 def _prompts(source: str, cfg: Any, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:

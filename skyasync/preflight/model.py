@@ -99,8 +99,8 @@ def _check_tokens(generator: Any, shape: dict[str, Any], path: str) -> None:
             beyond = [int(token) for token in getattr(sampling, name) or () if int(token) >= size]
             if beyond:
                 raise UserError(
-                    f"generator.{group}.{name} has {beyond[0]}, which is beyond the vocabulary of {path}: {size} tokens, "
-                    f"0 to {size - 1}"
+                    f"generator.{group}.{name} has {beyond[0]}, which is beyond the vocabulary of {path}: its {size} "
+                    f"tokens are 0 to {size - 1}"
                 )
 
 
@@ -123,7 +123,9 @@ def _check_tokenizer(folder: Path, path: str, *, framed: bool) -> None:
 
 
 def _has_template(folder: Path, path: str) -> bool:
-    if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")):
+    if any(
+        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
         return True
     settings = folder / "tokenizer_config.json"
     return settings.is_file() and bool(_read(settings, f"{MODEL}={path}").get("chat_template"))

@@ -1,4 +1,4 @@
-"""The user's own parts: they are there, what they need is installed, and their methods take what they are called with."""
+"""The user's own parts: they are there, what they need is installed, their methods take what they are called with."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ INPUTS = [
     (["trainer.logger=[jsonl,wandb]"], "wandb is not installed", "uv sync --extra wandb"),
     (["generator.weight_sync_backend=nccl", "generator.backend=vllm"], "nccl needs GPUs", "shared_memory"),
     (["generator.backend=vllm", "trainer.placement.colocate_all=true"], "colocate_all=true", "CPU"),
-    (["environment.env_class=''", "generator.agent_program={x}/none.py:run"], "none.py does not exist", "agent_program"),
+    (["environment.env_class=''", "generator.agent_program={x}/none.py:run"], "does not exist", "agent_program"),
     (["environment.env_class=''", "generator.agent_program=tests.refusals.parts:rnu"], "'rnu'", "agent_program"),
     (["generator.agent_func_path={x}/none.py", "environment.env_class=''"], "agent_func_path", "no Python file"),
     (["trainer.runs_dir={x}/rows.jsonl/runs"], "trainer.runs_dir", "cannot be written"),
