@@ -90,8 +90,10 @@ def _statements(module: str) -> list[ast.stmt]:
 
 def _function(node: Any, functions: Mapping[str, Any], can: Mapping[str, Any]) -> About:
     arguments = node.args
-    keys = [{k.arg: ast.literal_eval(k.value) for k in call.keywords} for call in _calls(node, "configured")]
-    selectors = [functions[call.args[0].id] for call in _calls(node, "prepared_by")]
+    keys = [{k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg} for call in _calls(node, "configured")]
+    selectors = [
+        functions[call.args[0].id] for call in _calls(node, "prepared_by") if isinstance(call.args[0], ast.Name)
+    ]
     odd = [*arguments.posonlyargs, *filter(None, (arguments.vararg, arguments.kwarg))]
     defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return About(
@@ -108,7 +110,7 @@ def _function(node: Any, functions: Mapping[str, Any], can: Mapping[str, Any]) -
 def _class(node: Any, functions: Mapping[str, Any], can: Mapping[str, Any]) -> About:
     own = dict(can)
     for statement in node.body:
-        target = statement.target if isinstance(statement, ast.AnnAssign) else None
+        target: ast.expr | None = statement.target if isinstance(statement, ast.AnnAssign) else None
         target = statement.targets[0] if isinstance(statement, ast.Assign) else target
         if isinstance(target, ast.Name) and target.id in can:
             own[target.id] = ast.literal_eval(statement.value)

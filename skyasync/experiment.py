@@ -219,7 +219,7 @@ class BasePPOExp:
         self._settle_references()
         ours = self._is_ours("get_trainer")
         check_parts(self.cfg, [PLANS.find(trainer.plan)] if ours else plans_named_by(type(self).get_trainer))
-        name = trainer.run_name or default_run_name(trainer.plan)
+        name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
         check_name(trainer.runs_dir, name)
         refuse_foreign_checkpoints(trainer)
         check_folders(trainer)

@@ -19,6 +19,7 @@ from skyasync.rollout.tokenizer import quick_tokenizer
 from tests.refusals.wrong import INPUTS, NO_EFFECT, PARTS
 
 SECONDS = 3.0
+PARTS_FILE = Path(__file__).with_name("parts.py")
 CASES = [*NO_EFFECT, *INPUTS, *PARTS]
 
 
@@ -73,10 +74,13 @@ def test_what_is_wrong_is_told_in_one_line_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_same_command_line_without_the_fault_is_not_refused(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides", [[], [f"trainer.plan={PARTS_FILE}:Undeclared", f"generator.backend={PARTS_FILE}:Engine"]]
+)
+def test_a_command_line_without_a_fault_is_not_refused(overrides: list[str], inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="was not refused"):
-        main(BasePPOExp, arguments([], inputs, tmp_path / "runs"))
-    assert not (tmp_path / "runs" / "x").exists()
+        main(BasePPOExp, arguments(overrides, inputs, tmp_path / "runs"))
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.parametrize(
