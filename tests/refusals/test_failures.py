@@ -101,7 +101,7 @@ FAILURES = {
         ["environment.env_class=''", f"generator.agent_program={HERE}:program_raises"], "(data, base_url, api_key)",
     ),
     "an engine": ([f"generator.backend={HERE}:EngineRaises"], "MemoryError: no memory for this model"),
-    "the weights": (["trainer.policy.model.path={broken}"], "safetensors"),
+    "the weights": (["trainer.policy.model.path={broken}"], "SafetensorError"),
     "a loss": (["trainer.algorithm.policy_loss_type=raises"], "ArithmeticError: this loss is none"),
     "an estimator": (["trainer.algorithm.advantage_estimator=raises"], "ArithmeticError: this estimator is none"),
     "a plan": ([f"trainer.plan={HERE}:WithoutRunning"], "outside of `async with self.running():`"),
