@@ -107,13 +107,15 @@ def configuration(job: Job) -> Any:
     from skyasync.config import load_config
 
     settings = [f"trainer.algorithm.{setting}" for setting in OBJECTIVES[job.objective]]
+    if job.depth:
+        bound = "async_queue_size" if job.plan == "one_step_off" else "max_staleness"
+        settings += [f"trainer.plan={job.plan}", f"trainer.{bound}={job.depth}", "trainer.allow_uncorrected=true"]
     return load_config([
         "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={build()}", "trainer.train_batch_size=32",
         "generator.n_samples_per_prompt=8", f"trainer.max_training_steps={job.steps}", f"trainer.seed={job.seed}",
         "trainer.eval_interval=10", "trainer.save_samples=0", "trainer.policy.threads=1",
         "generator.backend=transformers", "trainer.policy.optimizer_config.scheduler=constant",
-        f"trainer.async_queue_size={max(job.depth, 1)}", f"trainer.max_staleness={job.depth}",
-        "trainer.allow_uncorrected=true", *settings, *job.options,
+        *settings, *job.options,
     ])  # fmt: skip
 
 

@@ -116,6 +116,7 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
             _watch(ray, controller, running, view)
         return ray.get(running)
     except ray.exceptions.RayTaskError as error:
+        experiment.run_dir.save_error(str(error))
         if isinstance(error.cause, UserError | SyntaxError):  # Python shows nothing of Ray's kind of SyntaxError
             raise error.cause from None
         raise

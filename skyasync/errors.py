@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 400  # characters of a headline
+
 
 class UserError(Exception):
     """Bad input from the user. The command line prints its message alone, without a traceback."""
@@ -15,6 +17,19 @@ class MissingExtraError(UserError):
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} is not installed; add it with: uv sync --extra {extra}")
+
+
+def headline(error: BaseException) -> str:
+    """An error that may have come from another process, in one line: the first one's kind and what it says."""
+    seen = error
+    while isinstance(cause := getattr(seen, "cause", None), BaseException):  # Ray's errors carry the original
+        seen = cause
+    lines = [line.strip() for line in str(seen).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}..."
+    kind = type(seen).__name__
+    return text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
 
 
 def nearest(name: str, options: Iterable[str], count: int = 3) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 from uuid import uuid4
 
@@ -24,9 +25,16 @@ from skyasync.config.sampling import backend
 from skyasync.data.sources import absolute
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, rounding
-from skyasync.observe.run_dir import RunDirectory, default_run_name
-from skyasync.registry import absolute_reference, resolve_reference
+from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
+from skyasync.plans import PLANS
+from skyasync.preflight.data import check_data, check_lengths
+from skyasync.preflight.devices import without_gpus
+from skyasync.preflight.folders import check_folders
+from skyasync.preflight.model import check_model
+from skyasync.preflight.parts import check_callbacks, check_parts, plans_named_by
+from skyasync.registry import absolute_reference
 from skyasync.rewards.settings import settle_references
+from skyasync.rollout.tokenizer import quick_tokenizer
 from skyasync.trainer import RayPPOTrainer
 
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
@@ -48,6 +56,8 @@ class BasePPOExp:
         self._dispatch: Any = None
         self._client: Any = None
         self._generator: Any = None
+        self._rows: dict[str, Any] = {}  # of data sources that are functions, which are called once
+        self._begun = False  # processes of the run's own have been started
         self._tracker: Any = None  # until a trainer runs, which closes it
 
     # ---------------------------------------------------------------- parts
@@ -164,11 +174,7 @@ class BasePPOExp:
     def get_trainer(self, cfg: Any, tracker: Any, tokenizer: Any, train_dataset: Any, eval_dataset: Any,
                     inference_engine_client: Any, generator: Any, colocate_pg: Any) -> RayPPOTrainer:  # fmt: skip
         """The plan: by default the one that ``trainer.plan`` names."""
-        from skyasync.plans import PLANS
-
-        plan = cfg.trainer.plan
-        trainer_class = resolve_reference(plan, kind="plan") if ":" in plan else PLANS[plan]
-        return trainer_class.get_trainer(
+        return PLANS.find(cfg.trainer.plan).get_trainer(
             cfg=cfg,
             tracker=tracker,
             tokenizer=tokenizer,
@@ -183,12 +189,23 @@ class BasePPOExp:
 
     def run(self) -> dict[str, float] | None:
         """Train on a Ray cluster; returns the last metrics, or None if the run was stopped."""
+        self.prepare()
+        assert self.run_dir is not None
+        try:
+            return self._run()
+        except (Exception, KeyboardInterrupt) as error:
+            if not self._begun:
+                self.run_dir.discard()
+            elif isinstance(error, Exception) and not self.run_dir.error.exists():
+                self.run_dir.save_error("".join(format_exception(error)))
+            raise
+
+    def _run(self) -> dict[str, float] | None:
         from skyasync.cluster.ray_cluster import cluster
         from skyasync.controller import run_in_controller
 
-        self.prepare()
         with cluster(self.cfg, with_reference=self.needs_reference()) as gpus:
-            self.gpus = gpus
+            self.gpus, self._begun = gpus, True
             if line := chosen_backend(self.cfg, gpus=gpus):
                 print(line)
             try:
@@ -204,29 +221,63 @@ class BasePPOExp:
         if self.run_dir.metrics.exists():  # the run may have ended before its first step
             plot_reward(self.run_dir.metrics, self.run_dir.reward_plot)
             print_summary(self.run_dir.metrics)
-        print(f"run folder: {os.path.relpath(self.run_dir.path)}")
+            print(f"run folder: {os.path.relpath(self.run_dir.path)}")
 
     def prepare(self) -> None:
-        """What must be settled before any process starts: the model's folder and the run's folder."""
-        from skyasync.envs.adapters.openrlhf import settle_agent_file
+        """Settle and check what can be before any process starts; the run's folder is made last.
 
+        Raises:
+            UserError: for the first thing that is wrong. Nothing is left behind then.
+        """
         for line in config_warnings(self.cfg):
             print(f"warning: {line}", file=sys.stderr)
-        settle_agent_file(self.cfg)
+        trainer = self.cfg.trainer
+        self._settle_references()
+        ours = self._is_ours("get_trainer")
+        check_parts(self.cfg, [PLANS.find(trainer.plan)] if ours else plans_named_by(type(self).get_trainer))
+        name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
+        check_name(trainer.runs_dir, name)
+        refuse_foreign_checkpoints(trainer)
+        check_folders(trainer)
+        if without_gpus(self.cfg.ray.address):
+            engine_config(self.cfg, gpus=False)
+        prompts = check_data(
+            self.cfg, self._rows, train=self._is_ours("get_train_dataset"), held_out=self._is_ours("get_eval_dataset")
+        )
+        self._settle_models()
+        if self._is_ours("get_tokenizer") and Path(trainer.policy.model.path, "tokenizer.json").is_file():
+            check_lengths(prompts, quick_tokenizer(trainer.policy.model.path), self.cfg)
+        self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
+        self.run_dir.save_config(dump_config(self.cfg))
+
+    def _settle_models(self) -> None:
         trainer = self.cfg.trainer
         trainer.policy.model.path = model_path(trainer.policy.model.path)
-        trainer.ref.model.path = model_path(trainer.ref.model.path or trainer.policy.model.path)
+        check_model(trainer.policy.model.path, self.cfg, own_tokenizer=not self._is_ours("get_tokenizer"))
+        reference = trainer.ref.model.path
+        trainer.ref.model.path = model_path(reference or trainer.policy.model.path)
+        if reference and self.needs_reference():
+            check_model(trainer.ref.model.path, self.cfg, key="trainer.ref.model.path", own_tokenizer=True)
+
+    def _settle_references(self) -> None:
+        """Files by their absolute paths: a cluster's processes work in another folder."""
+        from skyasync.envs.adapters.openrlhf import settle_agent_file
+
+        cfg, trainer = self.cfg, self.cfg.trainer
+        settle_agent_file(cfg)
         for name in ("ckpt_path", "export_path"):
             if getattr(trainer, name):
                 setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
-        refuse_foreign_checkpoints(trainer)
         for name in ("train_data", "val_data"):
-            setattr(self.cfg.data, name, [absolute(source) for source in getattr(self.cfg.data, name)])
-        settle_references(self.cfg.environment)
-        self.cfg.generator.agent_program = absolute_reference(self.cfg.generator.agent_program)
-        name = trainer.run_name or default_run_name(trainer.plan)
-        self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
-        self.run_dir.save_config(dump_config(self.cfg))
+            setattr(cfg.data, name, [absolute(source) for source in getattr(cfg.data, name)])
+        settle_references(cfg.environment)
+        holders = ((trainer, "plan"), (cfg.generator, "backend"), (cfg.generator, "agent_program"))
+        for holder, name in (*holders, (cfg.environment, "env_class")):
+            setattr(holder, name, absolute_reference(getattr(holder, name)))
+
+    def _is_ours(self, factory: str) -> bool:
+        """Whether a factory is the library's own, not a subclass's."""
+        return getattr(type(self), factory) is getattr(BasePPOExp, factory)
 
     def build(self) -> RayPPOTrainer:
         """Make every part. Blocks on Ray, so the controller calls it off its event loop.
@@ -254,7 +305,9 @@ class BasePPOExp:
             generator=generator,
             colocate_pg=self._placement,
         )
-        trainer.callbacks.extend(self.get_callbacks())
+        callbacks = self.get_callbacks()
+        check_callbacks([type(callback) for callback in callbacks])
+        trainer.callbacks.extend(callbacks)
         self._share_threads(trainer.asynchronous)
         return trainer
 
@@ -321,4 +374,4 @@ class BasePPOExp:
     def _prompts(self, sources: Sequence[str], *, held_out: bool = False) -> Sequence[Any]:
         from skyasync.data.datasets import load_prompts
 
-        return load_prompts(sources, self.cfg, self._tokenizer, held_out=held_out)
+        return load_prompts(sources, self.cfg, self._tokenizer, held_out=held_out, known=self._rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
-from skyasync.errors import UserError
+from skyasync.errors import UserError, headline
 
 if TYPE_CHECKING:
     from skyasync.experiment import BasePPOExp
@@ -37,11 +38,10 @@ def main(
         plan: the plan that the experiment fixes, if it does.
     """
     try:
-        arguments = list(sys.argv[1:] if argv is None else argv)
+        arguments, fixed = list(sys.argv[1:] if argv is None else argv), _plan_of(experiment_class, plan)
         if DRY_RUN in arguments:
-            raise SystemExit(_dry_run(arguments, schema, plan))
-        cfg = _configuration(arguments, schema, plan)
-        return _experiment(experiment_class)(cfg).run()
+            raise SystemExit(_dry_run(arguments, schema, fixed))
+        return _run(_experiment(experiment_class)(_configuration(arguments, schema, fixed)))
     except UserError as error:
         exit_with(error)
     except KeyboardInterrupt:
@@ -49,15 +49,15 @@ def main(
         raise SystemExit(130) from None
 
 
-def _configuration(arguments: Sequence[str], schema: type[Any], plan: str | None) -> Any:
+def _configuration(arguments: Sequence[str], schema: type[Any], plan: str | type | None) -> Any:
     default = TINY_CONFIG if TINY_CONFIG.is_file() else None
     cfg = load_config(arguments, schema=schema, default_config=default, plan=plan)
-    if plan:
+    if isinstance(plan, str) and plan:
         cfg.trainer.plan = plan
     return cfg
 
 
-def _dry_run(arguments: list[str], schema: type[Any], plan: str | None) -> int:
+def _dry_run(arguments: list[str], schema: type[Any], plan: str | type | None) -> int:
     from skyasync.planning.command import HELP, show_plan, split_options
 
     options, rest = split_options([argument for argument in arguments if argument != DRY_RUN])
@@ -65,6 +65,31 @@ def _dry_run(arguments: list[str], schema: type[Any], plan: str | None) -> int:
         print(HELP, end="")
         return 0
     return 0 if show_plan(_configuration(rest, schema, plan), options) else 1
+
+
+def _run(experiment: BasePPOExp) -> dict[str, float] | None:
+    """What ends a run that has begun is told in one line; its traceback is in the run's folder."""
+    try:
+        return experiment.run()
+    except Exception as error:
+        run_dir = experiment.run_dir
+        if run_dir is None or not run_dir.error.is_file():
+            raise
+        print(f"error: {headline(error)} (the traceback: {os.path.relpath(run_dir.error)})", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+
+
+def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:
+    """The plan that the experiment fixes: what the program says, or else what its ``get_trainer`` names."""
+    if plan or experiment_class is None:
+        return plan
+    from skyasync.experiment import BasePPOExp
+    from skyasync.preflight.parts import plans_named_by
+
+    if experiment_class.get_trainer is BasePPOExp.get_trainer:
+        return None
+    named = plans_named_by(experiment_class.get_trainer)
+    return named[0] if len(named) == 1 else ""
 
 
 def _experiment(experiment_class: type[BasePPOExp] | None) -> type[BasePPOExp]:

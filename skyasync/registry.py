@@ -1,8 +1,9 @@
 """Named parts that a configuration key selects.
 
-A registry is a plain dictionary with a ``register`` decorator. It also knows where the built-in parts
-live, so that a wrong name is refused without importing torch: ``builtins`` maps a module to the names
-that importing it registers (a test holds the two equal).
+A registry is a plain dictionary with a ``register`` decorator, and a catalogue: ``about`` says of every part, built in,
+registered or named by ``module:attribute``, what it takes and what it can do. Nothing else lists names. Of built-in
+parts that are not loaded it is read off their modules' sources (``skyasync.catalogue``), so that a wrong name or
+setting is refused without importing torch.
 
 Invariant: a part that a user registers in the program exists in every process of the run. Whoever starts a
 process that looks parts up sends ``user_parts()``, and that process begins with ``add_user_parts``.
@@ -13,11 +14,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from skyasync.catalogue import About, complaint, describe, registered_in
 from skyasync.errors import UserError, nearest, unknown
 
 T = TypeVar("T")
@@ -44,19 +47,39 @@ class Registry(dict[str, Any]):
 
     Args:
         kind: what the parts are, in the singular, for error messages ("policy loss").
-        builtins: module -> names (separated by spaces) that it registers when imported.
+        homes: modules that register the built-in ones when they are imported, and nothing in another registry.
+        capabilities: what parts may say of themselves, with the defaults: keyword arguments of ``register``, or class
+            attributes.
+        inputs: names that the parts' positional parameters may have; none leaves them free.
+        needs: those of them that every part must have.
 
     Raises:
         UserError: for a name that is neither built in nor registered, listing the nearest ones.
     """
 
-    def __init__(self, kind: str, builtins: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        homes: Sequence[str] = (),
+        *,
+        capabilities: Mapping[str, Any] | None = None,
+        inputs: str = "",
+        needs: str = "",
+    ) -> None:
         super().__init__()
-        self.kind = kind
-        self._homes = {name: module for module, names in (builtins or {}).items() for name in names.split()}
+        self.kind, self.homes = kind, tuple(homes)
+        self._capabilities = dict(capabilities or {})
+        self._inputs, self._needs = frozenset(inputs.split()), frozenset(needs.split())
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str, **capabilities: Any) -> Callable[[T], T]:
+        """Add the decorated part; ``capabilities`` are its own among those that the registry knows."""
+        for capability in capabilities:
+            if capability not in self._capabilities:
+                raise UserError(f"{self.kind} {name!r}: {unknown('capability', capability, self._capabilities)}")
+
         def add(part: T) -> T:
+            for capability, value in capabilities.items():
+                setattr(part, capability, value)
             self[name] = part
             return part
 
@@ -64,15 +87,55 @@ class Registry(dict[str, Any]):
 
     def names(self) -> list[str]:
         """All names, built-in and registered, sorted; imports nothing."""
-        return sorted({*self._homes, *self})
+        return sorted({*self._builtins, *self})
+
+    def find(self, name: str) -> Any:
+        """The part of this name, or behind ``module:attribute``.
+
+        Raises:
+            UserError: if there is none.
+        """
+        return resolve_reference(name, kind=self.kind) if ":" in name else self[name]
+
+    def about(self, name: str) -> About:
+        """What is known of a part. Imports a user's module, and none of ours that it can read.
+
+        Raises:
+            UserError: if there is no such part.
+        """
+        if ":" not in name and name not in self and name in self._builtins:
+            return self._builtins[name][1]
+        return self.describe(self.find(name))
+
+    def describe(self, part: Any) -> About:
+        """What a part says of itself, whoever holds it."""
+        return describe(part, self._capabilities)
+
+    def problem(self, name: str) -> str:
+        """What is wrong with the parameters of a user's part, "" if nothing is."""
+        if not self._inputs or (name in self._builtins and name not in self.user_parts()):
+            return ""
+        if not callable(self.find(name)):
+            return f"{self.kind} {name!r} cannot be called"
+        return complaint(self.about(name), f"{self.kind} {name!r}", self._inputs, self._needs, unknown)
+
+    def builtins(self) -> Mapping[str, About]:
+        """The built-in parts; imports nothing."""
+        return {name: about for name, (_, about) in self._builtins.items()}
 
     def user_parts(self) -> dict[str, Any]:
         """What stands here that the library did not bring: new names, and built-in ones that were replaced."""
-        return {name: part for name, part in self.items() if name not in self._homes or not _is_ours(part)}
+        return {name: part for name, part in self.items() if not _is_ours(part) or name not in self._builtins}
+
+    @cached_property
+    def _builtins(self) -> dict[str, tuple[str, About]]:
+        """Name -> the module that registers it, and what is known of it."""
+        read = {home: registered_in(home, self._capabilities) for home in self.homes}
+        return {name: (home, about) for home, parts in read.items() for name, about in parts.items()}
 
     def __missing__(self, name: str) -> Any:
-        if name in self._homes:
-            importlib.import_module(self._homes[name])
+        if name in self._builtins:
+            importlib.import_module(self._builtins[name][0])
             if name in self:
                 return self[name]
         raise UserError(unknown(self.kind, name, self.names()))

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.config.domains import proportions_of
 from skyasync.config.schema import Config
+from skyasync.config.streaming import whole_batch_settings
 from skyasync.data.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
@@ -67,8 +68,12 @@ class RayPPOTrainer(Views):
         UserError: if the plan is asynchronous and nothing corrects for stale samples.
     """
 
+    #: Groups are trained before their batch is complete: nothing may depend on the whole batch.
+    streams: bool = False
     #: Samples may come from an older policy than the one they train: a correction is needed.
     asynchronous: bool = False
+    #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
+    reads: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -94,7 +99,8 @@ class RayPPOTrainer(Views):
         self.refill = Refill(cfg, self.prompts, self.progress, self.length)
         self.saving = Saving(cfg, len(train_dataset), self.progress, self.phases, self.learner)
         self.reporting = Reporting(tracker, callbacks, cfg.trainer.save_samples)
-        self._refuse_uncorrected()
+        self._plan_runs = False
+        self._refuse_what_cannot_work()
 
     @classmethod
     def get_trainer(cls, **parts: Any) -> RayPPOTrainer:
@@ -140,6 +146,7 @@ class RayPPOTrainer(Views):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened."""
+        self._plan_runs = True
         async with afterwards(self._close):
             await self._begin()
             async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
@@ -154,6 +161,8 @@ class RayPPOTrainer(Views):
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
+        self._check_running("generate")
+        self._check_running("generate")
         left = prompts.position - self.position  # in the stream, up to and with this batch
         step = self.global_step - (-left // self.cfg.trainer.train_batch_size)
         if not self.refill.active:
@@ -193,6 +202,7 @@ class RayPPOTrainer(Views):
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
+        self._check_running("train_on")
         with self.timed("train"):
             await self.handover.make_way_for_training()
             await self.saving.whole(self._advance(rollout))
@@ -253,6 +263,7 @@ class RayPPOTrainer(Views):
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
+        self._check_running("end_step")
         self.metrics.update(status)  # a plan's status may be a copy
         metrics, is_last = self.metrics, self.global_step >= self.total_steps
         async with self.phases.limited("report of the engines"):
@@ -320,8 +331,10 @@ class RayPPOTrainer(Views):
 
     # ---------------------------------------------------------------- details
 
-    def _refuse_uncorrected(self) -> None:
+    def _refuse_what_cannot_work(self) -> None:
         algorithm = self.cfg.trainer.algorithm
+        for setting in whole_batch_settings(self.cfg) if self.streams else ():
+            raise UserError(f"{setting} needs the whole batch, and {type(self).__name__} trains groups as they come")
         if algorithm.advantage_estimator == "gae":
             raise UserError("trainer.algorithm.advantage_estimator=gae needs a critic, and there is none: choose grpo")
         stale = self.asynchronous or self.cfg.trainer.sync_interval > 1
@@ -331,6 +344,13 @@ class RayPPOTrainer(Views):
                 f"{algorithm.policy_loss_type} nor trainer.algorithm.off_policy_correction="
                 f"{algorithm.off_policy_correction} uses the behaviour policy; choose a correction "
                 f"(token_tis), or set trainer.allow_uncorrected=true"
+            )
+
+    def _check_running(self, step: str) -> None:
+        if not self._plan_runs:
+            raise UserError(
+                f"{type(self).__name__}.train calls {step} outside of `async with self.running():`, which starts the "
+                f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
             )
 
     async def _play(

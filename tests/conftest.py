@@ -32,5 +32,5 @@ def environments_of_one_test() -> Iterator[None]:
     """What a test registers among the environments is gone behind it, whatever the order of the tests."""
     before = dict(ENVS)
     yield
-    for name in ENVS.keys() - before.keys():
+    for name in ENVS.keys() - before.keys() - ENVS.builtins().keys():
         del ENVS[name]

@@ -19,6 +19,15 @@ class OwnPlan:
         return "mine"
 
 
+class OwnTokenizer(BasePPOExp):
+    def get_tokenizer(self):
+        return None
+
+
+def rows():
+    return [{"prompt": "x", "answer": "y"}]
+
+
 def makes_a_model():
     return "/somewhere/made"
 
@@ -70,11 +79,13 @@ def test_an_error_of_the_function_is_raised_as_it_is():
 
 
 def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.trainer.runs_dir, cfg.trainer.run_name = str(tmp_path), str(tmp_path), "mine"
     cfg.trainer.ckpt_path, cfg.trainer.export_path = "checkpoints", "~/export"
-    experiment = BasePPOExp(cfg)
+    cfg.data.train_data, cfg.environment.env_class = [f"{__name__}:rows"], "gsm8k"
+    experiment = OwnTokenizer(cfg)
     experiment.prepare()
     assert "policy" in (tmp_path / "mine" / "config.yaml").read_text()
     assert cfg.trainer.ref.model.path == str(tmp_path.resolve())

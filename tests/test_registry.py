@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from skyasync import registry
+from skyasync.catalogue import describe
 from skyasync.errors import UserError, nearest
 from skyasync.registry import Registry, resolve_reference
 
@@ -34,21 +35,38 @@ def test_a_built_in_part_is_imported_when_it_is_asked_for_and_not_before():
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_names():
-    parts = Registry("plan", {"somewhere": "one_step_off sync"})
+    parts = Registry("plan")
+    parts.update(one_step_off=1, sync=2)
     with pytest.raises(UserError) as refused:
         parts["one_step_of"]
     assert str(refused.value) == "unknown plan 'one_step_of': did you mean 'one_step_off'? allowed: one_step_off, sync"
 
 
-def test_a_home_that_does_not_register_its_name_is_as_unknown():
-    with pytest.raises(UserError, match="unknown part 'ghost'"):
-        Registry("part", {"skyasync.errors": "ghost"})["ghost"]
+def test_a_capability_that_the_registry_does_not_know_is_refused():
+    parts = Registry("part", capabilities={"group_relative": False})
+    with pytest.raises(UserError, match="part 'mine': unknown capability 'group': did you mean 'group_relative'"):
+        parts.register("mine", group=True)
+
+
+def test_capabilities_are_class_attributes_or_arguments_of_register():
+    parts = Registry("part", capabilities={"quick": False, "reads": ()})
+
+    @parts.register("mine", quick=True)
+    class Mine:
+        reads = ("a",)
+
+    assert parts.about("mine").can == {"quick": True, "reads": ("a",)}
+    assert parts.about(f"{__name__}:Theirs").can == {"quick": False, "reads": ("b",)}
+
+
+class Theirs:
+    reads = ("b",)
 
 
 @pytest.mark.parametrize("reference", registry.REGISTRIES)
 def test_every_built_in_name_of_every_registry_exists(reference):
     parts = resolve_reference(reference, kind="registry")
-    for name in list(parts._homes):
+    for name in parts.builtins():
         assert parts[name] is not None
 
 
@@ -76,3 +94,10 @@ def test_an_error_inside_the_users_module_is_not_taken_for_a_wrong_name(tmp_path
 
 def test_nearest_is_empty_for_a_name_like_no_other():
     assert nearest("zzz", ["sync", "fully_async"]) == []
+
+
+@pytest.mark.parametrize("reference", registry.REGISTRIES)
+def test_what_is_read_off_the_source_is_what_the_loaded_part_says(reference):
+    parts = resolve_reference(reference, kind="registry")
+    for name, about in parts.builtins().items():
+        assert describe(parts[name], parts._capabilities) == about, name

@@ -20,6 +20,7 @@ from skyasync.together import run_together
 
 class TwoStepsPerSync(RayPPOTrainer):
     asynchronous = True
+    reads = ("trainer.partial_rollout", "trainer.eval_mode")  # engines are busy at a swap and during evaluation
 
     async def train(self):
         batches = asyncio.Queue(maxsize=2)

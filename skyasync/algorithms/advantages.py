@@ -61,7 +61,7 @@ def broadcast(advantages: Tensor, mask: Tensor) -> Estimate:
     return tokens, tokens
 
 
-@ADVANTAGE_ESTIMATORS.register("grpo")
+@ADVANTAGE_ESTIMATORS.register("grpo", group_relative=True)
 @configured(norm_by_std="grpo_norm_by_std")
 def grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6,
          singleton_raw: bool = False) -> Estimate:  # fmt: skip
@@ -74,20 +74,20 @@ def grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, norm_by_std: bool 
     return broadcast(normalize(scores(rewards), group_ids, std=std, eps=eps, singleton_raw=singleton_raw), mask)
 
 
-@ADVANTAGE_ESTIMATORS.register("dr_grpo")
+@ADVANTAGE_ESTIMATORS.register("dr_grpo", group_relative=True)
 def dr_grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
     """``r - mean_group``: no division by the standard deviation. Source: Liu et al. 2025 (Dr.GRPO)."""
     return broadcast(normalize(scores(rewards), group_ids, std="none", singleton_raw=singleton_raw), mask)
 
 
-@ADVANTAGE_ESTIMATORS.register("rloo")
+@ADVANTAGE_ESTIMATORS.register("rloo", group_relative=True)
 def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
     """``r - mean of the others``. Source: Ahmadian et al. 2024 (RLOO)."""
     advantages = normalize(scores(rewards), group_ids, std="none", leave_one_out=True, singleton_raw=singleton_raw)
     return broadcast(advantages, mask)
 
 
-@ADVANTAGE_ESTIMATORS.register("maxrl")
+@ADVANTAGE_ESTIMATORS.register("maxrl", group_relative=True)
 def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6,
           singleton_raw: bool = False) -> Estimate:  # fmt: skip
     """``(r - mean_group) / (mean_group + eps)``: harder prompts weigh more. For rewards that are not negative.
@@ -102,7 +102,7 @@ def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6
     return broadcast(torch.where(pool.sizes == 1, alone, advantages), mask)
 
 
-@ADVANTAGE_ESTIMATORS.register("normalized")
+@ADVANTAGE_ESTIMATORS.register("normalized", group_relative=("mean",), whole_batch=("mean", "std"))
 @configured(mean="reward_norm_mean", std="reward_norm_std")
 def normalized(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, mean: str = "group", std: str = "group",
                leave_one_out: bool = False, unbiased: bool = True, eps: float = 1e-6,
@@ -118,7 +118,7 @@ def normalized(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, mean: str = 
     return broadcast(advantages, mask)
 
 
-@ADVANTAGE_ESTIMATORS.register("reinforce++")
+@ADVANTAGE_ESTIMATORS.register("reinforce++", whole_batch=True)
 @configured(gamma="gamma")
 def reinforce_pp(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, scale: bool = True,
                  unbiased: bool = True) -> Estimate:  # fmt: skip
@@ -127,7 +127,7 @@ def reinforce_pp(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, scale: bo
     return whiten(returns, mask, scale=scale, unbiased=unbiased), returns
 
 
-@ADVANTAGE_ESTIMATORS.register("reinforce++_baseline")
+@ADVANTAGE_ESTIMATORS.register("reinforce++_baseline", group_relative=True, whole_batch=True)
 def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, scale: bool = True,
                           unbiased: bool = True, singleton_raw: bool = False) -> Estimate:  # fmt: skip
     """``r - mean_group``, whitened over the batch's tokens: the scale is the batch's, so easy groups do not explode.
@@ -139,7 +139,7 @@ def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, s
     return advantages, advantages
 
 
-@ADVANTAGE_ESTIMATORS.register("gae")
+@ADVANTAGE_ESTIMATORS.register("gae", whole_batch=True)
 @configured(gamma="gamma", lambd="lambd")
 def generalized(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0,
                 whitened: bool = True) -> Estimate:  # fmt: skip
@@ -148,7 +148,7 @@ def generalized(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float =
     return (whiten(advantages, mask) if whitened else advantages), returns
 
 
-@ADVANTAGE_ESTIMATORS.register("opo")
+@ADVANTAGE_ESTIMATORS.register("opo", group_relative=True)
 def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
     """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al. 2025 (OPO)."""
     total, lengths = scores(rewards), mask.sum(1).double()
@@ -160,7 +160,7 @@ def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool
     return broadcast(total - baseline.to(total.dtype), mask)
 
 
-@ADVANTAGE_ESTIMATORS.register("gpg")
+@ADVANTAGE_ESTIMATORS.register("gpg", group_relative=True, whole_batch=True)
 def gpg(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
     """``alpha (r - mean_group)``, alpha = samples / samples with a reward. Source: Chu et al. 2025 (GPG)."""
     total = scores(rewards)
@@ -168,7 +168,7 @@ def gpg(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool
     return broadcast(alpha * normalize(total, group_ids, std="none", singleton_raw=singleton_raw), mask)
 
 
-@ADVANTAGE_ESTIMATORS.register("grpo_passk")
+@ADVANTAGE_ESTIMATORS.register("grpo_passk", group_relative=True)
 def grpo_passk(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6,
                norm_by_std: bool = True) -> Estimate:  # fmt: skip
     """``(best - second best) / (std_group + eps)`` for a group's best sample, 0 for the others: optimises pass@k.

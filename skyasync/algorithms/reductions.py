@@ -92,21 +92,21 @@ def _prompts(mask: Tensor, group_ids: Tensor) -> Tensor:
     return torch.tensor(len(group_ids[mask.any(1)].unique()))
 
 
-@LOSS_REDUCTIONS.register("token_mean")
+@LOSS_REDUCTIONS.register("token_mean", by_parts=True)
 @divided_by(_tokens)
 def token_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
     """Every token weighs the same: 1 / tokens. Source: DAPO."""
     return mask.double() / mask.sum().clamp(min=1)
 
 
-@LOSS_REDUCTIONS.register("token_sum")
+@LOSS_REDUCTIONS.register("token_sum", by_parts=True)
 @divided_by(_nothing)
 def token_sum(mask: Tensor, group_ids: Tensor) -> Tensor:
     """Every token weighs 1."""
     return mask.double()
 
 
-@LOSS_REDUCTIONS.register("sequence_mean")
+@LOSS_REDUCTIONS.register("sequence_mean", by_parts=True)
 @divided_by(_sequences)
 def sequence_mean(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
     """Every sequence weighs the same, and so do the tokens within one. Source: GRPO."""
@@ -117,14 +117,14 @@ def sequence_mean(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False)
     )
 
 
-@LOSS_REDUCTIONS.register("sequence_token_sum")
+@LOSS_REDUCTIONS.register("sequence_token_sum", by_parts=True)
 @divided_by(_sequences)
 def sequence_token_sum(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
     """The mean over sequences of the sum over tokens: 1 / sequences. Source: verl, ROLL ``seq-mean-token-sum``."""
     return mask.double() / _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
 
 
-@LOSS_REDUCTIONS.register("seq_mean_token_sum_norm")
+@LOSS_REDUCTIONS.register("seq_mean_token_sum_norm", by_parts=True)
 @divided_by(_sequences)
 @configured(max_seq_len="max_seq_len")
 def seq_mean_token_sum_norm(mask: Tensor, group_ids: Tensor, *, max_seq_len: int = 0,
@@ -136,7 +136,7 @@ def seq_mean_token_sum_norm(mask: Tensor, group_ids: Tensor, *, max_seq_len: int
     return sequence_token_sum(mask, group_ids, count_empty=count_empty) / (max_seq_len or mask.shape[1])
 
 
-@LOSS_REDUCTIONS.register("prompt_mean")
+@LOSS_REDUCTIONS.register("prompt_mean", by_parts=True)
 @divided_by(_prompts)
 def prompt_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
     """Every prompt weighs the same, and so do the tokens within its group. Source: SkyRL ``prompt_mean``."""

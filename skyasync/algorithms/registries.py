@@ -1,7 +1,6 @@
-"""The five registries of the algorithms, and which module holds which name.
+"""The five registries of the algorithms: which modules hold their parts, what these may take, what they can do.
 
-Invariant: importing this module imports no torch, so that a wrong name is refused at once. A test holds the
-tables and the decorators in the modules equal.
+Invariant: importing this module imports no torch, and neither does asking what is registered and what it needs.
 """
 
 from __future__ import annotations
@@ -12,40 +11,33 @@ _HERE = "skyasync.algorithms"
 
 POLICY_LOSSES = Registry(
     "policy loss",
-    {
-        f"{_HERE}.losses.clipped": "ppo dual_clip decoupled_ppo sapo dppo importance_sampling",
-        f"{_HERE}.losses.gradient": "vanilla tis cispo topr kimi15 rollout_is",
-        f"{_HERE}.losses.sequence": "gspo gmpo vespo",
-        f"{_HERE}.losses.selective": "clip_cov kl_cov m2po",
-    },
+    [f"{_HERE}.losses.{module}" for module in ("clipped", "gradient", "sequence", "selective")],
+    inputs="current anchor proximal behaviour reference advantages mask entropy selection",
+    needs="current",
 )
 
 ADVANTAGE_ESTIMATORS = Registry(
     "advantage estimator",
-    {
-        f"{_HERE}.advantages": (
-            "grpo dr_grpo rloo maxrl normalized reinforce++ reinforce++_baseline gae opo gpg grpo_passk"
-        )
+    [f"{_HERE}.advantages"],
+    inputs="rewards values mask group_ids",
+    needs="rewards mask",
+    capabilities={
+        # A sample is judged beside the rest of its group: in a group of one every advantage is 0. A setting's name
+        # in place of true: where that setting is "group".
+        "group_relative": False,
+        # An advantage depends on other groups of the batch as well. A setting's name: where that is "batch".
+        "whole_batch": False,
     },
 )
 
-KL_ESTIMATORS = Registry("KL estimator", {f"{_HERE}.kl": "k1 k2 k3 abs k1_straight_through k3_straight_through"})
+KL_ESTIMATORS = Registry("KL estimator", [f"{_HERE}.kl"], inputs="current reference", needs="current reference")
 
-CORRECTIONS = Registry(
-    "off-policy correction",
-    {
-        f"{_HERE}.corrections": (
-            "auto none token_tis sequence_tis geometric_tis segment_tis icepop sequence_icepop sequence_mask_tis "
-            "token_mask sequence_mask geometric_mask outlier_mask difference_mask kl_mask negative_mask"
-        )
-    },
-)
+CORRECTIONS = Registry("off-policy correction", [f"{_HERE}.corrections"], inputs="proximal behaviour advantages mask")
 
 LOSS_REDUCTIONS = Registry(
     "loss reduction",
-    {
-        f"{_HERE}.reductions": (
-            "token_mean sequence_mean prompt_mean seq_mean_token_sum_norm sequence_token_sum token_sum"
-        )
-    },
+    [f"{_HERE}.reductions"],
+    inputs="mask group_ids",
+    needs="mask",
+    capabilities={"by_parts": False},  # its weights can be made group by group (``divided_by``)
 )

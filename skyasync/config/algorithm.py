@@ -9,18 +9,35 @@ are SkyRL's where it has one. Thresholds take effect only where the function tha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from skyasync.config.field import key
 
+#: A key whose value may be infinite: no limit.
+limit = partial(key, infinite=True)
+
 _REGISTRIES = "skyasync.algorithms:"
+#: There is a reference model.
+KL = "trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward"
+_SAMPLING = "trainer.algorithm.dynamic_sampling"
+_ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
 
 
 @dataclass
 class KLControlConfig:
-    type: str = key("fixed", "Keep the KL coefficient in the reward, or steer it.", choices=("fixed", "adaptive"))
-    kl_target: float = key(0.1, "The mean KL per token that the adaptive controller steers towards.", above=0.0)
-    horizon: int = key(10000, "Trajectories over which the adaptive controller makes up for an error.", low=1)
+    type: str = key(
+        "fixed",
+        "Keep the KL coefficient in the reward, or steer it.",
+        choices=("fixed", "adaptive"),
+        when="trainer.algorithm.use_kl_in_reward",
+    )
+    kl_target: float = key(
+        0.1, "The mean KL per token that the adaptive controller steers towards.", above=0.0, when=_ADAPTIVE
+    )
+    horizon: int = key(
+        10000, "Trajectories over which the adaptive controller makes up for an error.", low=1, when=_ADAPTIVE
+    )
 
 
 @dataclass
@@ -32,14 +49,14 @@ class SapoConfig:
 @dataclass
 class CispoConfig:
     cispo_eps_clip_low: float = key(1.0, "cispo clips the weight below 1 - this; 1 is no lower clip.", low=0.0)
-    cispo_eps_clip_high: float = key(4.0, "cispo clips the weight above 1 + this.", low=0.0)
+    cispo_eps_clip_high: float = limit(4.0, "cispo clips the weight above 1 + this.", low=0.0)
 
 
 @dataclass
 class ClipCovConfig:
     clip_ratio: float = key(2e-4, "Share of the tokens that clip_cov leaves out.", low=0.0, high=1.0)
-    clip_cov_lb: float = key(1.0, "clip_cov draws among tokens with a covariance above this.")
-    clip_cov_ub: float = key(5.0, "clip_cov draws among tokens with a covariance below this.")
+    clip_cov_lb: float = limit(1.0, "clip_cov draws among tokens with a covariance above this.")
+    clip_cov_ub: float = limit(5.0, "clip_cov draws among tokens with a covariance below this.")
 
 
 @dataclass
@@ -55,8 +72,8 @@ class DppoConfig:
     divergence: str = key(
         "tv", "How dppo measures a token's move: total variation or Bernoulli KL.", choices=("tv", "kl")
     )
-    delta_low: float = key(0.15, "Largest move down that dppo allows a token with a negative advantage.", low=0.0)
-    delta_high: float = key(0.15, "Largest move up that dppo allows a token with a positive advantage.", low=0.0)
+    delta_low: float = limit(0.15, "Largest move down that dppo allows a token with a negative advantage.", low=0.0)
+    delta_high: float = limit(0.15, "Largest move up that dppo allows a token with a positive advantage.", low=0.0)
 
 
 @dataclass
@@ -68,8 +85,18 @@ class ToprConfig:
 @dataclass
 class OverlongBufferConfig:
     len: int = key(0, "Response tokens before max_len over which the overlong penalty grows; 0 is no penalty.", low=0)
-    max_len: int = key(0, "Response tokens at which the overlong penalty is complete.", low=0)
-    penalty_factor: float = key(1.0, "The complete overlong penalty, subtracted from the reward.", low=0.0)
+    max_len: int = key(
+        0,
+        "Response tokens at which the overlong penalty is complete.",
+        low=0,
+        when="trainer.algorithm.overlong_buffer.len",
+    )
+    penalty_factor: float = key(
+        1.0,
+        "The complete overlong penalty, subtracted from the reward.",
+        low=0.0,
+        when="trainer.algorithm.overlong_buffer.len",
+    )
 
 
 @dataclass
@@ -83,10 +110,11 @@ class DynamicSamplingConfig:
         "",
         "A metric of the environments that groups are judged by in place of their rewards (score, of OpenRLHF agents).",
         open_ended=True,
+        when=f"{_SAMPLING}.type=mean|variance",
     )
-    low: float = key(0.0, "Groups with a mean reward up to this are left out (type mean).")
-    high: float = key(1.0, "Groups with a mean reward from this on are left out (type mean).")
-    tolerance: float = key(0.0, "Rewards this close count as equal (type variance).", low=0.0)
+    low: float = key(0.0, "Groups with a mean reward up to this are left out.", when=f"{_SAMPLING}.type=mean")
+    high: float = key(1.0, "Groups with a mean reward from this on are left out.", when=f"{_SAMPLING}.type=mean")
+    tolerance: float = key(0.0, "Rewards this close count as equal.", low=0.0, when=f"{_SAMPLING}.type=variance")
     mode: str = key(
         "filter",
         "Train what is left of a batch, or refill it: each group left out is replaced by that of the next prompt.",
@@ -95,10 +123,17 @@ class DynamicSamplingConfig:
     early_end: bool = key(
         False, "Abort the other samples of a group as soon as they cannot bring its mean into the range (type mean)."
     )
-    reward_min: float = key(0.0, "The least reward that a sample can earn; early_end decides by it.")
-    reward_max: float = key(1.0, "The largest reward that a sample can earn; early_end decides by it.")
+    reward_min: float = key(
+        0.0, "The least reward that a sample can earn; early_end decides by it.", when=f"{_SAMPLING}.early_end"
+    )
+    reward_max: float = key(
+        1.0, "The largest reward that a sample can earn; early_end decides by it.", when=f"{_SAMPLING}.early_end"
+    )
     max_sample_batches: int = key(
-        10, "Batches of prompts sampled for one step at most (mode refill); 0 has no such limit.", low=0
+        10,
+        "Batches of prompts sampled for one step at most; 0 has no such limit.",
+        low=0,
+        when=f"{_SAMPLING}.mode=refill",
     )
 
 
@@ -133,16 +168,16 @@ class AlgorithmConfig:
         "each token's version.",
         choices=("recompute", "loglinear", "linear"),
     )
-    eps_clip_low: float = key(0.2, "Clip ratios below 1 - this.", low=0.0)
-    eps_clip_high: float = key(0.2, "Clip ratios above 1 + this.", low=0.0)
-    clip_ratio_c: float = key(3.0, "dual_clip's bound on the ratio where the advantage is negative.", above=1.0)
+    eps_clip_low: float = limit(0.2, "Clip ratios below 1 - this.", low=0.0)
+    eps_clip_high: float = limit(0.2, "Clip ratios above 1 + this.", low=0.0)
+    clip_ratio_c: float = limit(3.0, "dual_clip's bound on the ratio where the advantage is negative.", above=1.0)
     behave_imp_weight_cap: float = key(
         5.0, "decoupled_ppo drops tokens whose proximal / behaviour is above this; 0 is no cap.", low=0.0
     )
     tis_low: float = key(0.0, "The loss tis clamps its ratio from below to this.", low=0.0)
-    tis_high: float = key(1.0, "The loss tis clamps its ratio from above to this.", low=0.0)
+    tis_high: float = limit(1.0, "The loss tis clamps its ratio from above to this.", low=0.0)
     kimi15_tau: float = key(0.1, "Strength of kimi15's quadratic leash to the anchor.", low=0.0)
-    m2po_threshold: float = key(
+    m2po_threshold: float = limit(
         0.04, "m2po drops tokens until the mean squared log-ratio to the behaviour policy is below this.", above=0.0
     )
     sapo: SapoConfig = field(default_factory=SapoConfig)
@@ -152,7 +187,9 @@ class AlgorithmConfig:
     dppo: DppoConfig = field(default_factory=DppoConfig)
     topr: ToprConfig = field(default_factory=ToprConfig)
     use_entropy_loss: bool = key(False, "Reward the policy's entropy in the loss.")
-    entropy_loss_coef: float = key(0.01, "Weight of the entropy term.", low=0.0)
+    entropy_loss_coef: float = key(
+        0.01, "Weight of the entropy term.", low=0.0, when="trainer.algorithm.use_entropy_loss"
+    )
     # Corrections for stale or mismatched samples
     off_policy_correction: str = key(
         "auto",
@@ -163,37 +200,37 @@ class AlgorithmConfig:
         [], "Further corrections multiplied onto it, usually masks.", registry=_REGISTRIES + "CORRECTIONS"
     )
     token_tis_ratio_clip_low: float = key(0.0, "token_tis clamps its weight from below to this.", low=0.0)
-    token_tis_ratio_clip_high: float = key(2.0, "token_tis clamps its weight from above to this.", above=0.0)
-    sequence_tis_ratio_clip_high: float = key(5.0, "sequence_tis clamps its weight from above to this.", above=0.0)
-    geometric_tis_ratio_clip_high: float = key(
+    token_tis_ratio_clip_high: float = limit(2.0, "token_tis clamps its weight from above to this.", above=0.0)
+    sequence_tis_ratio_clip_high: float = limit(5.0, "sequence_tis clamps its weight from above to this.", above=0.0)
+    geometric_tis_ratio_clip_high: float = limit(
         2.0, "geometric_tis and segment_tis clamp their weight from above to this.", above=0.0
     )
     icepop_low: float = key(0.5, "icepop drops tokens with a weight below this.", low=0.0)
-    icepop_high: float = key(5.0, "icepop drops tokens with a weight above this.", above=0.0)
+    icepop_high: float = limit(5.0, "icepop drops tokens with a weight above this.", above=0.0)
     token_mask_is_threshold_low: float = key(0.5, "token_mask drops tokens with a weight below this.", low=0.0)
-    token_mask_is_threshold_high: float = key(2.0, "token_mask drops tokens with a weight above this.", above=0.0)
+    token_mask_is_threshold_high: float = limit(2.0, "token_mask drops tokens with a weight above this.", above=0.0)
     product_mask_low: float = key(
         0.5, "sequence_mask and sequence_icepop drop sequences with a weight below this.", low=0.0
     )
-    product_mask_high: float = key(
+    product_mask_high: float = limit(
         2.0, "sequence_mask and sequence_icepop drop sequences with a weight above this.", above=0.0
     )
     geo_mask_low: float = key(
         0.99, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight below this.", low=0.0
     )
-    geo_mask_high: float = key(
+    geo_mask_high: float = limit(
         1.01, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight above this.", above=0.0
     )
     outlier_token_is_threshold_low: float = key(
         1e-4, "outlier_mask drops sequences with any token weight below this.", low=0.0
     )
-    outlier_token_is_threshold_high: float = key(
+    outlier_token_is_threshold_high: float = limit(
         100.0, "outlier_mask drops sequences with any token weight above this.", above=0.0
     )
-    kl_mask_high: float = key(
+    kl_mask_high: float = limit(
         0.1, "kl_mask drops sequences whose estimated KL from behaviour to proximal is above this."
     )
-    negative_mask_threshold: float = key(
+    negative_mask_threshold: float = limit(
         0.1, "negative_mask drops bad sequences that the policy has left behind by more than this per token."
     )
     # Advantages
@@ -216,11 +253,15 @@ class AlgorithmConfig:
     # KL to the reference model
     use_kl_loss: bool = key(False, "Add a KL term to a frozen reference model to the loss.")
     use_kl_in_reward: bool = key(False, "Subtract a KL penalty to the reference from the rewards.")
-    kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0)
-    kl_estimator_type: str = key("k3", "How the KL divergence is estimated.", registry=_REGISTRIES + "KL_ESTIMATORS")
-    kl_clamp: float = key(0.0, "Clamp the estimate per token to plus or minus this; 0 is off.", low=0.0)
+    kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0, when=KL)
+    kl_estimator_type: str = key(
+        "k3", "How the KL divergence is estimated.", registry=_REGISTRIES + "KL_ESTIMATORS", when=KL
+    )
+    kl_clamp: float = key(0.0, "Clamp the estimate per token to plus or minus this; 0 is off.", low=0.0, when=KL)
     kl_importance_weighted: bool = key(
-        False, "Weigh the KL loss by the ratio of current to anchor policy: unbiased off policy."
+        False,
+        "Weigh the KL loss by the ratio of current to anchor policy: unbiased off policy.",
+        when="trainer.algorithm.use_kl_loss",
     )
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     # Rewards and groups

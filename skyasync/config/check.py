@@ -1,39 +1,34 @@
 """Settings that are right alone and wrong together.
 
-Invariant: each problem is one line that names the keys concerned and the way out; nothing here imports torch.
+Invariant: each problem is one line that names the keys concerned and the way out; nothing here imports torch. What
+depends on what the chosen parts can do stands in ``rules``, what nothing reads in ``unread``.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from math import ceil
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 
 from skyasync.config.agents import check_agents
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.domains import check_domains, check_weights
 from skyasync.config.groups import check_groups
+from skyasync.config.rules import (
+    Plan,
+    check_admission,
+    check_engine,
+    check_estimator,
+    check_functions,
+    check_plan,
+    corrected,
+    missing_parts,
+    weighs_by_behaviour,
+)
 from skyasync.config.sampling import check_sampling, sampling_warnings
 from skyasync.config.schema import Config, DataConfig, EnvironmentConfig
+from skyasync.config.streaming import check_streaming
+from skyasync.config.unread import check_unread
 from skyasync.errors import unknown
-
-#: Built-in plans that train on samples of an older policy.
-ASYNCHRONOUS_PLANS = frozenset({"one_step_off", "fully_async"})
-#: Built-in plans whose engines are idle while weights are swapped.
-WHOLE_BATCH_PLANS = frozenset({"sync", "one_step_off"})
-
-# Importing the losses would import torch, so what their signatures say stands here as well; a test holds both equal.
-#: Built-in policy losses that weigh by the behaviour policy whatever ``ratio_anchor`` is.
-BEHAVIOUR_LOSSES = frozenset({"decoupled_ppo", "dppo", "rollout_is"})
-#: Built-in policy losses that leave out tokens by it.
-BEHAVIOUR_SELECTING_LOSSES = frozenset({"m2po"})
-#: Built-in policy losses without an anchor: ``ratio_anchor`` says nothing about them.
-ANCHORLESS_LOSSES = BEHAVIOUR_LOSSES | BEHAVIOUR_SELECTING_LOSSES | {"vanilla"}
-
-#: Advantage estimators whose baseline is the rest of the group: a group of one has advantage zero.
-GROUP_ESTIMATORS = frozenset({"dr_grpo", "grpo", "grpo_passk", "maxrl", "opo", "reinforce++_baseline", "rloo"})
-
 
 #: What names a procedural task among ``data.train_data`` and ``data.val_data``.
 TASK_SOURCE = "reasoning_gym:"
@@ -52,20 +47,29 @@ INTERVALS = (
 )
 
 
-def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
+def check_config(cfg: Config, *, plan: str | type | None = None, given: Collection[str] = ()) -> list[str]:
     """All contradictions in a configuration whose single values are right.
 
     Args:
-        plan: the plan that the experiment fixes; by default ``trainer.plan`` decides.
+        plan: the plan that the experiment fixes, a name or a class; by default ``trainer.plan`` decides; "" for one
+            that only the experiment knows.
+        given: the keys that the command line names.
     """
+    if missing := missing_parts(cfg, plan) or list(check_functions(cfg.trainer.algorithm)):
+        return missing
+    chosen = Plan.of(cfg, plan)
     return [
-        *_check_plan(cfg, plan or cfg.trainer.plan, fixed=plan is not None),
-        *_check_admission(cfg, plan or cfg.trainer.plan),
+        *check_plan(cfg, chosen),
+        *check_admission(cfg, chosen),
+        *check_streaming(cfg, chosen),
+        *check_engine(cfg),
+        *check_unread(cfg, chosen, given),
         *_check_devices(cfg),
         *_check_resuming(cfg),
         *_check_batches(cfg),
         *_check_lengths(cfg),
         *check_sampling(cfg),
+        *check_estimator(cfg),
         *_check_algorithm(cfg),
         *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),
@@ -80,73 +84,11 @@ def check_config(cfg: Config, *, plan: str | None = None) -> list[str]:
 
 def config_warnings(cfg: Config) -> list[str]:
     """What may be meant so, but is worth a line at the start of a run."""
-    algorithm = cfg.trainer.algorithm
-    return list(sampling_warnings(cfg, reads_behaviour=_corrected(algorithm) or _uses_behaviour(algorithm)))
-
-
-def _corrected(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.off_policy_correction != "none" or bool(set(algorithm.off_policy_masks) - {"none"})
-
-
-def _check_plan(cfg: Config, plan: str, *, fixed: bool) -> Iterator[str]:
-    if plan not in ASYNCHRONOUS_PLANS:
-        return
-    which = f"this experiment's plan, {plan}," if fixed else f"trainer.plan={plan}"
-    way_back = "" if fixed else " or trainer.plan=sync"
-    if cfg.trainer.placement.colocate_all:
-        yield (
-            f"trainer.placement.colocate_all=true lets engines and policy take turns, but {which} runs both at the "
-            f"same time: set trainer.placement.colocate_all=false{way_back}"
-        )
-    if plan == "fully_async" and cfg.trainer.max_staleness == 0:
-        return  # no sample is stale
-    algorithm = cfg.trainer.algorithm
-    if not _corrected(algorithm) and not cfg.trainer.allow_uncorrected and not _uses_behaviour(algorithm):
-        yield (
-            f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "
-            f"{which} is asynchronous and trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not use "
-            f"the behaviour log-probabilities: choose a correction (auto, token_tis), a loss that uses them "
-            f"({', '.join(sorted(BEHAVIOUR_LOSSES))}), or trainer.allow_uncorrected=true"
-        )
-
-
-def _check_admission(cfg: Config, plan: str) -> Iterator[str]:
-    trainer, generator = cfg.trainer, cfg.generator
-    if plan in WHOLE_BATCH_PLANS and trainer.partial_rollout != "keep":
-        yield (
-            f"trainer.partial_rollout={trainer.partial_rollout} decides about requests in flight at a weight swap, and "
-            f"trainer.plan={plan} has none: set trainer.plan=fully_async, or leave trainer.partial_rollout at keep"
-        )
-    if plan != "fully_async":
-        return
-    if trainer.async_generation_ratio > trainer.max_staleness:
-        yield (
-            f"trainer.async_generation_ratio={trainer.async_generation_ratio:g} generates further ahead than "
-            f"trainer.max_staleness={trainer.max_staleness} allows: raise trainer.max_staleness to "
-            f"{ceil(trainer.async_generation_ratio)}, or lower the ratio"
-        )
-    batch, most = trainer.train_batch_size, (trainer.max_staleness + 1) * trainer.train_batch_size
-    if generator.generate_batch_size and not batch <= generator.generate_batch_size <= most:
-        yield (
-            f"generator.generate_batch_size={generator.generate_batch_size} is not between "
-            f"trainer.train_batch_size={batch} and the {most} prompts that trainer.max_staleness="
-            f"{trainer.max_staleness} allows: change it, or raise trainer.max_staleness to "
-            f"{max(ceil(generator.generate_batch_size / batch) - 1, trainer.max_staleness)}"
-        )
+    return list(sampling_warnings(cfg, reads_behaviour=corrected(cfg.trainer.algorithm)))
 
 
 def _check_devices(cfg: Config) -> Iterator[str]:
     generator = cfg.generator
-    if generator.backend == "transformers" and generator.inference_engine_tensor_parallel_size > 1:
-        yield (
-            f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size} needs "
-            f"generator.backend=vllm: an engine of generator.backend=transformers runs on one device"
-        )
-    if generator.backend == "transformers" and generator.weight_sync_backend == "nccl":
-        yield (
-            "generator.weight_sync_backend=nccl needs generator.backend=vllm: with generator.backend=transformers use "
-            "generator.weight_sync_backend=shared_memory"
-        )
     if not cfg.trainer.placement.colocate_all:
         return
     if generator.weight_sync_backend == "nccl":
@@ -190,22 +132,6 @@ def _check_tasks(data: DataConfig) -> Iterator[str]:
             yield f"data.reasoning_gym.{task} must be a mapping of options, found {options!r}"
 
 
-def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.policy_loss_type in BEHAVIOUR_SELECTING_LOSSES or _weighs_by_behaviour(algorithm)
-
-
-def _weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss itself has the behaviour policy in its ratio."""
-    from skyasync.algorithms import POLICY_LOSSES
-
-    loss, anchored = algorithm.policy_loss_type, algorithm.ratio_anchor == "behaviour"
-    registered = POLICY_LOSSES.get(loss)  # a user's loss is registered by now; a built-in one perhaps not
-    if registered is None:
-        return loss in BEHAVIOUR_LOSSES or (anchored and loss not in ANCHORLESS_LOSSES)
-    parameters = inspect.signature(registered).parameters
-    return "behaviour" in parameters or (anchored and "anchor" in parameters)
-
-
 def _check_batches(cfg: Config) -> Iterator[str]:
     batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
     if mini > batch:
@@ -241,26 +167,14 @@ def _check_lengths(cfg: Config) -> Iterator[str]:
 
 
 def _check_algorithm(cfg: Config) -> Iterator[str]:
-    algorithm, samples = cfg.trainer.algorithm, cfg.generator.n_samples_per_prompt
-    if algorithm.advantage_estimator == "gae":
-        preset = f" (trainer.algorithm.preset={algorithm.preset})" if algorithm.preset == "ppo" else ""
-        yield (
-            f"trainer.algorithm.advantage_estimator=gae{preset} needs a critic, and there is none yet: choose an "
-            f"estimator without one, trainer.algorithm.advantage_estimator=reinforce++ (no groups) or grpo"
-        )
-    if samples == 1 and algorithm.advantage_estimator in GROUP_ESTIMATORS:
-        yield (
-            f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
-            f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
-            f"sample at least 2 per prompt, or choose an estimator without a group, such as reinforce++"
-        )
+    algorithm = cfg.trainer.algorithm
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield (
             "trainer.algorithm.use_kl_loss and trainer.algorithm.use_kl_in_reward are both true, which counts the "
             "KL divergence twice: set one of them to false"
         )
     correction = algorithm.off_policy_correction
-    if correction not in ("auto", "none") and not correction.endswith("_mask") and _weighs_by_behaviour(algorithm):
+    if correction not in ("auto", "none") and not correction.endswith("_mask") and weighs_by_behaviour(algorithm):
         yield (
             f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} (with trainer.algorithm.ratio_anchor="
             f"{algorithm.ratio_anchor}) weighs samples by the behaviour policy itself; trainer.algorithm."

@@ -20,12 +20,15 @@ def key(
     below: float | None = None,
     registry: str = "",
     open_ended: bool = False,
+    when: str = "",
+    infinite: bool = False,
 ) -> Any:
     """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones.
 
     Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
     where the allowed names are registered; with ``open_ended`` a ``module:attribute`` reference (or, for paths,
-    any string) is accepted as well.
+    any string) is accepted as well. ``when`` (see ``conditions``) says which other keys it takes for this one to be
+    read: set without them it is refused. Numbers must be finite unless ``infinite``.
     """
     metadata = {
         "doc": doc,
@@ -36,6 +39,8 @@ def key(
         "below": below,
         "registry": registry,
         "open_ended": open_ended,
+        "when": when,
+        "infinite": infinite,
     }
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

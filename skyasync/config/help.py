@@ -60,13 +60,16 @@ def default_text(key: Key) -> str:
 
 
 def allowed_text(key: Key) -> str:
-    """Which values are allowed beyond the type, as a sentence; "" if all are."""
-    options: Iterable[Any] = key.choices
-    if key.registry:
-        try:
-            options = key.names()
-        except UserError:  # help does not fail because a part is broken
-            options = ()
+    """Which values are allowed beyond the type, and when they are read, in sentences; "" if all are, and always."""
+    return " ".join(filter(None, (_values_text(key), f"Read with {key.when}." if key.when else "")))
+
+
+def _values_text(key: Key) -> str:
+    options: Iterable[Any]
+    try:
+        options = key.options()
+    except UserError:  # help does not fail because a part is broken
+        options = key.choices
     if options:
         other = ", or module:attribute" if key.registry and key.open_ended else ""
         return f"One of: {', '.join(map(written, options))}{other}."

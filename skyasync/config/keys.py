@@ -33,6 +33,8 @@ class Key:
     below: float | None = None
     registry: str = ""
     open_ended: bool = False
+    when: str = ""
+    infinite: bool = False
 
     @property
     def name(self) -> str:
@@ -50,6 +52,10 @@ class Key:
     def names(self) -> list[str]:
         """Names registered for a registry-backed key; empty for any other. Imports the registry alone."""
         return resolve_reference(self.registry, kind="registry").names() if self.registry else []
+
+    def options(self) -> list[Any]:
+        """The values that it may have, where they can be counted; with ``registry``, the names that are registered."""
+        return [*self.choices, *self.names()]
 
     def bounds(self) -> str:
         """The allowed interval in words, "" if there is none."""

@@ -15,6 +15,7 @@ import dataclasses
 import enum
 import sys
 from collections.abc import Sequence
+from math import isinf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -58,7 +59,7 @@ def load_config(
     *,
     schema: type[C] = Config,  # type: ignore[assignment]
     default_config: Path | None = None,
-    plan: str | None = None,
+    plan: str | type | None = None,
 ) -> C:
     """The configuration that a command line asks for, as an instance of ``schema``.
 
@@ -68,7 +69,8 @@ def load_config(
             as a whole; ``mapping.entry=value`` sets one entry. ``${other.key}`` refers to another key.
         schema: ``Config``, or a subclass of it with groups and keys of one's own.
         default_config: a YAML file used when neither ``--config`` nor the policy's model path is given.
-        plan: the execution plan, where the experiment fixes one (``trainer.plan`` then does not count).
+        plan: the execution plan (a name or a class), where the experiment fixes one and ``trainer.plan`` does not
+            count; "" for one that is not known yet.
 
     Raises:
         ConfigError: with all problems found.
@@ -91,7 +93,8 @@ def load_config(
     except OmegaConfBaseException as error:  # a reference inside a free mapping that leads nowhere
         raise ConfigError([f"{error.full_key}: {_broken_reference(error)}"]) from None
     assert isinstance(result, schema)
-    contradictions = check_config(result, plan=plan) if isinstance(result, Config) else []
+    given = {assignment.path for assignment in line.assignments}
+    contradictions = check_config(result, plan=plan, given=given) if isinstance(result, Config) else []
     if contradictions:
         raise ConfigError(contradictions)
     return result
@@ -102,7 +105,7 @@ def parse_or_exit(
     *,
     schema: type[C] = Config,  # type: ignore[assignment]
     default_config: Path | None = None,
-    plan: str | None = None,
+    plan: str | type | None = None,
 ) -> C:
     """``load_config`` for a program's first line: problems are printed to stderr and end it with status 2.
 
@@ -216,18 +219,20 @@ def _missing(settings: Sequence[Setting], keys: Keys) -> list[str]:
 
 def _problem(key: Key, value: Any) -> str:
     """What is wrong with a value (an element, for a list) of the right type; "" if nothing is."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and not key.allows(value):
-        return f"must be {key.bounds() or 'a number'}"
-    if key.choices and value not in key.choices:
-        return unknown("value", written(value), map(written, key.choices))
-    if key.registry and isinstance(value, str) and not (key.open_ended and ":" in value):
-        try:
-            names = key.names()
-        except UserError as error:
-            return str(error)
-        if value not in names:
-            return unknown(key.name, value, names)
-    return ""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not key.allows(value):
+            return f"must be {key.bounds() or 'a number'}"
+        if isinf(value) and not key.infinite:
+            return "must be finite"
+    if not (key.choices or key.registry) or (key.open_ended and isinstance(value, str) and ":" in value):
+        return ""
+    try:
+        options = key.options()
+    except UserError as error:
+        return str(error)
+    if value in options:
+        return ""
+    return unknown(key.name if key.registry else "value", written(value), map(written, options))
 
 
 def _broken_reference(error: OmegaConfBaseException) -> str:

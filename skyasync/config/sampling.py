@@ -12,8 +12,6 @@ from skyasync.config.schema import Config, SamplingConfig
 
 GROUPS = ("sampling_params", "eval_sampling_params")
 
-#: Settings of ``generator.sampling_params`` that only vLLM has.
-VLLM_ONLY = ("structured_outputs", "repetition_detection")
 #: Those that look at the response so far, which a request started over from its tokens takes for its prompt.
 COUNTS_RESPONSE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
 #: Those that the models can apply to their own logits (``trainer.algorithm.filter_logprobs``).
@@ -39,18 +37,27 @@ def check_sampling(cfg: Config) -> Iterator[str]:
     for group in GROUPS:
         sampling: SamplingConfig = getattr(cfg.generator, group)
         yield from _check_bias(f"generator.{group}.logit_bias", sampling)
-        engine = backend(cfg)
-        for name in _used(sampling, VLLM_ONLY) if engine != "vllm" else ():
-            yield (
-                f"generator.{group}.{name} needs generator.backend=vllm: the {engine} engine does not have it; leave "
-                f"it empty, or use vLLM"
-            )
+        yield from _check_engine(cfg, group)
     if cfg.trainer.partial_rollout == "recompute":
         for name in _used(cfg.generator.sampling_params, COUNTS_RESPONSE):
             yield (
                 f"generator.sampling_params.{name} looks at the response so far, and trainer.partial_rollout=recompute "
                 f"starts a response over with its tokens as a prompt: set trainer.partial_rollout=keep"
             )
+
+
+def _check_engine(cfg: Config, group: str) -> Iterator[str]:
+    """Settings that the chosen engine does not have, and another one has."""
+    from skyasync.engines.protocol import ENGINES
+
+    engine, others = backend(cfg), ENGINES.builtins()
+    rare = {name for about in others.values() for name in about.can["sampling"]}
+    for name in _used(getattr(cfg.generator, group), tuple(sorted(rare - set(ENGINES.about(engine).can["sampling"])))):
+        able = "|".join(other for other, about in others.items() if name in about.can["sampling"])
+        yield (
+            f"generator.{group}.{name} needs generator.backend={able}: the {engine} engine does not have it; leave it "
+            f"empty, or use that one"
+        )
 
 
 def sampling_warnings(cfg: Config, *, reads_behaviour: bool) -> Iterator[str]:

@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.algorithm import KL, AlgorithmConfig
 from skyasync.config.field import key
+
+_CHECKPOINTS = "trainer.ckpt_interval or trainer.ckpt_on_exit"
+_APART = "trainer.placement.colocate_policy_ref=false"
+_ENVIRONMENTS = "not generator.agent_program"
+_AGENTS = "generator.agent_program"
 
 
 @dataclass
@@ -57,13 +62,13 @@ class RefConfig:
 @dataclass
 class PlacementConfig:
     colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
-    colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.")
+    colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)
     policy_num_nodes: int = key(1, "Nodes for the policy.", low=1)
     policy_num_gpus_per_node: int = key(
         1, "Policy ranks per node: one per GPU, or per CPU process without GPUs.", low=1
     )
-    ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1)
-    ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1)
+    ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1, when=_APART)
+    ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1, when=_APART)
     timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
 
 
@@ -132,8 +137,13 @@ class TrainerConfig:
         False,
         "Save one however the run ends (Ctrl-C, an error); an update under way is finished first.",
     )
-    ckpt_keep: int = key(2, "Newest checkpoints to keep; 0 keeps all.", low=0)
-    ckpt_path: str = key("", "Folder of the checkpoints; empty is <run folder>/checkpoints.", open_ended=True)
+    ckpt_keep: int = key(2, "Newest checkpoints to keep; 0 keeps all.", low=0, when=_CHECKPOINTS)
+    ckpt_path: str = key(
+        "",
+        "Folder of the checkpoints; empty is <run folder>/checkpoints.",
+        open_ended=True,
+        when=f"{_CHECKPOINTS} or trainer.resume_mode=latest",
+    )
     resume_mode: str = key(
         "none",
         "Start anew, or go on from the newest checkpoint in ckpt_path if there is one.",
@@ -202,7 +212,9 @@ class GeneratorConfig:
     backend: str = key(
         "auto",
         "Inference engine; auto is vllm where it is installed, else transformers.",
-        choices=("auto", "transformers", "vllm"),
+        choices=("auto",),
+        registry="skyasync.engines.protocol:ENGINES",
+        open_ended=True,
     )
     num_inference_engines: int = key(1, "Engines behind the client.", low=1)
     inference_engine_tensor_parallel_size: int = key(1, "GPUs per engine.", low=1)
@@ -238,10 +250,15 @@ class GeneratorConfig:
         open_ended=True,
     )
     agent_env: list[str] = key(
-        [], "Environment variables that agent programs may see though their names look secret (KEY, TOKEN, ...)."
+        [],
+        "Environment variables that agent programs may see though their names look secret (KEY, TOKEN, ...).",
+        when=_AGENTS,
     )
     endpoint_host: str = key(
-        "127.0.0.1", "Address that the endpoint listens on; one other than the loopback opens it.", open_ended=True
+        "127.0.0.1",
+        "Address that the endpoint listens on; one other than the loopback opens it.",
+        open_ended=True,
+        when=_AGENTS,
     )
     max_model_len: int = key(0, "Most tokens per sequence in the engine; 0 is prompt plus response.", low=0)
     max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1)
@@ -266,7 +283,10 @@ class GeneratorConfig:
         10, "Syncs from one such comparison to the next; digests prove every sync but those by NCCL.", low=1
     )
     weight_sync_tolerance: float = key(
-        0.0, "Largest mean gap per token allowed in it, in nats; 0 takes 4 times the gap at start-up.", low=0.0
+        0.0,
+        "Largest mean gap per token allowed in it, in nats; 0 takes 4 times the gap at start-up.",
+        low=0.0,
+        when="generator.verify_weight_sync",
     )
     request_timeout_s: float = key(600.0, "Seconds after which an unanswered request is an error.", above=0.0)
     engine_start_timeout_s: float = key(300.0, "Seconds an engine may take to start.", above=0.0)
@@ -282,19 +302,30 @@ class EnvironmentConfig:
     env_class: str = key("", "Environment of rows that name none: a registered id or module:Class.", open_ended=True)
     num_workers: int = key(1, "Processes that run environments or agent programs.", low=1)
     max_threads: int = key(
-        512, "Most threads per process for environments without async methods; quick steps use one.", low=1
+        512,
+        "Most threads per process for environments without async methods; quick steps use one.",
+        low=1,
+        when=_ENVIRONMENTS,
     )
-    step_timeout_s: float = key(60.0, "Seconds an environment's step may take from its beginning.", above=0.0)
+    step_timeout_s: float = key(
+        60.0, "Seconds an environment's step may take from its beginning.", above=0.0, when=_ENVIRONMENTS
+    )
     on_error: str = key(
         "raise",
         "What an environment that raises, hangs or says nonsense does: end the run, or end its own episode, which is "
         "then left out of the loss (mask) or trained (keep), with give_up_reward.",
         choices=("raise", "mask", "keep"),
     )
-    give_up_reward: float = key(0.0, "Reward of an episode that on_error has ended.")
-    max_observation_chars: int = key(200_000, "A longer observation is an error of its environment.", low=1)
+    give_up_reward: float = key(
+        0.0, "Reward of an episode that on_error has ended.", when="environment.on_error=mask|keep"
+    )
+    max_observation_chars: int = key(
+        200_000, "A longer observation is an error of its environment.", low=1, when=_ENVIRONMENTS
+    )
     env_config: dict[str, Any] = key({}, "Free settings, handed to the environment.")
-    env_class_from_rows: bool = key(True, "Rows may name their own env_class; false: environment.env_class for all.")
+    env_class_from_rows: bool = key(
+        True, "Rows may name their own env_class; false: environment.env_class for all.", when=_ENVIRONMENTS
+    )
     reward_funcs: list[str] = key(
         [],
         "Functions that judge a response (environment.env_class=reward): registered names, module:function, or "

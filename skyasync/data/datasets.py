@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from skyasync.config.domains import domains_of, judges
 from skyasync.config.schema import Config, DataConfig
-from skyasync.data.sources import rows
+from skyasync.data.sources import Row, rows
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, nearest, unknown
 from skyasync.rollout.chat import ChatTokenizer
@@ -21,14 +22,25 @@ from skyasync.rollout.types import Prompt, PromptId
 log = logging.getLogger(__name__)
 
 
-def load_prompts(sources: Sequence[str], cfg: Config, tokenizer: Any, *, held_out: bool = False) -> list[Prompt]:
+def load_prompts(
+    sources: Sequence[str],
+    cfg: Config,
+    tokenizer: Any,
+    *,
+    held_out: bool = False,
+    known: Mapping[str, Iterable[Row]] = MappingProxyType({}),
+) -> list[Prompt]:
     """The prompts of all sources (see ``skyasync.data.sources``), numbered through.
+
+    Args:
+        known: rows of some of the sources, which are not asked for again.
 
     Raises:
         UserError: naming the source or the row that is wrong.
     """
-    found = [row for source in sources for row in rows(source, cfg, held_out=held_out)]
-    prompts = [_prompt(index, dict(row), cfg) for index, row in enumerate(found)]
+    given = [known[s] if s in known else rows(s, cfg, held_out=held_out) for s in sources]
+    found = [row for part in given for row in part]
+    prompts = [as_prompt(index, dict(row), cfg) for index, row in enumerate(found)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit = cfg.trainer.max_prompt_length
     kept = [p for p in prompts if len(chat.prompt(p.messages)) <= limit]
@@ -54,7 +66,12 @@ def warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
     return shared
 
 
-def _prompt(index: int, row: dict[str, Any], cfg: Config) -> Prompt:
+def as_prompt(index: int, row: dict[str, Any], cfg: Config) -> Prompt:
+    """A row as the prompt that it is.
+
+    Raises:
+        UserError: for a column that is not there, or a prompt of a form that is none.
+    """
     messages = _messages(index, row, cfg.data)
     env_class = row.pop("env_class", None)
     if not env_class or not cfg.environment.env_class_from_rows:

@@ -46,6 +46,7 @@ class PromptStream:
         if not dataset:
             raise UserError("there are no training prompts (data.train_data)")
         self._dataset, self._batch_size, self.total = dataset, batch_size, total
+
         self._order = Order(dataset, seed, proportions)
 
     @property

@@ -26,7 +26,7 @@ from skyasync.registry import absolute_reference, resolve_reference
 Row = dict[str, Any]
 
 FILES = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
-_HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(#(?P<config>[^:#]+))?(:(?P<split>.+))?")
+HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(#(?P<config>[^:#]+))?(:(?P<split>.+))?")
 _SPLITS = {False: ("train",), True: ("validation", "valid", "val", "test")}
 
 
@@ -52,7 +52,7 @@ def rows(source: str, cfg: Any, *, held_out: bool) -> Iterable[Row]:
     folder, _, split = source.partition(":")
     if folder and Path(folder).expanduser().is_dir():
         return _of_folder(Path(folder).expanduser(), split, source, held_out)
-    if found := _HUB.fullmatch(source):
+    if found := HUB.fullmatch(source):
         return _loaded(source, found["name"], found["config"], found["split"], held_out)
     if ":" in source:
         return resolve_reference(source, kind="data source")()
@@ -71,11 +71,17 @@ def absolute(source: str) -> str:
     return absolute_reference(source)
 
 
-def _of_file(source: str) -> Iterable[Row]:
+def check_file(source: str) -> Path:
+    """Raises ``UserError`` if there is no such file."""
     path = Path(source)
     if not path.is_file():
         close = nearest(path.name, _names_beside(path), count=1)
         raise UserError(f"data file {source!r} does not exist{f': did you mean {close[0]!r}?' if close else ''}")
+    return path
+
+
+def _of_file(source: str) -> Iterable[Row]:
+    path = check_file(source)
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 

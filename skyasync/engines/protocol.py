@@ -211,5 +211,12 @@ class EngineConfig:
 
 ENGINES = Registry(
     "engine",
-    {"skyasync.engines.embedded.engine": "transformers", "skyasync.engines.vllm.engine": "vllm"},
+    ["skyasync.engines.embedded.engine", "skyasync.engines.vllm.engine"],
+    capabilities={
+        "tensor_parallel": False,  # one engine may take several GPUs
+        "weight_sync": ("shared_memory",),  # how weights may reach it
+        "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
+        "sampling": (),  # settings of generator.sampling_params that not every engine has
+        "extra": "",  # of this library, that installs what it needs
+    },
 )

@@ -44,7 +44,7 @@ class _EngineActor:
         for name, value in QUIET.items():  # before the engine's libraries are imported, here and in its processes
             os.environ.setdefault(name, value)
         ENGINES.update(user_engines)
-        self._engine_class = ENGINES[backend]
+        self._engine_class = ENGINES.find(backend)
         self._engine: InferenceEngine
 
     async def start(self, config: EngineConfig) -> None:

@@ -10,7 +10,7 @@ from math import ceil
 
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
-from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
@@ -44,10 +44,12 @@ def rounding(cfg: Config, *, gpus: bool) -> Rounding:
 def _sleep(cfg: Config, *, gpus: bool) -> bool:
     """Whether the engines give their devices away while the policy is trained."""
     colocated = cfg.trainer.placement.colocate_all
-    if colocated and not gpus and backend(cfg) == "vllm":
+    can = ENGINES.about(backend(cfg)).can["sleeps_on"]
+    if colocated and ("gpu" if gpus else "cpu") not in can:
         raise UserError(
-            "trainer.placement.colocate_all=true puts engines to sleep during training, which vLLM cannot do on a "
-            "CPU: set generator.backend=transformers, or trainer.placement.colocate_all=false"
+            f"trainer.placement.colocate_all=true puts engines to sleep during training, which generator.backend="
+            f"{backend(cfg)} cannot do on a {'GPU' if gpus else 'CPU'}: set generator.backend=transformers, or "
+            f"trainer.placement.colocate_all=false"
         )
     return colocated
 
@@ -74,12 +76,10 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
     chosen = cfg.generator.weight_sync_backend
     if chosen == "nccl" and not gpus:
         raise UserError("generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory")
-    if chosen == "nccl" and backend(cfg) != "vllm":
-        raise UserError("generator.weight_sync_backend=nccl needs generator.backend=vllm; use shared_memory")
     if chosen != "auto":
         return chosen
     own_gpus = gpus and not cfg.trainer.placement.colocate_all
-    return "nccl" if own_gpus and backend(cfg) == "vllm" else "shared_memory"
+    return "nccl" if own_gpus and "nccl" in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
 
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:

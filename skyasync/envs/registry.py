@@ -10,13 +10,12 @@ from skyasync.registry import Registry, resolve_reference
 
 ENVS = Registry(
     "environment",
-    {
-        "skyasync.envs.gsm8k": "gsm8k",
-        "skyasync.envs.adapters.gymnasium": "gymnasium",
-        "skyasync.envs.adapters.openrlhf": "openrlhf",
-        "skyasync.envs.reward": "reward",
-        "skyasync.envs.adapters.textarena": "textarena",
-    },
+    [
+        "skyasync.envs.gsm8k",
+        "skyasync.envs.reward",
+        *(f"skyasync.envs.adapters.{library}" for library in ("gymnasium", "openrlhf", "textarena")),
+    ],
+    capabilities={"extra": ""},  # of this library, that installs what it needs
 )
 EnvFactory = Callable[..., BaseTextEnv]
 

@@ -7,7 +7,7 @@ how training goes: a part of it that fails costs a picture or a line, never the 
 from skyasync.registry import Registry
 
 #: name -> class built from a ``TrackerContext``; ``trainer.logger`` lists the ones a run uses.
-TRACKERS = Registry("tracker", {"skyasync.observe.trackers": "jsonl console tensorboard wandb"})
+TRACKERS = Registry("tracker", ["skyasync.observe.trackers"], capabilities={"extra": ""})
 
 from skyasync.observe.run_dir import RunDirectory, default_run_name  # noqa: E402
 from skyasync.observe.timeline import Timeline  # noqa: E402

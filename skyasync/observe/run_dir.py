@@ -7,6 +7,7 @@ run replaces what the interrupted one had written beyond the point of resuming; 
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,18 @@ from skyasync.observe import jsonl
 def default_run_name(plan: str) -> str:
     """``one_step_off-20260801-142305``: sorts by plan, then by local time."""
     return f"{plan}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def check_name(root: Path | str, name: str) -> Path:
+    """The absolute ``root``.
+
+    Raises:
+        UserError: for a name that is empty or leads out of it.
+    """
+    root = Path(root).expanduser().resolve()
+    if not name.strip() or not (root / name).resolve().is_relative_to(root) or (root / name).resolve() == root:
+        raise UserError(f"run name {name!r} must name a folder inside {root}")
+    return root
 
 
 class RunDirectory:
@@ -34,9 +47,8 @@ class RunDirectory:
     """
 
     def __init__(self, root: Path | str, name: str, *, resume: bool = False) -> None:
-        root = Path(root).expanduser().resolve()
-        if not name.strip() or not (root / name).resolve().is_relative_to(root) or (root / name).resolve() == root:
-            raise UserError(f"run name {name!r} must name a folder inside {root}")
+        root = check_name(root, name)
+        self._new = not (resume and (root / name).exists())
         self.path = _existing(root / name) if resume else _unused(root / name)
         self._samples_rewound = False
 
@@ -67,6 +79,19 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def error(self) -> Path:
+        """What ended the run, if an error did: the whole traceback."""
+        return self.path / "error.txt"
+
+    def save_error(self, traceback: str) -> None:
+        self.error.write_text(traceback, encoding="utf-8")
+
+    def discard(self) -> None:
+        """Take the folder away again, if it is new: the run has not begun."""
+        if self._new:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def save_config(self, yaml: str) -> None:
         """Write the resolved configuration; a resumed run's replaces the first one's."""

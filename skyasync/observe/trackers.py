@@ -167,7 +167,7 @@ class ConsoleTracker:
         """Nothing is held back."""
 
 
-@TRACKERS.register("tensorboard")
+@TRACKERS.register("tensorboard", extra="tensorboard")
 class TensorboardTracker:
     """Event files in ``<run folder>/tensorboard``."""
 
@@ -187,7 +187,7 @@ class TensorboardTracker:
         self._writer.close()
 
 
-@TRACKERS.register("wandb")
+@TRACKERS.register("wandb", extra="wandb")
 class WandbTracker:
     """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's folder)."""
 

@@ -47,6 +47,17 @@ from skyasync.training.phases import Metrics
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     """See the module's picture and table."""
 
+    asynchronous = True  # but for max_staleness=0
+    reads = (
+        "trainer.max_staleness",
+        "trainer.staleness_bound",
+        "trainer.async_generation_ratio",
+        "trainer.partial_rollout",
+        "trainer.eval_mode",
+        "generator.generate_batch_size",
+        "generator.max_concurrent_rollouts",
+    )
+
     def __init__(self, cfg: Any, *args: Any, **parts: Any) -> None:
         self.asynchronous = cfg.trainer.max_staleness > 0
         super().__init__(cfg, *args, **parts)

@@ -37,6 +37,7 @@ class AsyncRayPPOTrainer(RayPPOTrainer):
     """See the module's picture and table."""
 
     asynchronous = True
+    reads = ("trainer.async_queue_size", "trainer.eval_mode")
 
     async def train(self) -> None:
         self.generation_ack, self.sync_finished = asyncio.Event(), asyncio.Event()

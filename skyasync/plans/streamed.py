@@ -22,7 +22,7 @@ With mini-batches an optimizer step follows as soon as the next ``policy_mini_ba
 prompt stream, are complete. What is generated after it is still of the policy before: the engines get weights at the
 end of the batch. That policy is then gone, so the behaviour log-probabilities stand for the proximal ones.
 
-What compares the prompts of a whole batch (``refuse_whole_batch``) cannot be streamed and is refused.
+What compares the prompts of a whole batch cannot be streamed and is refused (``skyasync.config.streaming``).
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class Arrivals:
 @PLANS.register("streamed")
 class StreamedRayPPOTrainer(RayPPOTrainer):
     """See the module's picture and table."""
+
+    streams = True
 
     async def train(self) -> None:
         async with self.running():

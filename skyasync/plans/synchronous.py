@@ -3,4 +3,4 @@
 from skyasync.plans import PLANS
 from skyasync.trainer import RayPPOTrainer
 
-PLANS["sync"] = RayPPOTrainer
+PLANS.register("sync")(RayPPOTrainer)

@@ -16,7 +16,7 @@ from skyasync.rewards.registry import REWARDS
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-@REWARDS.register("math_verify")
+@REWARDS.register("math_verify", extra="math-verify")
 def math_verify(response: str, label: Any) -> float:
     """1 if an expression in the response equals the label's.
 

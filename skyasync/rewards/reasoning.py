@@ -19,7 +19,7 @@ from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.rewards.registry import REWARDS
 
 SIZE, HELD_OUT_SIZE = 500, 100
-_OURS = ("size", "seed", "val_size", "val_seed")
+OURS = ("size", "seed", "val_size", "val_seed")
 
 
 def rows(task: str, options: Mapping[str, Any], seed: int, *, held_out: bool) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def rows(task: str, options: Mapping[str, Any], seed: int, *, held_out: bool) ->
     Raises:
         UserError: for an unknown task or option, or seeds whose questions would overlap.
     """
-    sizes, own = {name: options[name] for name in _OURS if name in options}, _without(options, _OURS)
+    sizes, own = {name: options[name] for name in OURS if name in options}, _without(options, OURS)
     size, val_size = int(sizes.get("size", SIZE)), int(sizes.get("val_size", HELD_OUT_SIZE))
     first = int(sizes.get("seed", seed))
     val_first = int(sizes.get("val_seed", (first + 2**31) % 2**32))
@@ -72,14 +72,14 @@ def make(task: str, options: Mapping[str, Any], **more: Any) -> Any:
     allowed = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
     for name in options:
         if name not in allowed:
-            raise UserError(f"data.reasoning_gym.{task}: {unknown('option', name, [*allowed, *_OURS])}")
+            raise UserError(f"data.reasoning_gym.{task}: {unknown('option', name, [*allowed, *OURS])}")
     try:
         return create_dataset(task, **options, **more)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"data.reasoning_gym.{task}: {error or 'a value that the task refuses'}") from error
 
 
-@REWARDS.register("reasoning_gym")
+@REWARDS.register("reasoning_gym", extra="reasoning-gym")
 def score(response: str, reasoning_gym: dict[str, Any]) -> float:
     """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the whole response.
 

@@ -11,17 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from skyasync.registry import Registry, resolve_reference
+from skyasync.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 REWARDS = Registry(
     "reward function",
-    {
-        "skyasync.rewards.text": "exact_match gsm8k gsm8k_format",
-        "skyasync.rewards.mathematics": "math_verify",
-        "skyasync.rewards.reasoning": "reasoning_gym",
-    },
+    [f"skyasync.rewards.{module}" for module in ("text", "mathematics", "reasoning")],
+    capabilities={"extra": ""},  # of this library, that installs what it needs
 )
 
 
@@ -42,4 +39,4 @@ def find(name: str) -> Callable[..., Any]:
     Raises:
         UserError: if there is none, listing the nearest names.
     """
-    return resolve_reference(name, kind="reward function") if ":" in name else REWARDS[name]
+    return REWARDS.find(name)

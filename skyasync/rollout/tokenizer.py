@@ -13,6 +13,19 @@ from typing import Any
 GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
 
 
+def quick_tokenizer(folder: str) -> Any:
+    """What ``tokenizer.json`` and the chat template make, without the classes of models: for counting tokens."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would say that the model has a class of its own
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    finally:
+        logging.set_verbosity(before)
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a folder or of a model on the hub."""
     if _is_generic(Path(path)):

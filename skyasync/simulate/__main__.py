@@ -8,9 +8,18 @@ from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
+from skyasync.plans import PLANS
 from skyasync.simulate.advice import Advice, advise, read_costs
 from skyasync.simulate.run import Outcome, Work, simulate, work
 from skyasync.simulate.settings import SimulationConfig
+
+
+class Compared:
+    """What the compared plans are, taken together."""
+
+    asynchronous = True
+    reads = tuple(sorted({path for about in PLANS.builtins().values() for path in about.can["reads"]}))
+
 
 _COLUMNS = "plan            samples/s  speed-up  of the bound  idle trainer  idle engines  staleness: mean, by age"
 
@@ -18,7 +27,7 @@ _COLUMNS = "plan            samples/s  speed-up  of the bound  idle trainer  idl
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the program with one line on a user's error."""
     try:
-        cfg = load_config(sys.argv[1:] if argv is None else argv, schema=SimulationConfig, plan="fully_async")
+        cfg = load_config(sys.argv[1:] if argv is None else argv, schema=SimulationConfig, plan=Compared)
         if not cfg.trainer.max_training_steps:
             raise UserError("trainer.max_training_steps=0 would never end here: set the steps to be simulated")
         if cfg.simulate.from_run:

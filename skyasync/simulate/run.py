@@ -10,7 +10,6 @@ from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.observe.timeline import Timeline
-from skyasync.registry import resolve_reference
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
 from skyasync.simulate.parts import (
@@ -85,8 +84,7 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
 async def _simulate(cfg: SimulationConfig, plan: str) -> Outcome:
     from skyasync.plans import PLANS
 
-    plan_class = resolve_reference(plan, kind="plan") if ":" in plan else PLANS[plan]
-    trainer, steps = make_trainer(cfg, plan_class), _Steps()
+    trainer, steps = make_trainer(cfg, PLANS.find(plan)), _Steps()
     trainer.callbacks.append(steps)
     await trainer.train()
     return _outcome(cfg, plan, steps.rows, trainer.ages)

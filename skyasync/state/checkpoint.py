@@ -77,12 +77,17 @@ def load_state(folder: Path, *, seed: int, dataset_size: int) -> TrainState:
     """
     state = TrainState(**json.loads((folder / "state.json").read_text()))
     for name, here in (("seed", seed), ("dataset_size", dataset_size)):
-        if getattr(state, name) != here:
-            raise UserError(
-                f"checkpoint {folder} was made with {name}={getattr(state, name)}, this run has {here}: "
-                f"resume with the same data and trainer.seed, or set trainer.resume_mode=none"
-            )
+        refuse_other(folder, name, getattr(state, name), here)
     return state
+
+
+def refuse_other(folder: Path, name: str, made_with: int, here: int) -> None:
+    """Raises UserError if a checkpoint was made with another seed, or other data."""
+    if made_with != here:
+        raise UserError(
+            f"checkpoint {folder} was made with {name}={made_with}, this run has {here}: "
+            f"resume with the same data and trainer.seed, or set trainer.resume_mode=none"
+        )
 
 
 def _replace(unfinished: Path, final: Path) -> None:

@@ -35,10 +35,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("registry", REGISTRIES.values(), ids=REGISTRIES)
 def test_table_and_decorators_agree(registry: Registry) -> None:
-    for name, module in registry._homes.items():
-        importlib.import_module(module)
-        assert registry[name].__module__ == module
-    assert set(registry) == set(registry._homes)
+    for home in registry.homes:
+        importlib.import_module(home)
+    assert set(registry) - set(registry.user_parts()) == set(registry.builtins())
 
 
 @pytest.mark.parametrize(("registry", "name"), FUNCTIONS)

@@ -69,7 +69,7 @@ def test_without_arguments_the_schema_s_defaults_stand() -> None:
     [
         ("trainer.policy.optimizer_config.lr=1e-6", 1e-6),
         ("trainer.policy.optimizer_config.lr=3", 3.0),
-        ("trainer.step_timeout_s=inf", float("inf")),
+        ("trainer.algorithm.eps_clip_high=inf", float("inf")),
         ("trainer.seed=1_000", 1000),
         ("trainer.progress=False", False),
         ("trainer.run_name=001", "001"),
@@ -78,7 +78,7 @@ def test_without_arguments_the_schema_s_defaults_stand() -> None:
         ("trainer.run_name='null'", "null"),
         ('trainer.run_name=""', ""),
         ("trainer.run_name=a = b: c # d", "a = b: c # d"),
-        ("trainer.ckpt_path=~/runs", "~/runs"),
+        ("trainer.export_path=~/runs", "~/runs"),
         ("trainer.run_name=seed-${trainer.seed}", "seed-42"),
         ("trainer.run_name=\\${trainer.seed}", "${trainer.seed}"),
         ("data.train_data=a.parquet", ["a.parquet"]),
@@ -90,7 +90,7 @@ def test_without_arguments_the_schema_s_defaults_stand() -> None:
         ("trainer.policy.optimizer_config.adam_betas=[0,0.95]", [0.0, 0.95]),
         ("environment.env_config={size: 4, name: x, deep: {a: [1, 2.5, null]}}",
          {"size": 4, "name": "x", "deep": {"a": [1, 2.5, None]}}),
-        ("trainer.plan=my.module:MyPlan", "my.module:MyPlan"),
+        ("environment.env_class=my.module:MyEnv", "my.module:MyEnv"),
     ],
 )  # fmt: skip
 def test_a_value_is_read_as_its_key_s_type(override: str, value: Any) -> None:

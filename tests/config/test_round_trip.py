@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from skyasync.config import Config, dump_config, load_config
 from skyasync.config.check import INTERVALS
 from skyasync.config.keys import Key, Keys
+from skyasync.config.rules import Plan
+from skyasync.config.unread import check_unread
 
 KEYS = Keys.of(Config)
 
@@ -33,14 +35,14 @@ def values(key: Key) -> st.SearchStrategy[Any]:
     low = key.low if key.low is not None else key.above
     high = key.high if key.high is not None else key.below
     if key.choices:
-        return st.sampled_from(key.choices)
+        return st.sampled_from(key.options())
     if key.registry:
         names = st.sampled_from(key.names())
         return st.lists(names, min_size=1, max_size=1) if key.type == list[str] else names
     simple: dict[Any, st.SearchStrategy[Any]] = {
         bool: st.booleans(),
         int: st.integers(int(low or 0), 10**6),
-        float: st.floats(low, high, allow_nan=False).filter(key.allows),
+        float: st.floats(low, high, allow_nan=False, allow_infinity=None if key.infinite else False).filter(key.allows),
         str: STRINGS,
         list[str]: st.lists(STRINGS, max_size=3),
         list[int]: st.lists(st.integers(int(low or 0), 10**6), max_size=3),
@@ -91,6 +93,10 @@ def consistent(config: Config) -> Config:
     config.environment.reward_funcs, config.environment.reward_weights, config.environment.domains = [], [], {}
     config.data.reasoning_gym = {}
     generator.agent_program = generator.agent_func_path = ""
+    while unread := list(check_unread(config, Plan.of(config, None))):
+        for problem in unread:
+            group, _, name = problem.partition("=")[0].rpartition(".")
+            setattr(attrgetter(group)(config), name, KEYS[f"{group}.{name}"].default)
     return config
 
 

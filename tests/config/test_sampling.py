@@ -6,8 +6,9 @@ import pytest
 
 from skyasync.config import load_config
 from skyasync.config.check import config_warnings
-from skyasync.config.sampling import FILTERS, HISTORY, VLLM_ONLY, backend
+from skyasync.config.sampling import FILTERS, HISTORY, backend
 from skyasync.config.schema import SamplingConfig
+from skyasync.engines.protocol import ENGINES
 from skyasync.rollout.requests import request_seed, sampling_params
 
 SAMPLING = "generator.sampling_params"
@@ -48,7 +49,9 @@ def test_every_setting_arrives_at_the_engines() -> None:
     assert sampling_params(SamplingConfig()).seed is None
     ours = set(vars(cfg)) - {"max_generate_length"}
     assert ours == set(vars(found)) - {"max_tokens"}
-    assert set(VLLM_ONLY) | set(FILTERS) | set(HISTORY) <= ours
+    assert {n for about in ENGINES.builtins().values() for n in about.can["sampling"]} | set(FILTERS) | set(
+        HISTORY
+    ) <= ours
 
 
 def test_samples_of_a_seed_differ_and_are_the_same_in_every_run() -> None:

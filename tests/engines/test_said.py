@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from skyasync.engines.transformers_engine import TransformersEngine
 
+from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 
 SEQUENCES = sorted(f.name for f in fields(SamplingParams) if isinstance(getattr(SamplingParams(), f.name), tuple))

@@ -97,7 +97,7 @@ def test_the_depth_may_exceed_the_number_of_steps():
 
 def test_the_class_defines_its_loop_and_nothing_that_the_base_class_has():
     own = {name for name in vars(AsyncRayPPOTrainer) if not name.startswith("__")}
-    assert own - {"_abc_impl"} == {"train", "_run_generate_loop", "_run_training", "asynchronous"}
+    assert own - {"_abc_impl"} == {"train", "_run_generate_loop", "_run_training", "asynchronous", "reads"}
 
 
 def test_the_loop_fits_on_a_screen():

@@ -39,7 +39,7 @@ from skyasync.weight_sync.update import WeightUpdate
 T = TypeVar("T")
 
 
-@ENGINES.register("transformers")
+@ENGINES.register("transformers", sleeps_on=("cpu", "gpu"))
 class TransformersEngine:
     """An ``InferenceEngine`` in this process, on one GPU or on CPU threads.
 

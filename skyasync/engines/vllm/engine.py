@@ -45,7 +45,14 @@ if TYPE_CHECKING:
 VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
-@ENGINES.register("vllm")
+@ENGINES.register(
+    "vllm",
+    tensor_parallel=True,
+    weight_sync=("shared_memory", "nccl"),
+    sleeps_on=("gpu",),
+    sampling=("structured_outputs", "repetition_detection"),
+    extra="vllm",
+)
 class VLLMEngine:
     """See ``InferenceEngine`` for the methods. After its death they raise ``vllm_core.EngineDiedError``.
 

@@ -25,7 +25,7 @@ FIELDS = {"S": "start", "F": "frozen", "H": "hole", "G": "goal"}
 COLOURED = re.compile(r"\x1b\[\d[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
-@ENVS.register("gymnasium")
+@ENVS.register("gymnasium", extra="gymnasium")
 class GymnasiumEnv(BaseTextEnv):
     """Settings are the row's columns, or else those in ``environment.env_config.gymnasium``.
 

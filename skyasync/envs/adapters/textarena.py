@@ -12,7 +12,7 @@ from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError
 
 
-@ENVS.register("textarena")
+@ENVS.register("textarena", extra="textarena")
 class TextArenaEnv(BaseTextEnv):
     """Settings are the row's columns, or else those in ``environment.env_config.textarena``.
 

@@ -1,0 +1,268 @@
+"""Refusals that follow from what the chosen parts say of themselves: the catalogues of plans, engines and algorithms.
+
+Invariant: no part's name stands here; a user's part is judged by the same rules. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
+
+from skyasync.catalogue import About
+from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.sampling import backend
+from skyasync.config.schema import Config
+from skyasync.errors import UserError, unknown
+from skyasync.registry import Registry
+
+
+class Plan(NamedTuple):
+    """The plan of a run: what it is called, what it says of itself, and whether the experiment fixes it."""
+
+    name: str
+    about: About
+    fixed: bool = False
+
+    @classmethod
+    def of(cls, cfg: Config, plan: str | type | None) -> Plan | None:
+        """The chosen one; None for "": one that only the experiment knows."""
+        from skyasync.plans import PLANS
+
+        if isinstance(plan, type):
+            return cls(plan.__name__, PLANS.describe(plan), True)
+        name = cfg.trainer.plan if plan is None else plan
+        return cls(name, PLANS.about(name), plan is not None) if name else None
+
+    @property
+    def asynchronous(self) -> bool:
+        return bool(self.about.can["asynchronous"])
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.about.can["streams"])
+
+    def stale(self, cfg: Config) -> bool:
+        """Whether samples may be older than the policy that they train."""
+        if self.reads("trainer.max_staleness") and cfg.trainer.max_staleness == 0:
+            return False
+        return self.asynchronous or cfg.trainer.sync_interval > 1
+
+    def reads(self, path: str) -> bool:
+        return path in self.about.can["reads"]
+
+    def __str__(self) -> str:
+        return f"this experiment's plan, {self.name}," if self.fixed else f"trainer.plan={self.name}"
+
+
+class Chosen(NamedTuple):
+    """A function of the objective: the key that chose it, the registry that has it."""
+
+    key: str
+    name: str
+    registry: Registry
+
+    @property
+    def about(self) -> About:
+        return self.registry.about(self.name)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with its parameters, "" if nothing is."""
+        wrong = self.registry.problem(self.name)
+        return f"trainer.algorithm.{self.key}={self.name}: {wrong}" if wrong else ""
+
+
+def functions(algorithm: AlgorithmConfig) -> list[Chosen]:
+    """All functions that the objective is made of."""
+    from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_REDUCTIONS, POLICY_LOSSES
+
+    chosen = [
+        Chosen("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES),
+        Chosen("advantage_estimator", algorithm.advantage_estimator, ADVANTAGE_ESTIMATORS),
+        Chosen("loss_reduction", algorithm.loss_reduction, LOSS_REDUCTIONS),
+        Chosen("off_policy_correction", _correction(algorithm), CORRECTIONS),
+        *(Chosen("off_policy_masks", mask, CORRECTIONS) for mask in algorithm.off_policy_masks),
+    ]
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        chosen.append(Chosen("kl_estimator_type", algorithm.kl_estimator_type, KL_ESTIMATORS))
+    return chosen
+
+
+def check_functions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Their parameters, and the settings that ``trainer.algorithm.extra`` names."""
+    chosen = functions(algorithm)
+    wrong = [one.problem for one in chosen if one.problem]
+    yield from wrong
+    accepted = {name for one in chosen for about in one.about for name in about.settings}
+    for name in () if wrong else algorithm.extra:
+        if name not in accepted:
+            yield f"trainer.algorithm.extra {name!r} is no setting of the chosen functions: " + unknown(
+                "setting", name, accepted
+            )
+
+
+def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
+    """Devices that are shared, and samples that are stale and not corrected."""
+    if plan is None:
+        return
+    way_back = "" if plan.fixed else " or trainer.plan=sync"
+    interval = cfg.trainer.sync_interval
+    if cfg.trainer.placement.colocate_all and interval > 1:
+        yield (
+            f"trainer.sync_interval={interval} leaves the engines without new weights after most steps, and "
+            f"trainer.placement.colocate_all=true wakes them by handing weights over: set one of them to its default"
+        )
+    if cfg.trainer.placement.colocate_all and (plan.asynchronous or plan.streams):
+        yield (
+            f"trainer.placement.colocate_all=true lets engines and policy take turns, but {plan} runs both at the "
+            f"same time: set trainer.placement.colocate_all=false{way_back}"
+        )
+    if not plan.stale(cfg):
+        return
+    algorithm = cfg.trainer.algorithm
+    why = str(plan) if plan.asynchronous else f"trainer.sync_interval={interval}"
+    if not corrected(algorithm) and not cfg.trainer.allow_uncorrected:
+        yield (
+            f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "
+            f"{why} is asynchronous and trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not use "
+            f"the behaviour log-probabilities: choose a correction (auto, token_tis), a loss that uses them "
+            f"({', '.join(_losses_with_behaviour())}), or trainer.allow_uncorrected=true"
+        )
+
+
+def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
+    """How far generation may be ahead."""
+    trainer, generator = cfg.trainer, cfg.generator
+    if plan is None or not plan.reads("trainer.max_staleness"):
+        return
+    if trainer.max_staleness < trainer.sync_interval - 1:
+        yield (
+            f"trainer.sync_interval={trainer.sync_interval} lets samples age by {trainer.sync_interval - 1}, more than "
+            f"trainer.max_staleness={trainer.max_staleness} allows: raise the one, or lower the other"
+        )
+    if trainer.async_generation_ratio > trainer.max_staleness:
+        yield (
+            f"trainer.async_generation_ratio={trainer.async_generation_ratio:g} generates further ahead than "
+            f"trainer.max_staleness={trainer.max_staleness} allows: raise trainer.max_staleness to "
+            f"{ceil(trainer.async_generation_ratio)}, or lower the ratio"
+        )
+    batch, most = trainer.train_batch_size, (trainer.max_staleness + 1) * trainer.train_batch_size
+    if generator.generate_batch_size and not batch <= generator.generate_batch_size <= most:
+        yield (
+            f"generator.generate_batch_size={generator.generate_batch_size} is not between "
+            f"trainer.train_batch_size={batch} and the {most} prompts that trainer.max_staleness="
+            f"{trainer.max_staleness} allows: change it, or raise trainer.max_staleness to "
+            f"{max(ceil(generator.generate_batch_size / batch) - 1, trainer.max_staleness)}"
+        )
+
+
+def check_engine(cfg: Config) -> Iterator[str]:
+    """What is asked of the chosen engine and it cannot do."""
+    from skyasync.engines.protocol import ENGINES
+
+    generator, engine = cfg.generator, backend(cfg)
+    can = ENGINES.about(engine).can
+    others = {name: about.can for name, about in ENGINES.builtins().items()}
+    size, way = generator.inference_engine_tensor_parallel_size, generator.weight_sync_backend
+    if size > 1 and not can["tensor_parallel"]:
+        able = [name for name, other in others.items() if other["tensor_parallel"]]
+        yield (
+            f"generator.inference_engine_tensor_parallel_size={size} needs generator.backend={'|'.join(able)}: an "
+            f"engine of generator.backend={engine} runs on one device"
+        )
+    if way not in ("auto", *can["weight_sync"]):
+        able = [name for name, other in others.items() if way in other["weight_sync"]]
+        yield (
+            f"generator.weight_sync_backend={way} needs generator.backend={'|'.join(able)}: with generator.backend="
+            f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
+        )
+
+
+def check_estimator(cfg: Config) -> Iterator[str]:
+    """Advantages that would always be 0, and values that nobody estimates."""
+    from skyasync.algorithms import ADVANTAGE_ESTIMATORS
+
+    algorithm = cfg.trainer.algorithm
+    about = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
+    others = ADVANTAGE_ESTIMATORS.builtins()
+    if "values" in about.inputs:
+        preset = f" (trainer.algorithm.preset={algorithm.preset})" if algorithm.preset == "ppo" else ""
+        yield (
+            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{preset} needs a critic, and there "
+            f"is none yet: choose an estimator without one, trainer.algorithm.advantage_estimator=reinforce++ (no "
+            f"groups) or grpo"
+        )
+    if cfg.generator.n_samples_per_prompt == 1 and judges_by(algorithm, about, "group_relative", "group"):
+        free = [
+            n for n, other in others.items() if other.can["group_relative"] is False and "values" not in other.inputs
+        ]
+        yield (
+            f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
+            f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
+            f"sample at least 2 per prompt, or choose an estimator without a group, such as {', '.join(free)}"
+        )
+
+
+def judges_by(algorithm: AlgorithmConfig, about: About, capability: str, pool: str) -> bool:
+    """Whether an estimator has a capability, which may depend on the settings that choose its pools."""
+    said = about.can[capability]
+    if isinstance(said, bool):
+        return said
+    return any(getattr(algorithm, about.keys[setting]) == pool for setting in said)
+
+
+def corrected(algorithm: AlgorithmConfig) -> bool:
+    """Whether the behaviour policy enters the objective at all."""
+    return (
+        algorithm.off_policy_correction != "none"
+        or bool(set(algorithm.off_policy_masks) - {"none"})
+        or _uses_behaviour(algorithm)
+    )
+
+
+def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss itself has the behaviour policy in its ratio."""
+    return _enters(_loss(algorithm), algorithm)
+
+
+def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:
+    """In its ratio, or to choose tokens by."""
+    return any(_enters(about, algorithm) for about in _loss(algorithm))
+
+
+def _enters(about: About, algorithm: AlgorithmConfig) -> bool:
+    anchored = algorithm.ratio_anchor == "behaviour" and "anchor" in about.inputs
+    return "behaviour" in about.inputs or anchored
+
+
+def _loss(algorithm: AlgorithmConfig) -> About:
+    from skyasync.algorithms import POLICY_LOSSES
+
+    return POLICY_LOSSES.about(algorithm.policy_loss_type)
+
+
+def _losses_with_behaviour() -> list[str]:
+    from skyasync.algorithms import POLICY_LOSSES
+
+    return sorted(name for name, about in POLICY_LOSSES.builtins().items() if "behaviour" in about.inputs)
+
+
+def _correction(algorithm: AlgorithmConfig) -> str:
+    """What ``auto`` stands for."""
+    if algorithm.off_policy_correction != "auto":
+        return algorithm.off_policy_correction
+    return "none" if _uses_behaviour(algorithm) else "token_tis"
+
+
+def missing_parts(cfg: Config, plan: str | type | None) -> list[str]:
+    """References to parts that are not there; the other rules ask what they can do."""
+    from skyasync.engines.protocol import ENGINES
+
+    problems = []
+    for read in (lambda: Plan.of(cfg, plan), lambda: ENGINES.about(backend(cfg))):
+        try:
+            read()
+        except UserError as error:
+            problems.append(str(error))
+    return problems

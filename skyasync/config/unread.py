@@ -1,0 +1,121 @@
+"""Keys that have been set and that nothing will read: each is a slip, and is refused.
+
+Invariant: what reads a key stands beside the key (``when``), or with the plan or function that reads it (the
+catalogues); a value that a preset brings along is no slip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+from skyasync.config import conditions
+from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.help import written
+from skyasync.config.keys import Key, Keys
+from skyasync.config.rules import Plan, functions
+from skyasync.config.schema import Config
+
+_ALGORITHM = "trainer.algorithm."
+
+
+def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) -> Iterator[str]:
+    """One line for each key that has no effect.
+
+    Args:
+        given: keys of the command line: of a plan's own key even the default is refused there with another plan, since
+            whoever writes ``trainer.max_staleness=1`` expects it to act.
+    """
+    from skyasync.algorithms.presets import apply_preset
+
+    keys = Keys.of(type(cfg))
+    preset = apply_preset(cfg.trainer.algorithm.preset) if cfg.trainer.algorithm.preset else {}
+    changed = [key for key in keys if attrgetter(key.path)(cfg) not in (key.default, preset.get(key.path, key.default))]
+    asked = [key for key in keys if key in changed or key.path in given]
+    yield from _of_plans(cfg, plan, asked)
+    yield from _of_functions(cfg.trainer.algorithm, changed)
+    for key in changed:
+        if key.when and not conditions.holds(key.when, cfg):
+            yield _line(cfg, key, f"has no effect with {conditions.found(key.when, cfg)}")
+    yield from _of_updates(cfg, [key.path for key in changed])
+
+
+def _of_plans(cfg: Config, plan: Plan | None, asked: Collection[Key]) -> Iterator[str]:
+    from skyasync.plans import PLANS
+
+    readers: dict[str, list[str]] = {}
+    for name, about in PLANS.builtins().items():
+        for path in about.can["reads"]:
+            readers.setdefault(path, []).append(name)
+    for key in asked:
+        if plan is None or plan.reads(key.path):
+            continue
+        if key.path in readers:
+            own = (
+                ""
+                if plan.name in PLANS.builtins()
+                else " (a plan of your own names in its attribute reads what it reads)"
+            )
+            way = f"set trainer.plan={'|'.join(readers[key.path])}, which reads it{own}, or"
+            yield _line(cfg, key, f"has no effect with {plan}".rstrip(","), way)
+        elif key.path == "trainer.allow_uncorrected" and not plan.stale(cfg):
+            yield _line(cfg, key, f"has no effect with {plan}, whose samples are never stale".replace(",,", ","))
+
+
+def _of_functions(algorithm: AlgorithmConfig, changed: Collection[Key]) -> Iterator[str]:
+    """Keys that feed functions of the objective, none of them chosen."""
+    chosen = functions(algorithm)
+    read = {path for one in chosen for about in one.about for path in about.keys.values()}
+    for key in changed:
+        name = key.path.removeprefix(_ALGORITHM)
+        readers = _readers(name)
+        if readers and name not in read and name != key.path:
+            yield _line(algorithm, key, "has no effect", f"it is read with {readers};", path=name)
+
+
+def _readers(name: str) -> str:
+    """Which choices read a key of the algorithm."""
+    from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
+
+    registries: Mapping[str, Any] = {
+        "policy_loss_type": POLICY_LOSSES,
+        "advantage_estimator": ADVANTAGE_ESTIMATORS,
+        "loss_reduction": LOSS_REDUCTIONS,
+        "off_policy_correction": CORRECTIONS,
+    }
+    found = []
+    for choice, registry in registries.items():
+        names = [n for n, about in registry.builtins().items() if any(name in a.keys.values() for a in about)]
+        if names:
+            found.append(f"{_ALGORITHM}{choice}={'|'.join(sorted(names))}")
+    return " or ".join(found)
+
+
+def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
+    """Keys whose reader depends on more than one other key."""
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    single = trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size in (0, trainer.train_batch_size)
+    if f"{_ALGORITHM}proximal_logprobs" in changed and single:
+        yield (
+            f"{_ALGORITHM}proximal_logprobs={algorithm.proximal_logprobs} has no effect with one update per batch: set "
+            f"trainer.policy_mini_batch_size or trainer.update_epochs_per_batch, or leave it at recompute"
+        )
+    anchored = any("anchor" in about.inputs for about in functions(algorithm)[0].about)
+    weighted = algorithm.use_kl_loss and algorithm.kl_importance_weighted
+    if f"{_ALGORITHM}ratio_anchor" in changed and not anchored and not weighted:
+        yield (
+            f"{_ALGORITHM}ratio_anchor={algorithm.ratio_anchor} has no effect with {_ALGORITHM}policy_loss_type="
+            f"{algorithm.policy_loss_type}, whose ratio has no anchor to choose: leave it at proximal"
+        )
+    kl = algorithm.use_kl_loss or algorithm.use_kl_in_reward
+    if "trainer.ref.model.path" in changed and not kl and trainer.ref.model.path != trainer.policy.model.path:
+        yield (
+            f"trainer.ref.model.path={trainer.ref.model.path} has no effect without a KL term: set "
+            f"{_ALGORITHM}use_kl_loss=true or {_ALGORITHM}use_kl_in_reward=true, or leave it empty"
+        )
+
+
+def _line(cfg: Any, key: Key, what: str, why: str = "", path: str = "") -> str:
+    value = written(attrgetter(path or key.path)(cfg))
+    return f"{key.path}={value} {what}: {why}{' ' if why else ''}leave it at its default, {written(key.default)}"

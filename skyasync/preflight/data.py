@@ -1,0 +1,134 @@
+"""The first rows of every source: it is there, it has rows, they have the columns, some prompt is short enough.
+
+Invariant: files are read with light libraries and no further than needed; a function of the user's is called once,
+here, and its rows are the run's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from skyasync.config.check import TASK_SOURCE
+from skyasync.data.datasets import as_prompt
+from skyasync.data.sources import FILES, HUB, Row, check_file, rows
+from skyasync.errors import UserError, unknown
+from skyasync.preflight.parts import check_environment, check_installed
+from skyasync.rollout.types import Prompt
+
+LOOKED_AT = 3  # rows of a source whose columns are looked at
+PATIENCE_S = 1.0  # for finding a prompt that is short enough; all are tokenised once the processes start anyway
+
+
+def check_data(cfg: Any, known: dict[str, Iterable[Row]], *, train: bool, held_out: bool) -> list[Iterator[Prompt]]:
+    """Raises ``UserError`` for the first thing that is wrong.
+
+    Args:
+        known: takes the rows of sources that are functions.
+        train: look at ``data.train_data``; ``held_out``: at ``data.val_data``.
+
+    Returns:
+        The training prompts, as far as they can be read cheaply.
+    """
+    if train and not cfg.data.train_data:
+        raise UserError("there are no training prompts: name data.train_data")
+    for source in [*(cfg.data.train_data if train else ()), *(cfg.data.val_data if held_out else ())]:
+        _check_source(source, cfg, known)
+    return [_prompts(source, cfg, known) for source in (cfg.data.train_data if train else ())]
+
+
+def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Any, cfg: Any) -> None:
+    """Raises ``UserError`` if no training prompt is short enough; gives up where that takes long to find out."""
+    from skyasync.rollout.chat import ChatTokenizer
+
+    chat, limit, until = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), cfg.trainer.max_prompt_length, None
+    shortest = None
+    for source in prompts:
+        for prompt in source:
+            until = until or time.monotonic() + PATIENCE_S
+            length = len(chat.prompt(prompt.messages))
+            if length <= limit or time.monotonic() > until:
+                return
+            shortest = min(length, shortest or length)
+    if shortest is not None:
+        raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens; the shortest has {shortest}")
+
+
+def _check_source(source: str, cfg: Any, known: dict[str, Iterable[Row]]) -> None:
+    if source.startswith(TASK_SOURCE):
+        return _check_task(source.removeprefix(TASK_SOURCE), cfg)
+    if _is_function(source):
+        found = rows(source, cfg, held_out=False)
+        known[source] = found if hasattr(found, "__len__") else list(found)
+    first = _first(source, cfg, known)
+    if first is not None and not first:
+        raise UserError(f"data source {source!r} has no rows")
+    for prompt in first or ():
+        if prompt.env_class != "agent":
+            check_environment(prompt.env_class)
+    return None
+
+
+def _check_task(task: str, cfg: Any) -> None:
+    from skyasync.rewards import reasoning
+    from skyasync.rewards.registry import REWARDS
+
+    check_installed(REWARDS, "reasoning_gym")
+    names = _task_names()
+    if names and task not in names:
+        raise UserError(unknown("reasoning_gym task", task, names))
+    options = {k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS}
+    if options:
+        reasoning.make(task, options, seed=0, size=1)
+
+
+def _task_names() -> set[str]:
+    """Read off the package's sources: importing all of its tasks takes seconds."""
+    spec = find_spec("reasoning_gym")
+    files = Path(spec.origin).parent.rglob("*.py") if spec and spec.origin else ()
+    found = (re.findall(r'^\w+ = "(\w+)"|register_dataset\(\s*"(\w+)"', f.read_text("utf-8"), re.M) for f in files)
+    return {name for names in found for pair in names for name in pair} - {"", "composite"}
+
+
+def _first(source: str, cfg: Any, known: Mapping[str, Iterable[Row]]) -> list[Prompt] | None:
+    """Its first prompts; None if only loading it would tell."""
+    if Path(source).suffix not in FILES and source not in known:
+        if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
+            rows(source, cfg, held_out=False)  # which says what it might have been
+        return None
+    return list(islice(_prompts(source, cfg, known), LOOKED_AT))
+
+
+def _is_function(source: str) -> bool:
+    place, colon, _ = source.rpartition(":")
+    return place.endswith(".py") or (bool(colon) and "/" not in place)
+
+
+def _prompts(source: str, cfg: Any, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
+    found = known[source] if source in known else _lines(source) if Path(source).suffix in FILES else ()
+    for index, row in enumerate(found):
+        yield as_prompt(index, dict(row), cfg)
+
+
+def _lines(source: str) -> Iterator[Row]:
+    """The rows of a file, read as they are asked for."""
+    path = check_file(source)
+    try:
+        if path.suffix == ".parquet":
+            from pyarrow.parquet import ParquetFile
+
+            for batch in ParquetFile(path).iter_batches(batch_size=64):
+                yield from batch.to_pylist()
+        elif path.suffix == ".jsonl" or path.read_text(encoding="utf-8").lstrip()[:1] != "[":
+            with path.open(encoding="utf-8") as file:
+                yield from (json.loads(line) for line in file if line.strip())
+        else:
+            yield from json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+        raise UserError(f"data file {source!r} cannot be read: {error}") from error

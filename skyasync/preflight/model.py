@@ -1,0 +1,141 @@
+"""What a model's folder tells without loading it: its configuration, its tokenizer, the numbers in it.
+
+Invariant: reads JSON and file names alone. A model on the hub is looked for in the cache, then asked for once, for no
+longer than ``ANSWER_S``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from skyasync.config.sampling import GROUPS
+from skyasync.errors import UserError
+
+ANSWER_S = 2.0
+MODEL = "trainer.policy.model.path"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+
+
+def check_model(path: str, cfg: Any, *, key: str = MODEL, own_tokenizer: bool = False) -> None:
+    """Raises ``UserError`` for a folder or a hub's model that cannot be trained with this configuration.
+
+    Args:
+        own_tokenizer: the experiment brings one of its own.
+    """
+    folder = Path(path) if Path(path).is_dir() else hub_folder(path, key)
+    if folder is None:
+        return
+    shape = _read(folder / "config.json", f"{key}={path}")
+    shape = {**shape, **(shape.get("text_config") or {})}
+    if "model_type" not in shape:
+        raise UserError(f"{key}={path}: its config.json names no model_type")
+    _check_heads(cfg.generator.inference_engine_tensor_parallel_size, shape, path)
+    _check_tokens(cfg.generator, shape, path)
+    if Path(path).is_dir():
+        if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+            raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
+        if not own_tokenizer:
+            _check_tokenizer(folder, path, framed=cfg.data.apply_chat_template)
+
+
+def hub_folder(name: str, key: str = MODEL) -> Path | None:
+    """The folder in the cache that holds the model's configuration; None if it holds none yet, and the hub has it.
+
+    Raises:
+        UserError: if it is neither in the cache nor to be had.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str):
+        return Path(cached).parent
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{key}={name} is not in the cache of the Hugging Face hub, and HF_HUB_OFFLINE is set")
+    answer: list[str] = [f"no answer within {ANSWER_S:g} s"]
+    asking = threading.Thread(target=_ask, args=(name, answer), daemon=True)
+    asking.start()
+    asking.join(ANSWER_S)  # a name server may take longer than any limit of ours
+    if answer[0]:
+        raise UserError(f"{key}={name} is neither a local folder nor to be had from the Hugging Face hub: {answer[0]}")
+    return None
+
+
+def _ask(name: str, answer: list[str]) -> None:
+    """Put into ``answer`` why the hub does not give the model, "" if it does."""
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    try:
+        url = hf_hub_url(name, "config.json")
+        status = get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_S).status_code
+    except Exception as error:  # whatever the client's library of today raises
+        answer[0] = f"it cannot be reached ({error})"
+        return
+    answer[0] = f"it answers {status}: there is no such model, or it is private" if status >= 400 else ""
+
+
+def _check_heads(size: int, shape: dict[str, Any], path: str) -> None:
+    heads = shape.get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+        raise UserError(
+            f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
+            f"{path}: choose {' or '.join(fits)}"
+        )
+
+
+def _check_tokens(generator: Any, shape: dict[str, Any], path: str) -> None:
+    size = shape.get("vocab_size")
+    if not isinstance(size, int):
+        return
+    for group in GROUPS:
+        sampling = getattr(generator, group)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            beyond = [int(token) for token in getattr(sampling, name) or () if int(token) >= size]
+            if beyond:
+                raise UserError(
+                    f"generator.{group}.{name} has {beyond[0]}, which is beyond the vocabulary of {path}: its {size} "
+                    f"tokens are 0 to {size - 1}"
+                )
+
+
+def _check_tokenizer(folder: Path, path: str, *, framed: bool) -> None:
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(f"{MODEL}={path} is a folder without a tokenizer (tokenizer.json)")
+    if (folder / "tokenizer.json").is_file():
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library would warn of every process after it
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library's own kind is Exception
+            raise UserError(f"{MODEL}={path}: its tokenizer.json cannot be read: {error}") from error
+    if framed and not _has_template(folder, path):
+        raise UserError(
+            f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
+            f"chat_template.jinja to the folder"
+        )
+
+
+def _has_template(folder: Path, path: str) -> bool:
+    if any(
+        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and bool(_read(settings, f"{MODEL}={path}").get("chat_template"))
+
+
+def _read(file: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: its {file.name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{what}: its {file.name} holds no settings")
+    return found

@@ -1,0 +1,138 @@
+"""The user's own parts: they are there, what they need is installed, their methods take what they are called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from skyasync.callbacks import TrainerCallback
+from skyasync.config.domains import judges
+from skyasync.config.sampling import backend
+from skyasync.engines.protocol import ENGINES, InferenceEngine
+from skyasync.envs.registry import ENVS
+from skyasync.errors import MissingExtraError, UserError, unknown
+from skyasync.observe import TRACKERS
+from skyasync.preflight.references import check_reference
+from skyasync.registry import Registry
+from skyasync.rewards.registry import REWARDS
+from skyasync.trainer import RayPPOTrainer
+
+
+def check_parts(cfg: Any, plans: Sequence[type]) -> None:
+    """Raises ``UserError`` for the first thing that is wrong.
+
+    Args:
+        plans: the classes that the run may train with, as far as they are known.
+    """
+    for plan in plans:
+        check_plan_class(plan)
+    check_callbacks(subclasses(TrainerCallback))
+    _check_engine(backend(cfg))
+    for name in cfg.trainer.logger:
+        check_installed(TRACKERS, name)
+    for name in judges(cfg.environment):
+        if ":" not in name:
+            check_installed(REWARDS, name)
+    if cfg.environment.env_class:
+        check_environment(cfg.environment.env_class)
+    if cfg.generator.agent_program:
+        check_reference(cfg.generator.agent_program, "generator.agent_program")
+
+
+def check_environment(name: str) -> None:
+    """An ``env_class`` of the configuration or of a row."""
+    if ":" in name:
+        check_reference(name, "environment")
+    elif name not in ENVS.names():
+        raise UserError(unknown("environment", name, ENVS.names()))
+    else:
+        check_installed(ENVS, name)
+
+
+def check_installed(registry: Registry, name: str) -> None:
+    """What a part needs besides this library is there."""
+    extra = registry.about(name).can["extra"]
+    if extra and find_spec(extra.replace("-", "_")) is None:
+        raise MissingExtraError(extra, extra)
+
+
+def plans_named_by(get_trainer: Any) -> list[type]:
+    """The plans that the code of an experiment's own factory names; none where it gets them otherwise."""
+    code = getattr(get_trainer, "__code__", None)
+    named = [get_trainer.__globals__.get(name) for name in code.co_names] if code else []
+    return [found for found in named if isinstance(found, type) and issubclass(found, RayPPOTrainer)]
+
+
+def check_plan_class(plan: Any) -> None:
+    """It can be made, and what it overrides takes what the original takes."""
+    if not hasattr(plan, "get_trainer"):
+        raise UserError(f"plan {getattr(plan, '__name__', plan)} must be a subclass of RayPPOTrainer; found {plan!r}")
+    if not isinstance(plan, type):
+        return
+    for holder in plan.__mro__:
+        for name, method in vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ():
+            original = getattr(RayPPOTrainer, name, None)
+            if inspect.isfunction(method) and inspect.isfunction(original) and not name.startswith("__"):
+                _check_override(f"{holder.__name__}.{name}", method, original)
+
+
+def _check_override(what: str, method: Any, original: Any) -> None:
+    if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
+        right = "async def" if inspect.iscoroutinefunction(original) else "def, not async def"
+        raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
+    parameters = list(inspect.signature(original).parameters.values())
+    try:
+        inspect.signature(method).bind(*[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
+    except TypeError:
+        raise UserError(f"{what}{_names(method)} must take what RayPPOTrainer's does: {original.__name__}"
+                        f"{_names(original)}") from None  # fmt: skip
+
+
+def _names(function: Any) -> str:
+    return f"({', '.join(str(p).partition(':')[0] for p in inspect.signature(function).parameters.values())})"
+
+
+def check_callbacks(classes: Iterator[type] | Sequence[type]) -> None:
+    """Methods called ``on_...`` are hooks that exist, and take what they are called with."""
+    hooks = {name: hook for name, hook in vars(TrainerCallback).items() if name.startswith("on_")}
+    for found in classes:
+        for name in dir(found):
+            if not name.startswith("on_"):
+                continue
+            if name not in hooks:
+                raise UserError(f"callback {found.__name__}: {unknown('hook', name, hooks)}")
+            if inspect.isfunction(getattr(found, name)):
+                _check_hook(f"callback {found.__name__}.{name}", getattr(found, name), hooks[name])
+        for name in hooks:
+            if not hasattr(found, name):
+                raise UserError(f"callback {found.__name__} has no {name}: subclass skyasync.TrainerCallback")
+
+
+def _check_hook(what: str, method: Any, hook: Any) -> None:
+    if inspect.iscoroutinefunction(method):
+        raise UserError(f"{what} must be def, not async def: nobody would await it")
+    try:
+        inspect.signature(method).bind(*inspect.signature(hook).parameters)
+    except TypeError:
+        raise UserError(f"{what}{_names(method)} must take {_names(hook)}") from None
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """All that the program has defined, at any depth, without the library's own."""
+    found: type
+    for found in base.__subclasses__():
+        if found.__module__.partition(".")[0] != "skyasync":
+            yield found
+        yield from subclasses(found)
+
+
+def _check_engine(name: str) -> None:
+    if ":" not in name:
+        return check_installed(ENGINES, name)
+    engine = ENGINES.find(name)
+    wanted = [method for method in vars(InferenceEngine) if not method.startswith("_")]
+    if missing := [method for method in wanted if not hasattr(engine, method)]:
+        raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.engines.protocol.InferenceEngine)")
+    return None

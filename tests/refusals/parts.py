@@ -1,0 +1,72 @@
+"""Parts of a user's own, most of them wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyasync import BaseTextEnv, RayPPOTrainer
+
+
+def misspelt_loss(log_probs: Any, old: Any, advantages: Any) -> Any: ...
+def without_gradient(anchor: Any, advantages: Any) -> Any: ...
+def unset(current: Any, advantages: Any, *, strength: float) -> Any: ...
+def anything(*args: Any) -> Any: ...
+def misspelt_estimator(scores: Any, mask: Any) -> Any: ...
+def misspelt_correction(old: Any, behaviour: Any) -> Any: ...
+def misspelt_reduction(masks: Any) -> Any: ...
+def grouped(rewards: Any, mask: Any, group_ids: Any) -> Any: ...
+
+
+class Undeclared(RayPPOTrainer):
+    """Reads no key of its own."""
+
+
+class Uncorrected(RayPPOTrainer):
+    asynchronous = True
+
+
+class WrongHook(RayPPOTrainer):
+    def filter_groups(self) -> Any:  # type: ignore[override]
+        return []
+
+
+class AsyncHook(RayPPOTrainer):
+    async def shape_rewards(self, batch: Any) -> Any:  # type: ignore[override]
+        return batch
+
+
+class NoPlan:
+    pass
+
+
+class HalfAnEngine:
+    async def start(self) -> None: ...
+
+
+class Engine:
+    start = generate = stream = score = pause = resume = abort = None
+    update_weights = sleep = wake = stats = shutdown = None
+
+
+class Env(BaseTextEnv):
+    pass
+
+
+def rows() -> list[dict[str, str]]:
+    return [{"prompt": "What comes after one?", "answer": "two"}]
+
+
+def wrong_rows() -> list[dict[str, str]]:
+    return [{"promt": "What comes after one?"}]
+
+
+def no_rows() -> list[dict[str, str]]:
+    return []
+
+
+def run(data: Any, base_url: str, api_key: str) -> float:
+    return 0.0
+
+
+def reward(response: str) -> float:
+    return 0.0

@@ -1,0 +1,127 @@
+"""What is wrong and can be known is told in one line, before any process starts, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import skyasync.cluster.ray_cluster
+from skyasync import BasePPOExp, TrainerCallback, main
+from skyasync.rollout.tokenizer import quick_tokenizer
+from tests.refusals.wrong import INPUTS, NO_EFFECT, PARTS
+
+SECONDS = 3.0
+PARTS_FILE = Path(__file__).with_name("parts.py")
+CASES = [*NO_EFFECT, *INPUTS, *PARTS]
+
+
+def arguments(overrides: list[str], inputs: Path, runs: Path) -> list[str]:
+    """A command line that is right but for ``overrides``."""
+    given = dict(text.format(x=inputs).split("=", 1) for text in overrides)
+    usual = {
+        "trainer.policy.model.path": inputs / "model",
+        "trainer.runs_dir": runs,
+        "trainer.max_prompt_length": 64,
+        "generator.backend": "transformers",
+        "environment.env_class": "tests.refusals.parts:Env",
+        "data.train_data": inputs / "rows.jsonl",
+    }
+    return [f"{key}={value}" for key, value in {**usual, **given}.items()]
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: Path) -> None:
+    """Whoever comes to start one fails; the machine has no GPU."""
+
+    def starts(*_: object, **__: object) -> None:
+        raise AssertionError("the run was not refused")
+
+    monkeypatch.setattr(skyasync.cluster.ray_cluster, "cluster", starts)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    quick_tokenizer(str(inputs / "model"))  # its library is imported by now
+
+
+def refused(argv: list[str], capsys: pytest.CaptureFixture[str], experiment: type[BasePPOExp] = BasePPOExp) -> str:
+    """The one line that is printed."""
+    started = time.process_time()
+    with pytest.raises(SystemExit) as end:
+        main(experiment, argv)
+    assert time.process_time() - started < SECONDS
+    assert end.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("overrides", "found", "way_out"), CASES, ids=[" ".join(case[0]) for case in CASES])
+def test_what_is_wrong_is_told_in_one_line_before_anything_starts(
+    overrides: list[str], found: str, way_out: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if any(text.startswith("ray.address") for text in overrides):
+        pytest.skip("asked of Ray's own code, see test_the_command_line_refuses_in_time")
+    line = refused(arguments(overrides, inputs, tmp_path / "runs"), capsys)
+    assert line.startswith("error: ") and found in line and way_out in line, line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], [f"trainer.plan={PARTS_FILE}:Undeclared", f"generator.backend={PARTS_FILE}:Engine"]]
+)
+def test_a_command_line_without_a_fault_is_not_refused(overrides: list[str], inputs: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="was not refused"):
+        main(BasePPOExp, arguments(overrides, inputs, tmp_path / "runs"))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "line"),
+    [
+        ("on_stepend", "unknown hook 'on_stepend': did you mean 'on_step_end'"),
+        ("on_step_end", "must take (self, trainer, metrics)"),
+    ],
+)
+def test_a_callback_with_a_hook_that_nobody_calls_is_refused(
+    method: str, line: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = type("Mine", (TrainerCallback,), {method: lambda self, trainer: None})
+    try:
+        assert line in refused(arguments([], inputs, tmp_path / "runs"), capsys)
+    finally:
+        del mine
+        gc.collect()  # whatever is defined counts, and the next test defines nothing
+
+
+COMMANDS = [
+    ["trainer.max_staleness=2"],
+    ["data.train_data={x}/none.parquet"],
+    ["trainer.max_prompt_length=3"],
+    ["trainer.policy.model.path=no-such-owner/no-such-model"],
+    ["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"],
+    ["ray.address=nowhere"],
+]
+
+
+@pytest.mark.parametrize("overrides", COMMANDS, ids=[" ".join(command) for command in COMMANDS])
+def test_the_command_line_refuses_in_time(overrides: list[str], inputs: Path, tmp_path: Path) -> None:
+    """Seconds of the processor, imports included: the machine may be busy with other things."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = subprocess.run(
+        [sys.executable, "-m", "skyasync", *arguments(overrides, inputs, tmp_path / "runs")],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert re.fullmatch(r"error: [^\n]+\n", ran.stderr), ran.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    assert not any((tmp_path / "runs").glob("*"))
