@@ -72,6 +72,10 @@ class Episodes:
         self._lock = threading.Lock()
 
     def define(self, name: str, factory: EnvFactory) -> None:
+        """Make an environment known, and load what its episodes share."""
+        load = getattr(factory, "load", None)  # a function that makes environments has none
+        if load is not None:
+            load(self._env_config)
         self._factories[name] = factory
 
     def is_async(self, call: Call) -> bool:

@@ -58,7 +58,7 @@ class EnvWorker:
         self._swallowed = 0  # async calls that did not end when they were cancelled
 
     async def define(self, name: str, factory: EnvFactory) -> None:
-        self._episodes.define(name, factory)
+        await asyncio.to_thread(self._episodes.define, name, factory)  # it may take long, and hold up nobody
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
         """Begin these calls; returns answers to them or to earlier ones, and how many calls hang.

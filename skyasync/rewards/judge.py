@@ -57,11 +57,17 @@ class Judge:
             Exception: what the function raised, with a note that holds its traceback.
         """
         with self._lock:
-            if self._connection is None:
-                self._start()
-            if function not in self._known:
-                self._load(name, function)
+            self._load(name, function)
             return self._ask(function, name, arguments, limit_s)
+
+    def load(self, name: str, function: bytes) -> None:
+        """Import the function's module, as the first call would.
+
+        Raises:
+            UserError: if that takes longer than ``START_S``, or ends the process.
+        """
+        with self._lock:
+            self._load(name, function)
 
     def close(self) -> None:
         """Kill the process, if there is one. The next call starts another."""
@@ -69,6 +75,10 @@ class Judge:
             self._lose()
 
     def _load(self, name: str, function: bytes) -> None:
+        if self._connection is None:
+            self._start()
+        if function in self._known:
+            return
         try:
             self._ask(function, name, None, START_S)
         except Unjudged as problem:

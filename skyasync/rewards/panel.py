@@ -83,6 +83,18 @@ class Member:
         return {name: value for name, value in known.items() if self.accepts is None or name in self.accepts}
 
 
+def load(members: Sequence[Member]) -> None:
+    """Have a judge import the functions that are called there, before the first of them is needed.
+
+    Raises:
+        UserError: for a module that cannot be loaded.
+    """
+    for member in members:
+        if member.portable:
+            with _judge() as free:
+                free.load(member.name, member.portable)
+
+
 def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -> list[Score]:
     """One score per function; coroutines run while the others are called.
 
