@@ -22,7 +22,7 @@ from skyasync.rollout.chat import ChatTokenizer, PlainText
 from skyasync.rollout.convert import generator_output
 from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.requests import request_seed
-from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
+from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_no_room
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Segment, Trajectory, TrajectoryId
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
@@ -121,7 +121,7 @@ class EpisodeGenerator:
             await self._asked(begin), self._environments.tools(env_class)
         )  # replaced, never changed: requests hold it
         trajectory.segments[0].tokens = tokens
-        for turn in range(self._rules.max_turns):
+        for turn in self._rules.turns():
             action = await self._act(trajectory, tokens, turn, sampling)
             step = await self._asked(self._environments.step(episode, frame.text(action.tokens, sampling)))
             action.reward = step["reward"]
@@ -134,6 +134,7 @@ class EpisodeGenerator:
             observation = frame.observation(step["observations"], action.tokens)
             if len(tokens) + len(observation) >= self._max_model_len:
                 trajectory.stop_reason = "length"
+                tell_of_no_room(trajectory, self._max_model_len)
                 break
             trajectory.segments.append(Segment("observation", observation))
             tokens = tokens + observation
