@@ -44,6 +44,14 @@ class BaseTextEnv:
     raw_text: ClassVar[bool] = False
 
     @classmethod
+    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+        """Whether such an episode costs next to nothing whatever the response is.
+
+        It is then played beside the generator, without a process of its own and without a limit.
+        """
+        return False
+
+    @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
         """Get ready what all episodes share (imports, files, models).
 

@@ -29,6 +29,12 @@ class RewardEnv(BaseTextEnv):
     """
 
     @classmethod
+    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+        """Where all functions are marked as quick."""
+        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
+        return all(_member(name, settings.registered.get(name)).quick for name, _ in settings.weighted(extras))
+
+    @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
         """Import the functions that the run names, here and where they are called."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())

@@ -7,13 +7,15 @@ import asyncio
 import threading
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 from skyasync.envs import BaseTextEnv, env_factory
-from skyasync.envs.episodes import Call
+from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.envs.openrlhf import PATH_KEY
-from skyasync.envs.worker import EnvWorker, WorkerSettings
+from skyasync.processes.calls import Call
+from skyasync.processes.host import Host
 from skyasync.rewards.settings import ENV_KEY, RewardSettings
 
 PROMPT = [{"role": "user", "content": "begin"}]
@@ -84,8 +86,11 @@ class Caller:
         return answers
 
     async def begin(self, env, *episodes):
-        await self.worker.define("env", env)
+        await self.load(env)
         await self.exchange(self.calls("init", episodes, "env", {}, PROMPT))
+
+    async def load(self, env):
+        assert await self.worker.load("env", env) is None
 
     async def until(self, number):
         async with asyncio.timeout(PATIENCE_S):
@@ -97,7 +102,8 @@ class Caller:
 @asynccontextmanager
 async def at_work(config=None, **settings):
     gates.update(open=threading.Event(), never=threading.Event())
-    worker = EnvWorker(WorkerSettings(config or {}, **settings))
+    own = EnvSettings(config or {}, **settings)
+    worker = Host(partial(Episodes, own), own.step_timeout_s, own.max_threads)
     try:
         yield Caller(worker)
     finally:
@@ -173,7 +179,7 @@ async def test_a_later_exchange_takes_over_from_an_earlier_one():
 
 
 async def test_silence_ends_with_a_heartbeat(monkeypatch):
-    monkeypatch.setattr("skyasync.envs.worker.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.processes.host.HEARTBEAT_S", 0.05)
     async with at_work() as caller:
         await caller.begin(Gated, "a")
         assert await caller.exchange(caller.calls("step", ["a"], "open")) == []
@@ -202,7 +208,7 @@ async def test_a_users_file_is_loaded_before_the_first_episode_outside_of_the_li
     file.write_text(SLOW_FILES[env_class])
     config = {ENV_KEY: RewardSettings((f"{file}:reward",)), PATH_KEY: str(file)}
     async with at_work(config, step_timeout_s=0.5) as caller:
-        await caller.worker.define("env", env_factory(env_class))
+        await caller.load(env_factory(env_class))
         start = PROMPT if env_class == "reward" else "begin"
         await caller.exchange(caller.calls("init", [f"e{i}" for i in range(16)], "env", {}, start))
         assert [answer.error for answer in caller.answers.values()] == [None] * 16
