@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -36,8 +37,7 @@ class Host:
         self._threads: StepThreads[Call, Answer] = StepThreads(
             self._drive, self._answer, most=max_threads, limit_s=limit_s or float("inf")
         )
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._hung = 0  # calls that await and did not end when they were cancelled
+        self._hanging: set[int] = set()  # calls that await and did not end when they were cancelled
 
     async def load(self, *args: Any) -> Exception | None:
         return await self._loaded(lambda: self._service.load(*args))
@@ -52,17 +52,15 @@ class Host:
             awaiting = {call.number for call in calls if self._service.is_async(call)}
             for call in calls:
                 if call.number in awaiting:
-                    task = asyncio.create_task(self._await(call))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._begin(call)
             self._threads.submit([call for call in calls if call.number not in awaiting])
         answers = await self._mailbox.collect(HEARTBEAT_S)
-        return answers, self._threads.hung + self._hung
+        return answers, self._threads.hung + len(self._hanging)
 
     def close(self) -> None:
         self._threads.close()
         if "_loop" in self.__dict__:
-            asyncio.run_coroutine_threadsafe(_end(), self._loop)
+            asyncio.run_coroutine_threadsafe(_stop(), self._loop)
 
     @staticmethod
     async def _loaded(load: Callable[[], None]) -> Exception | None:
@@ -93,20 +91,27 @@ class Host:
             answer = Answer(call.number, None, self._service.overdue(call))
         self._mailbox.put(answer)
 
-    async def _await(self, call: Call) -> None:
-        """Carry a call out on the other loop; one that goes on though it was cancelled, or blocks that loop, hangs."""
+    def _begin(self, call: Call) -> None:
+        """Carry a call out on the other loop. (No task per call on this one: that would cost as much again.)"""
+        loop, timer = asyncio.get_running_loop(), None
         limit_s = self._limit_s or (CLOSE_S if call.method == "close" else None)
+        if limit_s is not None:
+            timer = loop.call_later(limit_s + GRACE_S, self._hang, call)
         running = asyncio.run_coroutine_threadsafe(within(limit_s, self._service, call), self._loop)
-        ended = asyncio.wrap_future(running)
-        await asyncio.wait({ended}, timeout=limit_s and limit_s + GRACE_S)
-        if ended.done():
-            return self._mailbox.put(ended.result())
-        self._hung += 1
-        ended.add_done_callback(self._unhang)
-        self._answer(call, None)
+        running.add_done_callback(lambda ended: loop.call_soon_threadsafe(self._end, call, ended, timer))
 
-    def _unhang(self, _: Any) -> None:
-        self._hung -= 1
+    def _end(self, call: Call, ended: Future[Answer], timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+        if call.number in self._hanging:  # it has been answered for
+            self._hanging.remove(call.number)
+        else:
+            self._mailbox.put(ended.result())
+
+    def _hang(self, call: Call) -> None:
+        """It goes on though it was cancelled, or blocks its event loop."""
+        self._hanging.add(call.number)
+        self._answer(call, None)
 
 
 async def within(limit_s: float | None, service: Service, call: Call) -> Answer:
@@ -135,7 +140,7 @@ def drive(call: Call, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
     return Answer(call.number, None, TypeError(problem))
 
 
-async def _end() -> None:
+async def _stop() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
