@@ -31,8 +31,7 @@ from rich.table import Table
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.envs import BaseTextEnv, BaseTextEnvStepOutput
-from skyasync.envs.pool import EnvPool
-from skyasync.envs.worker import WorkerSettings
+from skyasync.envs.episodes import EnvSettings
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import PromptId, TrajectoryId
@@ -169,12 +168,12 @@ def generator_input(env: str, count: int, tokens: int) -> Any:
 
 async def measure(engine: str, env: str, options: argparse.Namespace, tokenizer: Any, model: str) -> list[str]:
     from skyasync.engines.ray_engine import RayEngine
-    from skyasync.envs.ray_pool import ray_pool
+    from skyasync.envs.pool import ray_pool
 
     config = EngineConfig(model, max_model_len=1024, max_num_seqs=SLOTS, threads=1)
     client = InferenceClient([TimedEngine() if engine == "virtual" else RayEngine("transformers", config, {}, 120.0)])
     await client.start()
-    pool = ray_pool(WorkerSettings({"step_s": options.step_s}), 1)
+    pool = ray_pool(EnvSettings({"step_s": options.step_s}), 1)
     names = {"sync": f"{__name__}:Sync", "async": f"{__name__}:Async"}
     asked = generator_input(names.get(env, ""), options.episodes, TOKENS[engine])
     generator = EpisodeGenerator(client, pool, tokenizer, 1024, EpisodeRules(TURNS, in_flight=options.in_flight))
@@ -190,16 +189,16 @@ async def measure(engine: str, env: str, options: argparse.Namespace, tokenizer:
         await generator.generate(asked)
     watch.cancel()
     rate, *late = lag.report()
-    end(pool)
+    pool.pool.close()
     await client.shutdown()
     return [engine, env, f"{rate:,.0f}", *(f"{value:.0f}" for value in late)]
 
 
 async def quick(tokenizer: Any) -> list[float]:
     """Seconds of 30 times 1,024 episodes of one trivial step, engine and all but the environment left out."""
-    from skyasync.envs.ray_pool import ray_pool
+    from skyasync.envs.pool import ray_pool
 
-    pool, seconds = ray_pool(WorkerSettings({}), 1), []
+    pool, seconds = ray_pool(EnvSettings({}), 1), []
     for repeat in range(33):
         started = time.perf_counter()
         names = [f"{repeat}-{number}" for number in range(1024)]
@@ -207,13 +206,8 @@ async def quick(tokenizer: Any) -> list[float]:
                                for name in names))  # fmt: skip
         await asyncio.gather(*(pool.step(name, "12345") for name in names))
         seconds.append(time.perf_counter() - started)
-    end(pool)
+    pool.pool.close()
     return seconds[3:]
-
-
-def end(pool: EnvPool) -> None:
-    for link in pool._links:
-        link.worker.kill()
 
 
 def main() -> None:

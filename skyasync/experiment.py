@@ -114,13 +114,13 @@ class BasePPOExp:
         """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
         if cfg.generator.agent_program:
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
-        from skyasync.envs.ray_pool import ray_pool
-        from skyasync.envs.worker import WorkerSettings
+        from skyasync.envs.episodes import EnvSettings
+        from skyasync.envs.pool import ray_pool
         from skyasync.rewards.settings import env_settings
         from skyasync.rollout.early_end import decider
         from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 
-        pool = ray_pool(WorkerSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers)
+        pool = ray_pool(EnvSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers)
         return EpisodeGenerator(
             inference_engine_client,
             pool,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,7 @@ REGISTRIES = (
 )
 UserParts = dict[str, dict[str, Any]]
 _FILE_MODULES: dict[Path, ModuleType] = {}
+_LOADING = threading.RLock()  # one file at a time, but a file may ask for another while it loads
 
 
 class Registry(dict[str, Any]):
@@ -193,19 +195,24 @@ def _file_module(file: str, what: str) -> ModuleType:
     if not path.is_file():
         close = nearest(path.name, [beside.name for beside in path.parent.glob("*.py")], count=1)
         raise UserError(f"{what}: {file} does not exist{f'; did you mean {close[0]!r}?' if close else ''}")
-    if path not in _FILE_MODULES:
-        name = f"{path.stem}@{path}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for it while it loads
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            del sys.modules[name]
-        _FILE_MODULES[path] = module
-    return _FILE_MODULES[path]
+    with _LOADING:
+        if path not in _FILE_MODULES:
+            _FILE_MODULES[path] = _loaded(path)
+        return _FILE_MODULES[path]
+
+
+def _loaded(path: Path) -> ModuleType:
+    name = f"{path.stem}@{path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for it while it loads
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
 
 
 def _is_ours(part: Any) -> bool:

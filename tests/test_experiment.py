@@ -1,5 +1,6 @@
 """What an experiment settles before any process starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,24 @@ def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
     assert cfg.trainer.export_path == str(Path("~/export").expanduser())
 
 
-@pytest.mark.parametrize(("max_model_len", "turns", "expected"), [(0, 1, 100 + 50), (0, 3, 100 + 150), (77, 3, 77)])
-def test_the_engines_longest_sequence_is_prompt_plus_responses_unless_it_is_set(max_model_len, turns, expected):
+@pytest.mark.parametrize(
+    ("max_model_len", "turns", "context", "expected"),
+    [
+        (0, 1, None, 100 + 50),
+        (0, 3, None, 3 * (100 + 50)),
+        (0, 0, None, 4 * (100 + 50)),
+        (0, 0, 400, 400),
+        (0, 0, 120, 100 + 50),
+        (77, 3, None, 77),
+    ],
+)
+def test_the_engines_longest_sequence_has_room_for_every_turn_unless_it_is_set(
+    max_model_len, turns, context, expected, tmp_path
+):
     cfg = Config()
+    if context:
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+        cfg.trainer.policy.model.path = str(tmp_path)
     cfg.trainer.max_prompt_length, cfg.generator.max_model_len, cfg.generator.max_turns = 100, max_model_len, turns
     cfg.generator.sampling_params.max_generate_length = 20
     cfg.generator.eval_sampling_params.max_generate_length = 50

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -101,3 +103,34 @@ def test_what_is_read_off_the_source_is_what_the_loaded_part_says(reference):
     parts = resolve_reference(reference, kind="registry")
     for name, about in parts.builtins().items():
         assert describe(parts[name], parts._capabilities) == about, name
+
+
+def test_threads_that_want_a_file_at_once_all_get_the_module_that_it_makes_once(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(0.2)\nruns = [0]\nruns[0] += 1\n\ndef reward(response): ...\n")
+    start = threading.Barrier(16)
+
+    def find():
+        start.wait()
+        return resolve_reference(f"{file}:reward", kind="reward function")
+
+    with ThreadPoolExecutor(16) as threads:
+        found = [asked.result() for asked in [threads.submit(find) for _ in range(16)]]
+    assert len(set(map(id, found))) == 1
+
+
+def test_a_file_may_ask_for_parts_of_other_files_while_it_loads(tmp_path):
+    (tmp_path / "inner.py").write_text("value = 7\n")
+    (tmp_path / "outer.py").write_text(
+        "from skyasync.registry import resolve_reference\n"
+        f"value = resolve_reference({str(tmp_path / 'inner.py') + ':value'!r}, kind='part') + 1\n"
+    )
+    assert resolve_reference(f"{tmp_path}/outer.py:value", kind="part") == 8
+
+
+def test_a_file_that_fails_while_it_loads_fails_for_every_thread_with_its_own_error(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("import time\ntime.sleep(0.05)\nraise ValueError('their own')\n")
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(resolve_reference, f"{file}:x", kind="part") for _ in range(4)]
+        assert {repr(a.exception()) for a in asked} == {"ValueError('their own')"}

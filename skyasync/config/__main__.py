@@ -29,6 +29,8 @@ python -m skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
 - `${trainer.seed}` refers to another key (OmegaConf's syntax); a literal `${` is written `\\${`.
 - Unknown keys, wrong types, values out of bounds and contradictions are refused before anything is loaded: one
   line each, with the nearest right key, and exit status 2.
+- Evaluation samples as training does, but greedily: what is `null` in `generator.eval_sampling_params` is taken from
+  `generator.sampling_params`. With several samples per prompt it needs a temperature (`null` is that of training).
 - A run writes its resolved configuration; `--config` on that file repeats it.
 
 Keys of your own: subclass the dataclasses and pass the result to the loader.

@@ -24,7 +24,7 @@ from skyasync.config.rules import (
     missing_parts,
     weighs_by_behaviour,
 )
-from skyasync.config.sampling import check_sampling, sampling_warnings
+from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
 from skyasync.config.schema import Config, DataConfig, EnvironmentConfig
 from skyasync.config.streaming import check_streaming
 from skyasync.config.unread import check_unread
@@ -149,8 +149,7 @@ def _check_batches(cfg: Config) -> Iterator[str]:
 
 def _check_lengths(cfg: Config) -> Iterator[str]:
     generator = cfg.generator
-    for group in ("sampling_params", "eval_sampling_params"):
-        sampling = getattr(generator, group)
+    for group, sampling in sampling_groups(generator).items():
         name = f"generator.{group}.max_generate_length"
         needed = cfg.trainer.max_prompt_length + sampling.max_generate_length
         if 0 < generator.max_model_len < needed:
@@ -158,6 +157,15 @@ def _check_lengths(cfg: Config) -> Iterator[str]:
                 f"generator.max_model_len={generator.max_model_len} is less than "
                 f"trainer.max_prompt_length={cfg.trainer.max_prompt_length} plus {name}="
                 f"{sampling.max_generate_length}: raise it to {needed}, or leave it at 0"
+            )
+        turns = generator.max_turns
+        longest = cfg.trainer.max_prompt_length + turns * sampling.max_generate_length
+        if turns > 1 and needed <= generator.max_model_len < longest:
+            yield (
+                f"generator.max_model_len={generator.max_model_len} has no room for generator.max_turns={turns} turns "
+                f"of {name}={sampling.max_generate_length} behind a prompt of trainer.max_prompt_length="
+                f"{cfg.trainer.max_prompt_length}: raise it to {longest} and what the environment says, or set "
+                f"generator.max_turns=0, as many as there is room for"
             )
         if sampling.min_tokens > sampling.max_generate_length:
             yield (

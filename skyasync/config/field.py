@@ -5,8 +5,11 @@ Invariant: what is allowed stands beside the field, in its metadata, and nowhere
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
+import inspect
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def key(
@@ -45,3 +48,17 @@ def key(
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def inheriting(group: type[T]) -> type[T]:
+    """Make a subclass of a group a dataclass in which every field that it does not define itself may be null, and is.
+
+    What null stands for is for the reader of the group to say.
+    """
+    own = inspect.get_annotations(group)
+    group.__annotations__ = dict(own)
+    for inherited in fields(group.__mro__[1]):
+        if inherited.name not in own:
+            group.__annotations__[inherited.name] = f"{inherited.type} | None"
+            setattr(group, inherited.name, field(default=None, metadata=inherited.metadata))
+    return dataclass(group)

@@ -47,7 +47,8 @@ class Key:
     @property
     def is_mapping(self) -> bool:
         """A free mapping: ``<path>.<anything>=value`` sets one of its entries."""
-        return (typing.get_origin(self.type) or self.type) is dict
+        arms = typing.get_args(self.type) if type(None) in typing.get_args(self.type) else (self.type,)
+        return any((typing.get_origin(arm) or arm) is dict for arm in arms)
 
     def names(self) -> list[str]:
         """Names registered for a registry-backed key; empty for any other. Imports the registry alone."""

@@ -186,7 +186,10 @@ def _merge(schema: type, settings: Sequence[Setting], keys: Keys, problems: list
     config = OmegaConf.structured(schema)
     OmegaConf.set_struct(config, True)
     for setting in settings:
+        holder = keys.holder(setting.path)
         try:
+            if holder and holder.path != setting.path and OmegaConf.select(config, holder.path) is None:
+                OmegaConf.update(config, holder.path, {})  # the first entry of a mapping that was null
             OmegaConf.update(config, setting.path, setting.value, merge=False, force_add=setting.path not in keys)
         except OmegaConfBaseException as error:
             problems.append(f"{setting.where}{setting.path}: {_broken_reference(error)}")

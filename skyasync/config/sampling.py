@@ -5,12 +5,12 @@ Invariant: each line names its keys and the way out; nothing here imports torch 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
-from skyasync.config.schema import Config, SamplingConfig
-
-GROUPS = ("sampling_params", "eval_sampling_params")
+from skyasync.config.schema import Config, GeneratorConfig, SamplingConfig
 
 #: Those that look at the response so far, which a request started over from its tokens takes for its prompt.
 COUNTS_RESPONSE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
@@ -32,10 +32,19 @@ def backend(cfg: Config) -> str:
     return "vllm" if find_spec("vllm") else "transformers"
 
 
+def evaluation(generator: GeneratorConfig) -> SamplingConfig:
+    """How evaluation samples: as training, but for what ``eval_sampling_params`` sets (by default the temperature)."""
+    return dataclasses.replace(generator.sampling_params, **_own(generator))
+
+
+def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
+    """Both, by their name, with nothing left open."""
+    return {"sampling_params": generator.sampling_params, "eval_sampling_params": evaluation(generator)}
+
+
 def check_sampling(cfg: Config) -> Iterator[str]:
     """Contradictions."""
-    for group in GROUPS:
-        sampling: SamplingConfig = getattr(cfg.generator, group)
+    for group, sampling in _set_groups(cfg.generator):
         yield from _check_bias(f"generator.{group}.logit_bias", sampling)
         yield from _check_engine(cfg, group)
     if cfg.trainer.partial_rollout == "recompute":
@@ -44,6 +53,13 @@ def check_sampling(cfg: Config) -> Iterator[str]:
                 f"generator.sampling_params.{name} looks at the response so far, and trainer.partial_rollout=recompute "
                 f"starts a response over with its tokens as a prompt: set trainer.partial_rollout=keep"
             )
+    samples, temperature = cfg.generator.eval_n_samples_per_prompt, evaluation(cfg.generator).temperature
+    if samples > 1 and temperature == 0:
+        yield (
+            f"generator.eval_n_samples_per_prompt={samples} draws the same response {samples} times with "
+            f"generator.eval_sampling_params.temperature=0 (greedy): raise the temperature (null is that of training), "
+            f"or set the number to 1"
+        )
 
 
 def _check_engine(cfg: Config, group: str) -> Iterator[str]:
@@ -83,6 +99,17 @@ def sampling_warnings(cfg: Config, *, reads_behaviour: bool) -> Iterator[str]:
             f"generator.sampling_params ({history}) depends on the tokens before and is in the engine's "
             f"log-probabilities alone, so the ratio to the behaviour policy is biased where it acts"
         )
+
+
+def _set_groups(generator: GeneratorConfig) -> Iterator[tuple[str, SamplingConfig]]:
+    """Each with what was set there, so that a wrong value is told once, by the key that has it."""
+    yield "sampling_params", generator.sampling_params
+    yield "eval_sampling_params", SamplingConfig(**_own(generator))
+
+
+def _own(generator: GeneratorConfig) -> dict[str, Any]:
+    """What evaluation sets itself."""
+    return {name: value for name, value in vars(generator.eval_sampling_params).items() if value is not None}
 
 
 def _used(sampling: SamplingConfig, names: tuple[str, ...]) -> list[str]:

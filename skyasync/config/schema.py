@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyasync.config.algorithm import KL, AlgorithmConfig
-from skyasync.config.field import key
+from skyasync.config.field import inheriting, key
 
 _CHECKPOINTS = "trainer.ckpt_interval or trainer.ckpt_on_exit"
 _APART = "trainer.placement.colocate_policy_ref=false"
@@ -202,9 +202,11 @@ class SamplingConfig:
     )
 
 
-@dataclass
+@inheriting
 class EvalSamplingConfig(SamplingConfig):
-    pass
+    """What is null is as in ``sampling_params``; read it through ``skyasync.config.sampling.evaluation``."""
+
+    temperature: float | None = key(0.0, "Sampling temperature; 0 is greedy, null as in training.", low=0.0)  # type: ignore[assignment]
 
 
 @dataclass
@@ -233,7 +235,9 @@ class GeneratorConfig:
     max_concurrent_rollouts: int = key(
         0, "Prompts generated at once in the fully_async plan; 0 has no such limit.", low=0
     )
-    max_turns: int = key(1, "Most turns per episode.", low=1)
+    max_turns: int = key(
+        0, "Most turns per episode, told to environments as extras['max_turns']; 0 has no such limit.", low=0
+    )
     max_concurrent_episodes: int = key(
         0, "Episodes in flight at once, over all prompts; the others wait their turn. 0 has no such limit.", low=0
     )
@@ -260,7 +264,12 @@ class GeneratorConfig:
         open_ended=True,
         when=_AGENTS,
     )
-    max_model_len: int = key(0, "Most tokens per sequence in the engine; 0 is prompt plus response.", low=0)
+    max_model_len: int = key(
+        0,
+        "Most tokens per sequence in the engine, at which an episode ends; 0 is room for max_turns responses (4 where "
+        "it is 0) with prompts in front of and between them, or the model's context where that is shorter.",
+        low=0,
+    )
     max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1)
     max_num_batched_tokens: int = key(
         0, "Most tokens an engine computes per step, prompts included (vllm); 0 is max_num_seqs, at least 8192.", low=0

@@ -1,6 +1,6 @@
 """The process that runs agent programs: many episodes at once, async ones on its event loop, others in threads.
 
-Invariant: what leaves this process is JSON text that has been checked: a finite reward and finite metrics, or what went
+Invariant: what leaves this process has been checked: a finite reward and finite metrics, or text that says what went
 wrong. A program knows its own episode's key and no other, and none of the variables that look like secrets.
 """
 
@@ -8,73 +8,115 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import os
 import re
-import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from numbers import Real
 from traceback import format_exception
 from typing import Any
 
 from skyasync.errors import UserError
+from skyasync.processes.calls import Answer, Call
 from skyasync.registry import resolve_reference
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 THREAD = "agent program"
+MOST_THREADS = 100_000  # more than there are episodes: one that hangs for ever is in nobody's way
 MOST_FRAMES = 20  # of a traceback, from its end
 
 
+class AgentError(Exception):
+    """A program failed: the episode's own fault."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a program has returned."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 class AgentProcess:
-    """Lives in a Ray actor, or in this process for tests.
+    """A ``Service`` whose calls are "play" and "close"; they run on one event loop.
 
     Args:
         program: ``generator.agent_program``.
         config: free settings, handed to programs that have a parameter ``config``.
+        kept: in a process of its own, the variables that programs may see though they look like secrets.
     """
 
-    def __init__(self, program: str, config: dict[str, Any]) -> None:
+    def __init__(self, program: str, config: dict[str, Any], kept: Collection[str] | None = None) -> None:
+        if kept is not None:
+            isolate(kept)
         self._reference, self._config = program, config
         self._program: Callable[..., Any] | None = None
-        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._playing: dict[str, asyncio.Task[Score]] = {}
+        self._threads = ThreadPoolExecutor(MOST_THREADS, THREAD)
 
-    def isolate(self, kept: Collection[str]) -> None:
-        """Forget the environment variables that look like secrets; for a process of its own.
+    def load(self) -> None:
+        """Import the program.
 
-        Args:
-            kept: those that programs may see.
+        Raises:
+            UserError: if that cannot be done, or it is none.
         """
-        for name in [name for name in os.environ if SECRET.search(name) and not name.startswith("RAY_")]:
-            if name not in kept:
-                del os.environ[name]
-
-    async def load(self) -> str:
-        """Import the program; the text of what is wrong with it, or nothing."""
         try:
-            self._program = await asyncio.to_thread(load_program, self._reference)
-        except UserError as error:
-            return str(error)
+            self._program = load_program(self._reference)
+        except UserError:
+            raise
         except BaseException as error:
-            return f"generator.agent_program={self._reference} cannot be imported: {_story(error)}"
-        return ""
+            problem = f"generator.agent_program={self._reference} cannot be imported: {_story(error)}"
+            raise UserError(problem) from None
 
-    async def play(self, episode: str, data: dict[str, Any], base_url: str, api_key: str, is_eval: bool) -> str:
-        """Run the program on one row; see ``read_score`` for what comes back."""
-        assert self._program is not None
-        offered = {"config": self._config, "is_eval": is_eval}
-        arguments = {"base_url": base_url, "api_key": api_key, **_accepted(self._program, offered)}
-        task = self._tasks[episode] = asyncio.ensure_future(_run(self._program, data, arguments))
+    def is_async(self, call: Call) -> bool:
+        return True
+
+    async def run(self, call: Call) -> Answer:
+        if call.method == "close":  # of an episode that nobody waits for; a thread goes on, without a key that works
+            if task := self._playing.get(call.key):
+                task.cancel()
+            return Answer(call.number, None)
+        task = self._playing[call.key] = asyncio.create_task(self._play(*call.args))
         try:
             await asyncio.wait([task])
         finally:
-            self._tasks.pop(episode, None)
-        return _report(task)
-
-    async def cancel(self, episode: str) -> None:
-        """End an episode that nobody waits for any more; a thread goes on, without a key that works."""
-        if task := self._tasks.get(episode):
             task.cancel()
+            self._playing.pop(call.key, None)
+        if task.cancelled():
+            return Answer(call.number, None, AgentError(f"{call.key}: the program was cancelled from within"))
+        if error := task.exception():
+            return Answer(call.number, None, AgentError(f"{call.key}: {_story(error)}"))
+        return Answer(call.number, task.result())
+
+    def overdue(self, call: Call) -> Exception:
+        return TimeoutError(f"the agent program of {call.key} could not be ended")
+
+    def give_up(self, key: str) -> None:
+        self._playing.pop(key, None)
+
+    async def _play(self, data: dict[str, Any], base_url: str, api_key: str, is_eval: bool) -> Score:
+        program = self._program
+        assert program is not None
+        offered = _accepted(program, {"config": self._config, "is_eval": is_eval})
+        arguments = {"base_url": base_url, "api_key": api_key, **offered}
+        try:
+            if inspect.iscoroutinefunction(program):
+                return check_score(await program(data, **arguments))
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._threads, lambda: _called(program, data, arguments))
+            return check_score(await result if inspect.isawaitable(result) else result)
+        except (SystemExit, KeyboardInterrupt) as error:  # these would end the process, and all that it plays
+            raise RuntimeError(f"the program raised {type(error).__name__}: {error}") from error
+
+
+def isolate(kept: Collection[str]) -> None:
+    """Forget the environment variables that look like secrets, but for those in ``kept``."""
+    for name in [name for name in os.environ if SECRET.search(name) and not name.startswith("RAY_")]:
+        if name not in kept:
+            del os.environ[name]
 
 
 def load_program(reference: str) -> Callable[..., Any]:
@@ -100,39 +142,14 @@ def _accepted(program: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
     return {name: value for name, value in offered.items() if takes_all or name in parameters}
 
 
-async def _run(program: Callable[..., Any], data: dict[str, Any], arguments: dict[str, Any]) -> Any:
+def _called(program: Callable[..., Any], data: dict[str, Any], arguments: dict[str, Any]) -> Any:
     try:
-        if inspect.iscoroutinefunction(program):
-            result = await program(data, **arguments)
-        else:
-            result = await _in_thread(lambda: program(data, **arguments))
-            result = await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt) as error:  # these would end the process, and all that it plays
-        raise RuntimeError(f"the program raised {type(error).__name__}: {error}") from error
-    return check_score(result)
+        return program(data, **arguments)
+    except StopIteration as error:  # a future cannot carry this one
+        raise RuntimeError(repr(error)) from error
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """In a thread of its own, which may hang for ever without being in anyone's way."""
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def answer(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)
-
-    def run() -> None:
-        try:
-            result, problem = function(), None
-        except BaseException as error:
-            # A future cannot carry this one.
-            result, problem = None, RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-        loop.call_soon_threadsafe(answer, result, problem)
-
-    threading.Thread(target=run, daemon=True, name=THREAD).start()
-    return await future
-
-
-def check_score(result: Any) -> dict[str, Any]:
+def check_score(result: Any) -> Score:
     """The reward and the metrics of what a program has returned.
 
     Raises:
@@ -147,23 +164,16 @@ def check_score(result: Any) -> dict[str, Any]:
     metrics = score.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise ValueError(f"the program returned metrics that are {type(metrics).__name__}; they must be a dictionary")
-    return {
-        "reward": _finite("reward", score["reward"]),
-        "metrics": {str(name): _finite(f"metric {name}", value) for name, value in metrics.items()},
-    }
+    return Score(
+        _finite("reward", score["reward"]),
+        {str(name): _finite(f"metric {name}", value) for name, value in metrics.items()},
+    )
 
 
 def _finite(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"the program returned {value!r:.80} as its {name}; it must be a finite number")
     return float(value)
-
-
-def _report(task: asyncio.Task[Any]) -> str:
-    if task.cancelled():
-        return json.dumps({"error": "the program was cancelled from within"})
-    error = task.exception()
-    return json.dumps(task.result() if error is None else {"error": _story(error), "kind": type(error).__qualname__})
 
 
 def _story(error: BaseException) -> str:

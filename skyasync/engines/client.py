@@ -32,10 +32,9 @@ from skyasync.engines.protocol import (
     GenerationRequest,
     InferenceEngine,
     PauseMode,
-    WakePart,
 )
 from skyasync.errors import UserError
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 if TYPE_CHECKING:
     from skyasync.engines.stop_strings import StopStrings

@@ -15,11 +15,10 @@ import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Floats, Ints, floats, ints
 from skyasync.registry import Registry
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort", "wait"]
-WakePart = Literal["weights", "cache"]
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,27 @@ an engine starts.
 
 from __future__ import annotations
 
+import json
+import sys
 from math import ceil
+from pathlib import Path
 
-from skyasync.config.sampling import backend
+from skyasync.config.sampling import backend, sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
+FEW_TURNS = 4  # that there is room for where generator.max_turns does not say
+
 
 def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
     """Raises ``UserError`` for settings that this machine or the chosen engine cannot carry out."""
     generator, trainer = cfg.generator, cfg.trainer
-    response = generator.sampling_params.max_generate_length
-    response = max(response, generator.eval_sampling_params.max_generate_length)
     return EngineConfig(
         model_path=trainer.policy.model.path,
         dtype=generator.dtype if generator.dtype != "auto" else trainer.policy.model.dtype,
-        max_model_len=generator.max_model_len or trainer.max_prompt_length + response * generator.max_turns,
+        max_model_len=generator.max_model_len or _room(cfg),
         max_num_seqs=generator.max_num_seqs,
         max_num_batched_tokens=_batched_tokens(generator),
         tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
@@ -39,6 +42,26 @@ def rounding(cfg: Config, *, gpus: bool) -> Rounding:
     """What rounding can do to a log-probability, for the dtypes of policy and engine."""
     dtypes = {cfg.trainer.policy.model.dtype, engine_config(cfg, gpus=gpus).dtype}
     return FLOAT32 if dtypes <= ({"float32"} if gpus else {"float32", "auto"}) else BFLOAT16
+
+
+def _room(cfg: Config) -> int:
+    """Tokens of an episode, what stands between its responses being as long as a prompt may be."""
+    prompt, turns = cfg.trainer.max_prompt_length, cfg.generator.max_turns or FEW_TURNS
+    response = max(sampling.max_generate_length for sampling in sampling_groups(cfg.generator).values())
+    context = _context(cfg.trainer.policy.model.path)
+    return max(min(turns * (prompt + response), context), prompt + response)
+
+
+def _context(model: str) -> int:
+    """Most positions of the model, if its ``config.json`` is on this machine and says so; else no bound."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        cached = try_to_load_from_cache(model, "config.json") if model.count("/") == 1 else None
+        file = Path(cached) if isinstance(cached, str) else file
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    return int(settings.get("max_position_embeddings") or sys.maxsize)
 
 
 def _sleep(cfg: Config, *, gpus: bool) -> bool:

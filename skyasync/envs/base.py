@@ -43,6 +43,22 @@ class BaseTextEnv:
     #: Actions then come with their special tokens.
     raw_text: ClassVar[bool] = False
 
+    @classmethod
+    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+        """Whether such an episode costs next to nothing whatever the response is.
+
+        It is then played beside the generator, without a process of its own and without a limit.
+        """
+        return False
+
+    @classmethod
+    def load(cls, env_config: dict[str, Any]) -> None:
+        """Get ready what all episodes share (imports, files, models).
+
+        Called once in every process that runs these environments, before their first episode; no time limit of a step
+        holds here.
+        """
+
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         self.env_config = env_config or {}
         self.extras = extras or {}

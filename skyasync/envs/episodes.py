@@ -9,17 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import pickle
 import threading
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import cache
 from traceback import format_exc
 from typing import Any, NamedTuple, TypedDict, cast
 
+from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnv, Conversation
 from skyasync.envs.check import NonsenseError, check_metrics, check_prompt, check_step
 from skyasync.envs.registry import EnvFactory
+from skyasync.processes.calls import Answer, Call, portable
+
+
+class EnvSettings(NamedTuple):
+    """``max_threads`` is the most at once; see ``environment.*`` for the others."""
+
+    env_config: dict[str, Any]
+    step_timeout_s: float = 60.0
+    max_threads: int = 512
+    max_observation_chars: int = 200_000
+
+    @staticmethod
+    def of(cfg: Config, env_config: dict[str, Any]) -> EnvSettings:
+        """Those of a run; ``env_config`` is what its environments are told."""
+        own = cfg.environment
+        return EnvSettings(env_config, own.step_timeout_s, own.max_threads, own.max_observation_chars)
 
 
 class StepResult(TypedDict):
@@ -32,23 +47,6 @@ class StepResult(TypedDict):
     sampling_params: dict[str, Any]
 
 
-class Call(NamedTuple):
-    """``method`` is "init", "step" or "close"; ``number`` is the caller's."""
-
-    number: int
-    method: str
-    episode: str
-    args: tuple[Any, ...]
-
-
-class Answer(NamedTuple):
-    """To the call with this number: a result, or the error in its place."""
-
-    number: int
-    result: Any
-    error: Exception | None = None
-
-
 @dataclass(slots=True)
 class _Episode:
     env: BaseTextEnv
@@ -57,39 +55,50 @@ class _Episode:
 
 
 class Episodes:
-    """Holds environments by the name of their episode. Safe to use from several threads.
+    """A ``Service`` that holds environments by the name of their episode. Safe to use from several threads.
 
-    Args:
-        env_config: handed to every environment.
-        max_observation_chars: a longer observation is an error of its environment.
+    Its calls are "init", "step", "close", and "first": an "init" of which nobody needs the answer, with the first step.
     """
 
-    def __init__(self, env_config: dict[str, Any], max_observation_chars: int) -> None:
-        self._env_config = env_config
-        self._max_observation_chars = max_observation_chars
+    def __init__(self, settings: EnvSettings) -> None:
+        self._settings = settings
         self._factories: dict[str, EnvFactory] = {}
         self._episodes: dict[str, _Episode] = {}
         self._lock = threading.Lock()
 
-    def define(self, name: str, factory: EnvFactory) -> None:
+    def load(self, name: str, factory: EnvFactory) -> None:
+        """Make an environment known, and load what its episodes share."""
+        load = getattr(factory, "load", None)  # a function that makes environments has none
+        if load is not None:
+            load(self._settings.env_config)
+        self.know(name, factory)
+
+    def know(self, name: str, factory: EnvFactory) -> None:
+        """Make an environment known of which there is nothing to load."""
         self._factories[name] = factory
 
     def is_async(self, call: Call) -> bool:
         """Whether this call's environment has ``async def`` methods, so that it belongs on an event loop."""
-        if call.method == "init":
+        if call.method in ("init", "first"):
             return _has_async_methods(self._factories[call.args[0]])
-        episode = self._episodes.get(call.episode)
+        episode = self._episodes.get(call.key)
         return episode is not None and _has_async_methods(type(episode.env))  # type: ignore[arg-type]
 
     async def run(self, call: Call) -> Answer:
         """Carry out one call; never raises an ``Exception``."""
         try:
-            return Answer(call.number, await getattr(self, f"_{call.method}")(call.episode, *call.args))
+            return Answer(call.number, await getattr(self, f"_{call.method}")(call.key, *call.args))
         except (Exception, SystemExit) as caught:
-            error = _told(caught, call.episode)
+            error = _told(caught, call.key)
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                await self._close(call.episode)
+                await self._close(call.key)
             return Answer(call.number, None, portable(error))
+
+    def overdue(self, call: Call) -> Exception:
+        limit_s = self._settings.step_timeout_s
+        return TimeoutError(
+            f"the environment of {call.key} did not answer within {limit_s:g} s (environment.step_timeout_s)"
+        )
 
     def give_up(self, name: str) -> None:
         """Forget an episode whose call hangs; that call closes it if it ever returns."""
@@ -98,7 +107,7 @@ class Episodes:
                 episode.ended = True
 
     async def _init(self, name: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
-        env = self._factories[env_class](env_config=self._env_config, extras=extras)
+        env = self._factories[env_class](env_config=self._settings.env_config, extras=extras)
         self._episodes[name] = episode = _Episode(env)
         try:
             start = env.init(prompt)
@@ -110,6 +119,10 @@ class Episodes:
         if ended:
             raise RuntimeError("the episode was ended meanwhile")
         return check_prompt(start, raw=env.raw_text)
+
+    async def _first(self, name: str, env_class: str, extras: dict[str, Any], prompt: Any, action: str) -> StepResult:
+        await self._init(name, env_class, extras, prompt)
+        return await self._step(name, action)
 
     async def _step(self, name: str, action: str) -> StepResult:
         episode = self._episodes[name]
@@ -123,7 +136,7 @@ class Episodes:
                 await _closed(episode.env)
         if ended:
             raise RuntimeError("the episode was ended meanwhile")
-        step = check_step(output, raw=episode.env.raw_text, most_chars=self._max_observation_chars)
+        step = check_step(output, raw=episode.env.raw_text, most_chars=self._settings.max_observation_chars)
         step["metrics"] = await self._close(name) if step["done"] else {}
         return cast(StepResult, step)
 
@@ -172,34 +185,4 @@ def _told(caught: BaseException, episode: str) -> Exception:
     else:
         error = RuntimeError(f"the environment of {episode} raised {caught!r}")
     error.add_note(f"Raised by the environment of {episode}, in its process:\n{format_exc()}")
-    return error
-
-
-def drive(call: Call, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-    """The answer of ``Episodes.run`` where there is no event loop, for environments that do not await."""
-    try:
-        coroutine.send(None)
-    except StopIteration as ended:
-        answer: Answer = ended.value
-        return answer
-    coroutine.close()
-    problem = f"the environment of {call.episode} awaits, but its class has no async def among init, step and close"
-    return Answer(call.number, None, TypeError(problem))
-
-
-def overdue(call: Call, limit_s: float) -> TimeoutError:
-    return TimeoutError(
-        f"the environment of {call.episode} did not answer within {limit_s:g} s (environment.step_timeout_s)"
-    )
-
-
-def portable(error: Exception) -> Exception:
-    """The error itself if it survives the way to another process, else one that says the same."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        stand_in = RuntimeError(f"{type(error).__qualname__}: {error}")
-        for note in getattr(error, "__notes__", ()):
-            stand_in.add_note(note)
-        return stand_in
     return error

@@ -1,45 +1,48 @@
-"""Environments in processes of their own.
+"""The environments of a run, and where each episode is played.
 
-Invariant: an episode lives in one worker from ``init`` to its end and is closed exactly once: by the step that
-is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. A worker
-in which too many calls hang gets no new episodes: another one takes its place, and it is ended when its last episode
-has; a worker that is lost takes its episodes with it, and is replaced at once.
+Invariant: an episode lives in one process from its beginning to its end and is closed exactly once: by the step that
+is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. A process
+that is lost takes its episodes with it.
+
+No trip is made for nothing: an environment whose beginning does nothing begins with its first step, and one that costs
+nothing (``BaseTextEnv.instant``) is played here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from skyasync.envs.base import Conversation
-from skyasync.envs.episodes import StepResult
-from skyasync.envs.link import Worker, WorkerLink
-from skyasync.envs.local import LocalWorker
+from skyasync.envs.base import BaseTextEnv, Conversation
+from skyasync.envs.episodes import EnvSettings, Episodes, StepResult
 from skyasync.envs.registry import EnvFactory, env_factory
 from skyasync.envs.tools import ToolSchema, schemas
-from skyasync.envs.worker import HEARTBEAT_S, WorkerSettings
-
-MOST_HUNG = 4  # calls that may hang in a worker before it is replaced
+from skyasync.processes.calls import Worker
+from skyasync.processes.host import HEARTBEAT_S
+from skyasync.processes.link import Link
+from skyasync.processes.local import LocalHost
+from skyasync.processes.pool import Pool
 
 
 class EnvPool:
-    """Spreads episodes over workers.
+    """Spreads episodes over processes.
 
     Args:
-        start_worker: makes a worker; called again for each one that must be replaced.
+        start: makes a process with ``Episodes`` of these settings; called again for each one that must be replaced.
         workers: how many there are at a time.
-        step_timeout_s: what the workers allow a call; one that is silent for longer is lost.
     """
 
-    def __init__(self, start_worker: Callable[[], Worker], workers: int, step_timeout_s: float = 60.0) -> None:
-        self._start_worker = start_worker
-        self._silence_s = HEARTBEAT_S + step_timeout_s
-        self._links = [self._new_link() for _ in range(workers)]
-        self._homes: dict[str, WorkerLink] = {}
+    def __init__(self, start: Callable[[], Worker], workers: int, settings: EnvSettings) -> None:
+        silence_s = HEARTBEAT_S + settings.step_timeout_s
+        self.pool: Pool[Link] = Pool(lambda look_at: Link(start(), "the environment", silence_s, look_at), workers)
+        self.pool.fill()
+        self._env_config, self._played_here = settings.env_config, Episodes(settings)
+        self._here = Link(LocalHost(self._played_here), "the environment", silence_s, lambda _: None)
+        self._homes: dict[str, Link] = {}
+        self._openings: dict[str, tuple[Any, ...]] = {}  # of episodes that begin with their first step
         self._factories: dict[str, EnvFactory] = {}
         self._tools: dict[str, list[ToolSchema]] = {}
-        self._next = 0
-        self.replaced = 0  # workers
 
     def takes_text(self, env_class: str) -> bool:
         """Whether these environments are given and give plain text (``raw_text``), not messages."""
@@ -54,23 +57,24 @@ class EnvPool:
     async def init(self, episode: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
         """Begin an episode; returns the conversation (or text) it starts from."""
         factory = self._factory(env_class)
-        self._next = (self._next + 1) % len(self._links)
-        link = self._homes[episode] = self._links[self._next - 1]
-        link.episodes.add(episode)
+        if self._is_instant(factory, extras):
+            self._homes[episode] = self._here
+            return await self._ask("init", episode, env_class, extras, prompt)
+        link = self._homes[episode] = self.pool.take(episode)
         try:
-            await link.define(env_class, factory)
-            start: Conversation | str = await link.post("init", episode, env_class, extras, prompt)
-            return start
+            await link.load(env_class, env_class, factory)
         except Exception:
             self._leave(episode)
             raise
+        if _begins_with_nothing(factory):
+            self._openings[episode] = (env_class, extras, prompt)
+            return prompt
+        return await self._ask("init", episode, env_class, extras, prompt)
 
     async def step(self, episode: str, action: str) -> StepResult:
-        try:
-            result: StepResult = await self._homes[episode].post("step", episode, action)
-        except Exception:  # its worker has closed it; an episode whose caller is cancelled goes on until ``abandon``
-            self._leave(episode)
-            raise
+        opening = self._openings.pop(episode, None)
+        ask = self._ask("step", episode, action) if opening is None else self._ask("first", episode, *opening, action)
+        result: StepResult = await ask
         if result["done"]:
             self._leave(episode)
         return result
@@ -79,43 +83,46 @@ class EnvPool:
         """End an episode that is not done; ends nothing if it already has."""
         if episode not in self._homes:
             return {}
-        try:
-            metrics: dict[str, float] = await self._homes[episode].post("close", episode)
-        except Exception:
-            self._leave(episode)
-            raise
+        metrics: dict[str, float] = await self._ask("close", episode)
         self._leave(episode)
         return metrics
 
     def abandon(self, episode: str) -> None:
         """Have an episode closed without waiting for it; for episodes that have failed or been cancelled."""
-        if episode in self._homes:
-            future = self._homes[episode].post("close", episode)
-            future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
+        if episode not in self._homes:
+            return
+        future = self._homes[episode].post("close", episode)
+        future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
+        self._leave(episode)
+
+    async def _ask(self, method: str, episode: str, *args: Any) -> Any:
+        """The answer. An error has ended the episode where it lives; one whose caller is cancelled goes on."""
+        try:
+            return await self._homes[episode].post(method, episode, *args)
+        except Exception:
             self._leave(episode)
+            raise
 
     def _factory(self, name: str) -> EnvFactory:
         if name not in self._factories:
             self._factories[name] = env_factory(name)
+            self._played_here.know(name, self._factories[name])
         return self._factories[name]
 
+    def _is_instant(self, factory: EnvFactory, extras: dict[str, Any]) -> bool:
+        instant = getattr(factory, "instant", None)  # a function that makes environments has none
+        return instant is not None and bool(instant(self._env_config, extras))
+
     def _leave(self, episode: str) -> None:
+        self._openings.pop(episode, None)
         link = self._homes.pop(episode, None)
-        if link is not None:
-            link.episodes.discard(episode)
-            self._look_at(link)
+        if link is not None and link is not self._here:
+            self.pool.give_back(link, episode)
 
-    def _new_link(self) -> WorkerLink:
-        return WorkerLink(self._start_worker(), self._silence_s, self._look_at)
 
-    def _look_at(self, link: WorkerLink) -> None:
-        """Replace a worker that is lost or stuck; end one that was replaced and is needed no more."""
-        if link in self._links:
-            if link.lost is not None or link.hung >= MOST_HUNG:
-                self._links[self._links.index(link)] = self._new_link()
-                self.replaced += 1
-        elif link.idle and link.lost is None:
-            link.kill()
+def _begins_with_nothing(factory: EnvFactory) -> bool:
+    """Whether the class has the beginning of ``BaseTextEnv``."""
+    return all(getattr(factory, name, None) is getattr(BaseTextEnv, name) for name in ("__init__", "init"))
 
 
 def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Any) -> EnvPool:
@@ -123,5 +130,13 @@ def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **set
 
     An environment's methods run on the caller's event loop: one that blocks blocks them all.
     """
-    own = WorkerSettings(env_config or {}, **settings)
-    return EnvPool(lambda: LocalWorker(own), workers, own.step_timeout_s)
+    own = EnvSettings(env_config or {}, **settings)
+    return EnvPool(lambda: LocalHost(Episodes(own), own.step_timeout_s), workers, own)
+
+
+def ray_pool(settings: EnvSettings, workers: int, options: dict[str, Any] | None = None) -> EnvPool:
+    """A pool of ``workers`` actors, ``options`` being Ray's for each."""
+    from skyasync.processes.on_ray import RayHost
+
+    make = partial(Episodes, settings)
+    return EnvPool(lambda: RayHost(make, settings.step_timeout_s, settings.max_threads, options), workers, settings)

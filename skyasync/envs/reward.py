@@ -10,7 +10,7 @@ from typing import Any
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
-from skyasync.rewards.panel import Member, judge
+from skyasync.rewards.panel import Member, judge, load
 from skyasync.rewards.score import Score
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
 
@@ -27,6 +27,18 @@ class RewardEnv(BaseTextEnv):
         UserError: if no function judges the row, or one that does not exist.
         TimeoutError: if a function gives no verdict in time, and ``environment.reward_unjudged`` is raise.
     """
+
+    @classmethod
+    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+        """Where all functions are marked as quick."""
+        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
+        return all(_member(name, settings.registered.get(name)).quick for name, _ in settings.weighted(extras))
+
+    @classmethod
+    def load(cls, env_config: dict[str, Any]) -> None:
+        """Import the functions that the run names, here and where they are called."""
+        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
+        load([_member(name, settings.registered.get(name)) for name in settings.named()])
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)

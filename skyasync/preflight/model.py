@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from skyasync.config.sampling import GROUPS
+from skyasync.config.sampling import sampling_groups
 from skyasync.errors import UserError
 
 ANSWER_S = 2.0
@@ -93,8 +93,7 @@ def _check_tokens(generator: Any, shape: dict[str, Any], path: str) -> None:
     size = shape.get("vocab_size")
     if not isinstance(size, int):
         return
-    for group in GROUPS:
-        sampling = getattr(generator, group)
+    for group, sampling in sampling_groups(generator).items():
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             beyond = [int(token) for token in getattr(sampling, name) or () if int(token) >= size]
             if beyond:

@@ -1,7 +1,7 @@
 """Equality of mathematical expressions, by ``math-verify``.
 
 Its own limits are signals, which work in a main thread only, and cannot stop a computation inside one big number.
-Hence it is called without them, and the caller's limit holds (``skyasync.rewards.judge`` kills what exceeds it).
+Hence it is called without them, and the caller's limit holds (``skyasync.processes.apart`` kills what exceeds it).
 """
 
 from __future__ import annotations
@@ -11,12 +11,22 @@ from functools import lru_cache
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError
-from skyasync.rewards.registry import REWARDS
+from skyasync.rewards.registry import REWARDS, loading
 
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
+def _library() -> Any:
+    try:
+        import math_verify
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("math-verify", "math-verify") from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    return math_verify
+
+
 @REWARDS.register("math_verify", extra="math-verify")
+@loading(_library)
 def math_verify(response: str, label: Any) -> float:
     """1 if an expression in the response equals the label's.
 
@@ -35,16 +45,10 @@ def _delimited(label: str) -> str:
 
 @lru_cache(maxsize=4096)  # the samples of a group share the label, and often the answer
 def _equal(response: str, truth: str) -> float:
-    from math_verify import verify
-
-    return float(verify(_expressions(truth), _expressions(response), timeout_seconds=None))
+    return float(_library().verify(_expressions(truth), _expressions(response), timeout_seconds=None))
 
 
 @lru_cache(maxsize=4096)
 def _expressions(text: str) -> list[Any]:
-    try:
-        from math_verify import parse
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("math-verify", "math-verify") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
-    return parse(text, parsing_timeout=None)
+    found: list[Any] = _library().parse(text, parsing_timeout=None)
+    return found

@@ -11,23 +11,19 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from queue import LifoQueue
 from typing import Any
 
 from skyasync.errors import UserError, nearest
+from skyasync.processes.calls import GRACE_S
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, as_score
 
 log = logging.getLogger(__name__)
-
-JUDGES = 8  # at most, per process: a response that takes its whole limit must not hold up all others
-GRACE_S = 1.0  # for a coroutine that keeps its loop from ending it
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,17 @@ class Member:
         return {name: value for name, value in known.items() if self.accepts is None or name in self.accepts}
 
 
+def load(members: Sequence[Member]) -> None:
+    """Have the judge import the functions that it is to call, before the first of them is needed.
+
+    Raises:
+        UserError: for a module that cannot be loaded.
+    """
+    for member in members:
+        if member.portable:
+            _judge().load(member.name, member.portable)
+
+
 def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -> list[Score]:
     """One score per function; coroutines run while the others are called.
 
@@ -117,8 +124,7 @@ def _verdict(member: Member, running: Future[Any] | None, known: Mapping[str, An
     arguments = member.arguments(known)
     if member.quick:
         return as_score(member.name, member.function(**arguments))
-    with _judge() as free:
-        return free.call(member.name, member.portable, arguments, limit_s)
+    return _judge().call(member.name, member.portable, arguments, limit_s)
 
 
 def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[Any]:
@@ -134,23 +140,10 @@ def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[A
     return asyncio.run_coroutine_threadsafe(limited(), _loop())
 
 
-@contextmanager
-def _judge() -> Iterator[Judge]:
-    """The judge of this process that was free last: the others are started only where several threads call at once."""
-    judges = _judges()
-    free = judges.get()
-    try:
-        yield free
-    finally:
-        judges.put(free)
-
-
 @cache
-def _judges() -> LifoQueue[Judge]:
-    judges: LifoQueue[Judge] = LifoQueue()
-    for _ in range(JUDGES):
-        judges.put(Judge())
-    return judges
+def _judge() -> Judge:
+    """The judge of this process."""
+    return Judge()
 
 
 @cache

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError, unknown
-from skyasync.rewards.registry import REWARDS
+from skyasync.rewards.registry import REWARDS, loading
 
 SIZE, HELD_OUT_SIZE = 500, 100
 OURS = ("size", "seed", "val_size", "val_seed")
@@ -62,24 +62,30 @@ def make(task: str, options: Mapping[str, Any], **more: Any) -> Any:
     Raises:
         UserError: for an unknown task, an unknown option, or a value that the task refuses.
     """
-    try:
-        from reasoning_gym.factory import DATASETS, create_dataset
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("reasoning-gym", "reasoning-gym") from error
-    tasks = sorted(set(DATASETS) - {"composite"})  # a mixture: name the tasks themselves
+    datasets = _library().factory
+    tasks = sorted(set(datasets.DATASETS) - {"composite"})  # a mixture: name the tasks themselves
     if task not in tasks:
         raise UserError(unknown("reasoning_gym task", task, tasks))
-    allowed = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
+    allowed = {field.name for field in fields(datasets.DATASETS[task][1])} - {"seed", "size"}
     for name in options:
         if name not in allowed:
             raise UserError(f"data.reasoning_gym.{task}: {unknown('option', name, [*allowed, *OURS])}")
     try:
-        return create_dataset(task, **options, **more)
+        return datasets.create_dataset(task, **options, **more)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"data.reasoning_gym.{task}: {error or 'a value that the task refuses'}") from error
 
 
+def _library() -> Any:
+    try:
+        import reasoning_gym.factory
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("reasoning-gym", "reasoning-gym") from error
+    return reasoning_gym
+
+
 @REWARDS.register("reasoning_gym", extra="reasoning-gym")
+@loading(_library)
 def score(response: str, reasoning_gym: dict[str, Any]) -> float:
     """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the whole response.
 

@@ -33,6 +33,16 @@ def quick(function: F) -> F:
     return function
 
 
+def loading(load: Callable[[], Any]) -> Callable[[F], F]:
+    """Have ``load`` called where the decorated function is, before its first call and outside of its limit."""
+
+    def mark(function: F) -> F:
+        function.__dict__["load"] = load
+        return function
+
+    return mark
+
+
 def find(name: str) -> Callable[..., Any]:
     """The function behind a name.
 

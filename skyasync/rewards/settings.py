@@ -42,6 +42,10 @@ class RewardSettings:
             REWARDS.user_parts(),
         )
 
+    def named(self) -> list[str]:
+        """All functions that the run itself names; its rows may name others."""
+        return sorted({*self.funcs, *(func for domain in self.domains.values() for func in domain.reward_funcs)})
+
     def weighted(self, row: Mapping[str, Any]) -> list[tuple[str, float]]:
         """The names and weights of the functions that judge a row with these columns.
 

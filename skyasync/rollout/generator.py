@@ -23,7 +23,7 @@ from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.contract import Generator, TrajectoryGenerator
 from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.requests import request_seed
-from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
+from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_no_room
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
@@ -116,7 +116,7 @@ class EpisodeGenerator(TrajectoryGenerator):
             await self._asked(begin), self._environments.tools(env_class)
         )  # replaced, never changed: requests hold it
         trajectory.segments[0].tokens = tokens
-        for turn in range(self._rules.max_turns):
+        for turn in self._rules.turns():
             action = await self._act(trajectory, tokens, turn, sampling)
             text = await _text(frame, action.tokens, sampling)
             step = await self._asked(self._environments.step(episode, text))
@@ -130,6 +130,7 @@ class EpisodeGenerator(TrajectoryGenerator):
             observation = ints(frame.observation(step["observations"], action.tokens))
             if len(tokens) + len(observation) >= self._max_model_len:
                 trajectory.stop_reason = "length"
+                tell_of_no_room(trajectory, self._max_model_len)
                 break
             trajectory.segments.append(Segment("observation", observation))
             tokens = joined(tokens, observation)

@@ -7,7 +7,9 @@ and wrote, its reward is ``give_up_reward``, it is counted, and its cause is log
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from skyasync.arrays import Ints
@@ -15,7 +17,7 @@ from skyasync.rollout.types import Segment, Trajectory, TrajectoryId
 
 log = logging.getLogger(__name__)
 
-_warned: set[str] = set()  # kinds of errors that this process has told of
+_warned: set[str] = set()  # kinds of errors and limits that this process has told of
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class EpisodeRules:
     """Limits, 0 being none.
 
     Args:
-        max_turns: an episode ends after so many actions even if its environment is not done.
+        max_turns: ``generator.max_turns``: an episode ends after so many actions even if its environment is not done.
         timeout_s: ``generator.episode_timeout_s``.
         in_flight: ``generator.max_concurrent_episodes``.
         on_error: ``environment.on_error``, for environments that fail and episodes that take too long.
@@ -32,7 +34,7 @@ class EpisodeRules:
             may go to different engines; false keeps a group on one.
     """
 
-    max_turns: int = 1
+    max_turns: int = 0
     timeout_s: float = 0.0
     in_flight: int = 0
     on_error: str = "raise"
@@ -52,6 +54,10 @@ class EpisodeRules:
             generator.is_num_return_sequences_expand,
         )
 
+    def turns(self) -> Iterable[int]:
+        """The numbers of an episode's turns."""
+        return range(self.max_turns) if self.max_turns else count()
+
     def session(self, episode: TrajectoryId) -> str:
         """Its requests go to the engine that has answered the session's first."""
         return str(episode if self.spread else episode.prompt)
@@ -67,7 +73,12 @@ def give_up(trajectory: Trajectory, rules: EpisodeRules, error: GivenUpError, pr
     An episode without a single action has nothing to carry a reward. ``prompt``: the tokens of the row's own prompt,
     for an episode that failed before it had any.
     """
-    _warn_once(str(trajectory.id), error.__cause__)
+    kind = type(error.__cause__).__qualname__
+    _warn_once(
+        kind,
+        "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s",
+        trajectory.id, kind, error.__cause__,
+    )  # fmt: skip
     first, *others = trajectory.segments
     others = [_masked(segment) for segment in others] if rules.on_error == "mask" else others
     for segment in others:
@@ -84,11 +95,17 @@ def _masked(segment: Segment) -> Segment:
     return Segment("observation", segment.tokens)
 
 
-def _warn_once(episode: str, problem: BaseException | None) -> None:
-    kind = type(problem).__qualname__
+def tell_of_no_room(trajectory: Trajectory, max_model_len: int) -> None:
+    """Warn, once, of an episode that was ended in the middle since its sequence is full."""
+    _warn_once(
+        "no room",
+        "episode %s is full after %d turns: what its environment said would exceed generator.max_model_len=%d; others "
+        "are counted in response/truncated. Raise it, or set generator.max_turns, which the default follows",
+        trajectory.id, len(trajectory.actions), max_model_len,
+    )  # fmt: skip
+
+
+def _warn_once(kind: str, message: str, *args: Any) -> None:
     if kind not in _warned:
         _warned.add(kind)
-        log.warning(
-            "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s",
-            episode, kind, problem,
-        )  # fmt: skip
+        log.warning(message, *args)

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from skyasync.engines.protocol import WakePart
 from skyasync.weight_sync.sync import Destination, Source
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 Sequences = Sequence[Sequence[int]]
 

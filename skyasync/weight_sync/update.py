@@ -1,9 +1,11 @@
-"""The message by which engines learn of new weights."""
+"""The words in which engines learn of new weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+WakePart = Literal["weights", "cache"]
 
 
 class WeightSyncError(RuntimeError):

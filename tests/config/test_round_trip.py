@@ -4,7 +4,8 @@ import dataclasses
 import tempfile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -48,7 +49,9 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         list[int]: st.lists(st.integers(int(low or 0), 10**6), max_size=3),
         list[float]: st.lists(st.floats(low, high).filter(key.allows), min_size=2, max_size=2),
     }
-    return simple.get(key.type, st.dictionaries(STRINGS, FREE, max_size=3))
+    arms = get_args(key.type) if isinstance(key.type, UnionType) else (key.type,)
+    given = simple.get(arms[0], st.dictionaries(STRINGS, FREE, max_size=3))
+    return st.none() | given if len(arms) > 1 else given
 
 
 @st.composite
@@ -73,6 +76,7 @@ def consistent(config: Config) -> Config:
             setattr(group(config), name, getattr(group(plain), name))
     for sampling in (generator.sampling_params, generator.eval_sampling_params):
         sampling.logit_bias, sampling.structured_outputs, sampling.repetition_detection = {}, {}, {}
+    generator.eval_n_samples_per_prompt = 1
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
     trainer.algorithm.dynamic_sampling.early_end = False

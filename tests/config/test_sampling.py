@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from skyasync.config import load_config
+from skyasync.config import ConfigError, load_config
 from skyasync.config.check import config_warnings
-from skyasync.config.sampling import FILTERS, HISTORY, backend
+from skyasync.config.sampling import FILTERS, HISTORY, backend, evaluation
 from skyasync.config.schema import SamplingConfig
 from skyasync.engines.protocol import ENGINES
 from skyasync.rollout.requests import request_seed, sampling_params
@@ -65,3 +67,19 @@ def test_auto_means_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch) ->
     assert backend(load_config([])) == "transformers"
     monkeypatch.setattr("skyasync.config.sampling.find_spec", lambda name: name)
     assert backend(load_config([])) == "vllm"
+
+
+def test_what_evaluation_leaves_open_is_as_in_training_but_for_the_temperature() -> None:
+    cfg = load_config([f"{SAMPLING}.max_generate_length=1024", f"{SAMPLING}.temperature=0.7", f"{SAMPLING}.stop=[x]"])
+    assert evaluation(cfg.generator) == replace(cfg.generator.sampling_params, temperature=0.0)
+    evaluating = "generator.eval_sampling_params"
+    cfg = load_config([f"{evaluating}.temperature=null", f"{evaluating}.logit_bias.15=-2", f"{SAMPLING}.top_p=0.9"])
+    assert evaluation(cfg.generator) == replace(cfg.generator.sampling_params, logit_bias={"15": -2})
+    with pytest.raises(ConfigError, match=r"eval_sampling_params\.top_p=2.*must be greater than 0 and at most 1"):
+        load_config([f"{evaluating}.top_p=2"])
+
+
+def test_a_wrong_value_of_training_is_told_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([f"{SAMPLING}.logit_bias={{x: 1}}"])
+    assert len(refused.value.problems) == 1

@@ -16,7 +16,7 @@ EVALUATED = (
     f"data.val_data={PARTS}:val_prompts",
     "trainer.eval_before_train=true",
     "generator.eval_n_samples_per_prompt=4",
-    "generator.eval_sampling_params.max_generate_length=8",
+    "generator.eval_sampling_params.temperature=null",
 )
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from skyasync.envs import ENVS, BaseTextEnv
-from skyasync.envs.local import LocalWorker
-from skyasync.envs.pool import MOST_HUNG, EnvPool, local_pool
-from skyasync.envs.worker import WorkerSettings
+from skyasync.envs.episodes import EnvSettings, Episodes
+from skyasync.envs.pool import EnvPool, local_pool
 from skyasync.errors import UserError
+from skyasync.processes.local import LocalHost
+from skyasync.processes.pool import MOST_HUNG
 from tests.virtual_time import virtual_time
 
 PROMPT = [{"role": "user", "content": "begin"}]
@@ -129,17 +130,17 @@ def test_any_finite_number_is_a_reward(reward):
     run()
 
 
-class SlowWorker(LocalWorker):
+class SlowWorker(LocalHost):
     """Takes its time, writes down the messages it gets, and can be told to die or to report calls that hang."""
 
     def __init__(self, number, seconds=0.0):
-        super().__init__(WorkerSettings({}))
+        super().__init__(Episodes(EnvSettings({})))
         self.number, self.seconds, self.messages, self.killed, self.hung = number, seconds, Counter(), False, 0
         self.broken = None
 
-    async def define(self, name, factory):
-        self.messages["define"] += 1
-        await super().define(name, factory)
+    async def load(self, *args):
+        self.messages["load"] += 1
+        return await super().load(*args)
 
     async def exchange(self, calls):
         self.messages["exchange"] += 1
@@ -161,7 +162,7 @@ def slow_pool(workers=1, seconds=0.0, **options):
         started.append(SlowWorker(len(started), seconds))
         return started[-1]
 
-    return EnvPool(start, workers, **options), started
+    return EnvPool(start, workers, EnvSettings({}, **options)), started
 
 
 @virtual_time
@@ -170,7 +171,53 @@ async def test_calls_of_one_turn_of_the_loop_travel_in_one_message_per_worker():
     names = [f"e{i}" for i in range(10)]
     await asyncio.gather(*(begin(pool, name) for name in names))
     await asyncio.gather(*(pool.step(name, "x") for name in names))
-    assert [worker.messages for worker in workers] == [{"define": 1, "exchange": 2}] * 2
+    assert [worker.messages for worker in workers] == [{"load": 1, "exchange": 2}] * 2
+
+
+class Plain(BaseTextEnv):
+    """Begins as every environment does that says nothing else."""
+
+    def step(self, action):
+        self.turns += 1
+        done = self.turns == 2
+        return {"observations": [], "reward": float(len(action)), "done": done, "metadata": {}}
+
+
+@virtual_time
+async def test_an_environment_whose_beginning_does_nothing_begins_with_its_first_step():
+    ENVS["logged"] = Plain
+    pool, (worker,) = slow_pool()
+    assert await begin(pool, "a") is PROMPT
+    assert worker.messages == {"load": 1}
+    assert (await pool.step("a", "xx"))["reward"] == 2.0
+    assert (await pool.step("a", "y"))["done"]
+    assert worker.messages == {"load": 1, "exchange": 2}
+    await begin(pool, "b")
+    assert await pool.close("b") == {}
+    assert not pool.pool.processes[0].keys
+
+
+class Instant(Logged):
+    @classmethod
+    def instant(cls, env_config, extras):
+        return not extras.get("slow")
+
+
+@virtual_time
+async def test_an_episode_that_costs_nothing_makes_no_trip_and_lives_as_any_other():
+    ENVS["logged"] = Instant
+    pool, (worker,) = slow_pool()
+    await asyncio.gather(begin(pool, "a", turns=2), begin(pool, "b", fails="step"), begin(pool, "c"))
+    assert not (await pool.step("a", "x"))["done"]
+    assert (await pool.step("a", "x"))["metrics"] == {"turns": 2.0}
+    with pytest.raises(LookupError, match="broken step"):
+        await pool.step("b", "x")
+    pool.abandon("c")
+    await asyncio.sleep(1)
+    assert [lived(name)["close"] for name in "abc"] == [1, 1, 1]
+    assert not worker.messages
+    await begin(pool, "d", slow=True)
+    assert worker.messages == {"load": 1, "exchange": 1}
 
 
 @virtual_time
@@ -183,7 +230,7 @@ async def test_a_worker_that_gives_no_sign_of_life_is_lost_with_its_episodes_and
     assert failed[1]["reward"] == 1.0
     with pytest.raises(RuntimeError, match="environment of c is lost"):
         await pool.step("c", "x")
-    assert (workers[0].killed, len(workers), pool.replaced) == (True, 3, 1)
+    assert (workers[0].killed, len(workers), pool.pool.replaced) == (True, 3, 1)
     await begin(pool, "d")
     assert (await pool.step("d", "x"))["done"]
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from skyasync.envs import ENVS, BaseTextEnv
-from skyasync.envs.pool import MOST_HUNG
-from skyasync.envs.worker import WorkerSettings
+from skyasync.envs.episodes import EnvSettings
+from skyasync.processes.pool import MOST_HUNG
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +35,10 @@ class Living(BaseTextEnv):
 
 @pytest.fixture
 def pool(ray_session, monkeypatch):
-    from skyasync.envs.ray_pool import ray_pool
+    from skyasync.envs.pool import ray_pool
 
     def make(workers=1, **settings):
-        made = ray_pool(WorkerSettings({}, **settings), workers)
+        made = ray_pool(EnvSettings({}, **settings), workers)
         pools.append(made)
         return made
 
@@ -46,8 +46,7 @@ def pool(ray_session, monkeypatch):
     monkeypatch.setitem(ENVS, "living", Living)
     yield make
     for made in pools:
-        for link in made._links:
-            link.worker.kill()
+        made.pool.close()
 
 
 async def episode(pool, name, action="go"):
@@ -80,5 +79,5 @@ async def test_a_process_full_of_hanging_steps_is_replaced_while_its_other_episo
     for error in await asyncio.gather(*stuck, return_exceptions=True):
         assert "did not answer within 0.5 s (environment.step_timeout_s)" in str(error)
     old, new = await asyncio.gather(pool.step("kept", "go"), episode(pool, "new"))
-    assert pool.replaced == 1
+    assert pool.pool.replaced == 1
     assert old["metrics"]["pid"] != new["metrics"]["pid"]

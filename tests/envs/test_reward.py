@@ -120,3 +120,9 @@ async def test_a_function_that_the_program_registers_is_the_environments_too():
     await pool.init("e", "reward", {}, [{"role": "user", "content": "q"}])
     step = await pool.step("e", "mine")
     assert (step["reward"], step["metrics"]) == (1.0, {"of_a_test": 1.0, "of_a_test/unjudged": 0.0})
+
+
+@pytest.mark.parametrize(("funcs", "instant"), [("[exact_match]", True), (f"[exact_match,{HERE}:length]", False)])
+def test_a_row_whose_functions_are_all_quick_is_judged_without_a_process(funcs, instant):
+    config = env_settings(settings(f"reward_funcs={funcs}"))
+    assert env_factory("reward").instant(config, {"label": "7"}) is instant

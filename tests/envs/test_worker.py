@@ -5,13 +5,18 @@ Environments wait for events that the tests set; where a limit must pass, it is 
 
 import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
-from skyasync.envs import BaseTextEnv
-from skyasync.envs.episodes import Call
-from skyasync.envs.worker import EnvWorker, WorkerSettings
+from skyasync.envs import BaseTextEnv, env_factory
+from skyasync.envs.adapters.openrlhf import PATH_KEY
+from skyasync.envs.episodes import EnvSettings, Episodes
+from skyasync.processes.calls import Call
+from skyasync.processes.host import Host
+from skyasync.rewards.settings import ENV_KEY, RewardSettings
 
 PROMPT = [{"role": "user", "content": "begin"}]
 PATIENCE_S = 20.0
@@ -81,8 +86,11 @@ class Caller:
         return answers
 
     async def begin(self, env, *episodes):
-        await self.worker.define("env", env)
+        await self.load(env)
         await self.exchange(self.calls("init", episodes, "env", {}, PROMPT))
+
+    async def load(self, env):
+        assert await self.worker.load("env", env) is None
 
     async def until(self, number):
         async with asyncio.timeout(PATIENCE_S):
@@ -92,9 +100,10 @@ class Caller:
 
 
 @asynccontextmanager
-async def at_work(**settings):
+async def at_work(config=None, **settings):
     gates.update(open=threading.Event(), never=threading.Event())
-    worker = EnvWorker(WorkerSettings({}, **settings))
+    own = EnvSettings(config or {}, **settings)
+    worker = Host(partial(Episodes, own), own.step_timeout_s, own.max_threads)
     try:
         yield Caller(worker)
     finally:
@@ -170,7 +179,40 @@ async def test_a_later_exchange_takes_over_from_an_earlier_one():
 
 
 async def test_silence_ends_with_a_heartbeat(monkeypatch):
-    monkeypatch.setattr("skyasync.envs.worker.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.processes.host.HEARTBEAT_S", 0.05)
     async with at_work() as caller:
         await caller.begin(Gated, "a")
         assert await caller.exchange(caller.calls("step", ["a"], "open")) == []
+
+
+SLOW = "import time\ntime.sleep(1.0)\n"
+SLOW_FILES = {
+    "reward": SLOW + "def reward(response):\n    return 1.0\n",
+    "openrlhf": "from tests.envs.test_worker import once\nonce(1.7)\n"
+    "async def step(state, action, label, **kwargs):\n    return 1.0, state + action, True\n",
+}
+slept: list[float] = []
+
+
+def once(seconds):
+    """As an import that takes long: the second time it is there."""
+    if not slept:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+
+@pytest.mark.parametrize("env_class", SLOW_FILES)
+async def test_a_users_file_is_loaded_before_the_first_episode_outside_of_the_limit_of_a_step(env_class, tmp_path):
+    slept.clear()
+    file = tmp_path / "mine.py"
+    file.write_text(SLOW_FILES[env_class])
+    config = {ENV_KEY: RewardSettings((f"{file}:reward",)), PATH_KEY: str(file)}
+    async with at_work(config, step_timeout_s=0.5) as caller:
+        await caller.load(env_factory(env_class))
+        start = PROMPT if env_class == "reward" else "begin"
+        await caller.exchange(caller.calls("init", [f"e{i}" for i in range(16)], "env", {}, start))
+        assert [answer.error for answer in caller.answers.values()] == [None] * 16
+        for call in (calls := caller.calls("step", [f"e{i}" for i in range(16)], "go")):
+            await caller.exchange([call])
+        results = [(await caller.until(call.number)).result for call in calls]
+        assert [result and result["reward"] for result in results] == [1.0] * 16

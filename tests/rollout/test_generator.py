@@ -8,6 +8,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
+from skyasync.rollout import rules
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import play
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
@@ -140,6 +141,25 @@ async def test_an_episode_ends_after_max_turns_and_its_environments_metrics_coun
         assert group.trajectories[0].segments[-1].kind == "action"
         assert group.trajectories[0].metrics == {"turns": 2.0}
     assert sorted(Countdown.closed) == ["0", "1"]
+
+
+@virtual_time
+async def test_by_default_an_episode_has_as_many_turns_as_its_environment_wants():
+    asked = prompts(Countdown, 1)
+    (group,) = groups(await generator(ScriptedEngine(lambda _: "yes")).generate(request(asked)), asked)
+    assert group.trajectories[0].metrics == {"turns": 3.0}
+
+
+@virtual_time
+async def test_an_episode_that_is_full_before_its_environment_is_done_is_told_of_once_with_both_keys(caplog):
+    asked = prompts(Countdown, 2)
+    rules._warned.clear()
+    limit = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages)) + 8
+    output = await generator(ScriptedEngine(lambda _: "yes"), max_model_len=limit).generate(request(asked))
+    assert output["stop_reasons"] == ["length"] * 2
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "is full after 1 turns" in told
+    assert f"generator.max_model_len={limit}" in told and "generator.max_turns" in told
 
 
 @virtual_time

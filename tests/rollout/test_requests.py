@@ -1,4 +1,6 @@
-from skyasync.config.schema import Config
+from dataclasses import replace
+
+from skyasync.config.schema import Config, SamplingConfig
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from tests.rollout.episodes import prompt
 
@@ -31,3 +33,21 @@ def test_every_sampling_setting_reaches_the_engine():
     found = train_request([prompt(0)], cfg)["sampling_params"]
     assert (found.min_tokens, found.temperature, found.top_p, found.top_k, found.min_p) == (1, 0.5, 0.9, 7, 0.1)
     assert found.stop == ("\n",)
+
+
+def test_an_evaluation_samples_as_training_does_but_greedily_where_nothing_else_is_said():
+    cfg = Config().generator
+    cfg.sampling_params = SamplingConfig(max_generate_length=1024, top_p=0.9, temperature=0.7, stop=["###"], seed=3)
+    found = eval_request([prompt(0)], cfg)["sampling_params"]
+    assert found == replace(train_request([prompt(0)], cfg)["sampling_params"], temperature=0.0)
+    cfg.eval_sampling_params.temperature, cfg.eval_sampling_params.top_p = None, 1.0
+    found = eval_request([prompt(0)], cfg)["sampling_params"]
+    assert (found.temperature, found.top_p, found.max_tokens, found.stop) == (0.7, 1.0, 1024, ("###",))
+
+
+def test_every_row_is_told_how_many_turns_an_episode_may_have_if_there_is_a_limit():
+    cfg = Config().generator
+    assert train_request([prompt(0, answer=1)], cfg)["env_extras"] == [{"answer": 1}] * 8
+    cfg.max_turns, cfg.n_samples_per_prompt = 6, 1
+    assert train_request([prompt(0, answer=1)], cfg)["env_extras"] == [{"answer": 1, "max_turns": 6}]
+    assert eval_request([prompt(0, max_turns=2)], cfg)["env_extras"] == [{"max_turns": 6}]

@@ -31,10 +31,9 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
-    WakePart,
 )
 from skyasync.errors import UserError
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 T = TypeVar("T")
 

@@ -30,13 +30,12 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
-    WakePart,
 )
 from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
 from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import RequestOutput

@@ -51,6 +51,11 @@ class OpenRLHFAgent(BaseTextEnv):
 
     raw_text: ClassVar[bool] = True
 
+    @classmethod
+    def load(cls, env_config: dict[str, Any]) -> None:
+        """Run the file once: what it imports is there when the first episode runs it anew."""
+        _load(env_config.get(PATH_KEY, ""))
+
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         self._file = self.env_config.get(PATH_KEY, "")

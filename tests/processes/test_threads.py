@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.envs.step_threads import StepThreads, next_width
+from skyasync.processes.threads import StepThreads, next_width
 
 PATIENCE_S = 20.0
 

@@ -79,7 +79,7 @@ class StepThreads(Generic[T, R]):
             self._waiting.extend(jobs)
             self._give_turns()
             if self._watchdog is None:
-                self._watchdog = _start(self._watch, "watchdog of environments")
+                self._watchdog = _start(self._watch, "watchdog of calls")
         self._watching.set()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class StepThreads(Generic[T, R]):
                 self._idle -= 1
                 self._lock.notify()
             else:
-                _start(self._serve, "environments")
+                _start(self._serve, "calls")
 
     def _serve(self) -> None:
         """One thread's life: given a turn, it works until there is no work or no room for it."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from skyasync.envs.episodes import Answer, Call
+from skyasync.processes.calls import Answer, Call
 
 LINGER_S = 0.005
 HOLD_S = 0.25

@@ -1,0 +1,71 @@
+"""What is asked of a process, and what it answers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+START_S = 120.0  # for a new process, and for what it imports before its first call
+GRACE_S = 1.0  # for a coroutine to end after it has been cancelled
+
+
+class Call(NamedTuple):
+    """A ``method`` of what ``key`` names (an episode); ``number`` is the caller's."""
+
+    number: int
+    method: str
+    key: str
+    args: tuple[Any, ...]
+
+
+class Answer(NamedTuple):
+    """To the call with this number: a result, or the error in its place."""
+
+    number: int
+    result: Any
+    error: Exception | None = None
+
+
+class Service(Protocol):
+    """What a host carries out. Calls of one key never overlap, but for "close", which ends what it names."""
+
+    def load(self, *args: Any) -> None:
+        """Get ready for a kind of call; called once for each, in a thread, without a limit of the host's."""
+
+    def is_async(self, call: Call) -> bool:
+        """Whether the call awaits: it then runs on an event loop, else in a thread."""
+
+    async def run(self, call: Call) -> Answer:
+        """Carry out one call; never raises an ``Exception``."""
+
+    def overdue(self, call: Call) -> Exception:
+        """What the caller is told of a call that has run for longer than it may."""
+
+    def give_up(self, key: str) -> None:
+        """Forget what hangs; nobody waits for it any more."""
+
+
+class Worker(Protocol):
+    """A process, wherever it lives."""
+
+    async def load(self, *args: Any) -> Exception | None:
+        """Have its service load something; the error that this raised there. Raises if the process is gone."""
+
+    async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
+        """Begin these calls; answers to them or to earlier ones, and how many calls hang there."""
+
+    def kill(self) -> None: ...
+
+
+def portable(error: BaseException) -> Exception:
+    """The error itself if it survives the way to another process, else one that says the same."""
+    try:
+        if isinstance(pickle.loads(pickle.dumps(error)), Exception):
+            return error  # type: ignore[return-value]
+    except Exception:
+        pass
+    stand_in = RuntimeError(f"{type(error).__qualname__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        stand_in.add_note(note)
+    return stand_in
