@@ -136,10 +136,17 @@ def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
     trainer, generator = cfg.trainer, cfg.generator
     if plan is None or not plan.reads("trainer.max_staleness"):
         return
-    if trainer.max_staleness < trainer.sync_interval - 1:
+    between = trainer.sync_interval - 1
+    if trainer.max_staleness < between:
         yield (
-            f"trainer.sync_interval={trainer.sync_interval} lets samples age by {trainer.sync_interval - 1}, more than "
+            f"trainer.sync_interval={trainer.sync_interval} lets samples age by {between}, more than "
             f"trainer.max_staleness={trainer.max_staleness} allows: raise the one, or lower the other"
+        )
+    elif 0 < trainer.async_generation_ratio < between:
+        yield (
+            f"trainer.async_generation_ratio={trainer.async_generation_ratio:g} generates too little ahead for the "
+            f"{trainer.sync_interval} batches that trainer.sync_interval={trainer.sync_interval} trains between two "
+            f"weight syncs: raise it to {between}, or lower the interval"
         )
     if trainer.async_generation_ratio > trainer.max_staleness:
         yield (
@@ -147,11 +154,13 @@ def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"trainer.max_staleness={trainer.max_staleness} allows: raise trainer.max_staleness to "
             f"{ceil(trainer.async_generation_ratio)}, or lower the ratio"
         )
-    batch, most = trainer.train_batch_size, (trainer.max_staleness + 1) * trainer.train_batch_size
-    if generator.generate_batch_size and not batch <= generator.generate_batch_size <= most:
+    batch = trainer.train_batch_size
+    least, most = (between + 1) * batch, (trainer.max_staleness + 1) * batch
+    of = f"trainer.train_batch_size={batch}" + (f" times trainer.sync_interval={between + 1}" if between else "")
+    if generator.generate_batch_size and not least <= generator.generate_batch_size <= most:
         yield (
             f"generator.generate_batch_size={generator.generate_batch_size} is not between "
-            f"trainer.train_batch_size={batch} and the {most} prompts that trainer.max_staleness="
+            f"{of} and the {most} prompts that trainer.max_staleness="
             f"{trainer.max_staleness} allows: change it, or raise trainer.max_staleness to "
             f"{max(ceil(generator.generate_batch_size / batch) - 1, trainer.max_staleness)}"
         )

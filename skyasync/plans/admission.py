@@ -54,6 +54,7 @@ class Limits:
         generation_ratio: batches generated ahead, with fractions (ROLL's meaning); 0 is ``max_staleness``.
         generate_batch_size: prompts admitted and not yet trained (OpenRLHF's oversampling); 0 is no such limit.
         max_concurrent: prompts being generated at once; 0 is no such limit.
+        sync_interval: batches trained from one swap, which frees their slots, to the next.
         steps: batches of the run; by default as many as the prompts make. Where prompts are rejected there are fewer.
         most_rejected: when so many prompts (at least one) were rejected, the step makes do with those that it has.
     """
@@ -65,12 +66,16 @@ class Limits:
     generation_ratio: float = 0.0
     generate_batch_size: int = 0
     max_concurrent: int = 0
+    sync_interval: int = 1
     steps: float = math.inf
     most_rejected: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.slots < self.batch_size:
-            raise ValueError(f"{self.slots} slots cannot hold a batch of {self.batch_size} prompts")
+        if self.slots < self.batch_size * self.sync_interval:
+            raise ValueError(
+                f"{self.slots} slots cannot hold the {self.sync_interval} x {self.batch_size} prompts that are trained "
+                f"from one weight sync to the next"
+            )
 
     @classmethod
     def of(cls, cfg: Any, total: int, **rejecting: float) -> Limits:
@@ -84,6 +89,7 @@ class Limits:
             generation_ratio=trainer.async_generation_ratio,
             generate_batch_size=generator.generate_batch_size,
             max_concurrent=generator.max_concurrent_rollouts,
+            sync_interval=trainer.sync_interval,
             **rejecting,
         )
 

@@ -212,7 +212,7 @@ def test_a_fractional_generation_ratio_is_prompts_ahead_of_the_batch(ratio: floa
 
 
 def test_slots_that_cannot_hold_a_batch_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 slots cannot hold a batch of 4"):
+    with pytest.raises(ValueError, match="3 slots cannot hold the 1 x 4 prompts"):
         Limits(batch_size=4, total=8, generate_batch_size=3)
 
 

@@ -96,6 +96,27 @@ def test_mini_batches_and_passes_update_the_policy_as_often_as_total_updates_say
     assert all(batch.proximal_logprobs is not None for batch in run.dispatch.batches)
 
 
+@every_plan
+@pytest.mark.parametrize("interval", [2, 3])
+def test_weights_are_handed_over_every_nth_step_and_after_the_last(plan, interval):
+    run = make_run(
+        plan, prompts=28, eval_prompts=2, generating=[1.0, 4.0], trainer__eval_interval=2,
+        trainer__sync_interval=interval, trainer__max_staleness=3,
+    ).train()  # fmt: skip
+    due = [step for step in range(1, 8) if step % interval == 0 or step == 7]
+    assert run.sync.versions == [0, *due]
+    assert sorted(run.trained) == sorted(stream(28))
+    depth = {AsyncRayPPOTrainer: 1, FullyAsyncRayPPOTrainer: 3 - (interval - 1)}.get(plan, 0)
+    assert max(run.tracker.of("staleness/max").values()) <= depth + interval - 1
+    versions = {step: max(version for version in [0, *due] if version <= step) for step in range(1, 8)}
+    assert run.tracker.of("eval/version") == {step: versions[step] for step in (2, 4, 6, 7)}
+
+
+def test_an_on_policy_plan_that_skips_syncs_needs_a_correction():
+    with pytest.raises(UserError, match="RayPPOTrainer trains on stale samples"):
+        make_run(RayPPOTrainer, trainer__sync_interval=2, trainer__algorithm__off_policy_correction="none")
+
+
 # ---------------------------------------------------------------- metrics
 
 

@@ -100,13 +100,16 @@ class History:
 @st.composite
 def schedules(draw: st.DrawFn) -> dict[str, Any]:
     batch, staleness = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    interval = draw(st.integers(1, staleness + 1))
+    slots = (staleness + 1) * batch
     return {
         "prompts": draw(st.integers(1, 10)),
         "trainer__epochs": draw(st.integers(1, 2)),
         "trainer__train_batch_size": batch,
         "trainer__max_staleness": staleness,
+        "trainer__sync_interval": interval,
         "trainer__partial_rollout": draw(st.sampled_from(["keep", "wait"])),
-        "generator__generate_batch_size": draw(st.sampled_from([0, min(batch + 1, (staleness + 1) * batch)])),
+        "generator__generate_batch_size": draw(st.sampled_from([0, min(interval * batch + 1, slots)])),
         "generator__max_concurrent_rollouts": draw(st.integers(0, 2 * batch)),
     }
 
