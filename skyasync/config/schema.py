@@ -30,6 +30,7 @@ class ModelConfig:
 class OptimizerConfig:
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
     adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
+    eps: float = key(1e-8, "AdamW's epsilon, added to the root of the second moment.", above=0.0)
     weight_decay: float = key(0.0, "AdamW's decoupled weight decay.", low=0.0)
     max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 is off.", low=0.0)
     num_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", low=0)
@@ -40,7 +41,11 @@ class OptimizerConfig:
 class PolicyConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool | str = key(
+        "auto",
+        "Recompute activations in the backward pass to save memory; auto does so on a GPU.",
+        choices=("auto", True, False),
+    )
     threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
 
 

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import Config, ModelConfig
 from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.loading import load_sharded
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
 from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.ranks import LOOPBACK
@@ -77,18 +78,24 @@ class ModelWorker:
         disable_progress_bar()
         self.path = self.model_config().path
         self.dtype = _dtype(self.model_config().dtype, self.device)
-        self.model = self.build(load_causal_lm(self.path, self.master_dtype()))
+        self.model = self.build()
 
     def master_dtype(self) -> torch.dtype:
         """Dtype in which the weights are kept; computation is in ``self.dtype``."""
         return self.dtype
 
-    def build(self, model: PreTrainedModel) -> TokenLogprobs:
-        """Wrap, place and shard."""
+    def build(self) -> TokenLogprobs:
+        """Load, wrap, place and shard."""
         filtered = self.cfg.trainer.algorithm.filter_logprobs
         distribution = SampledDistribution.of(self.cfg.generator.sampling_params, filtered=filtered)
-        wrapper = TokenLogprobs(model, distribution).eval()
-        return self._shard(wrapper) if self._sharded() else wrapper.to(self.device)
+
+        def wrap(model: PreTrainedModel) -> TokenLogprobs:
+            return TokenLogprobs(model, distribution).eval()
+
+        if self._sharded():
+            self._form_group()
+            return load_sharded(self.path, self.master_dtype(), self.device, lambda model: self._shard(wrap(model)))
+        return wrap(load_causal_lm(self.path, self.master_dtype())).to(self.device)
 
     def _join(self, host: str, port: int) -> None:
         if host == LOOPBACK:
@@ -106,12 +113,15 @@ class ModelWorker:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
         return self.world_size > 1 or self.dtype != self.master_dtype()
 
-    def _shard(self, wrapper: TokenLogprobs) -> TokenLogprobs:
-        """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
+    def _form_group(self) -> None:
+        """Of this rank alone, where it has joined no others."""
         if not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
             )
+
+    def _shard(self, wrapper: TokenLogprobs) -> TokenLogprobs:
+        """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         precision = MixedPrecisionPolicy(
             param_dtype=None if self.dtype == self.master_dtype() else self.dtype, reduce_dtype=self.master_dtype()
@@ -125,7 +135,7 @@ class ModelWorker:
                 # The loss weights hold the whole batch's denominators: gradients of ranks are summed, not averaged.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-        return wrapper.to(self.device)
+        return wrapper
 
     def logprobs(self, batch: TrainingBatch, plain: bool = False) -> Tensor:
         """Log-probability of each loss token, ``[batch, length]`` on the CPU, zero elsewhere; no gradient.

@@ -21,6 +21,8 @@ from skyasync.workers.packing import Layout
 MAX_LOGITS = 1 << 27
 """Most logits held at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in pieces."""
 
+ATTENTION = "sdpa"
+
 SCALED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Configuration fields of models that change the logits after the head, which this module does not do."""
 
@@ -32,8 +34,8 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
-def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a folder or hub name; safetensors only, no code from the folder, no dropout.
+def training_config(path: str) -> PreTrainedConfig:
+    """The configuration of a folder or hub name, without dropout.
 
     Raises:
         UserError: if the model's head does more than a linear map.
@@ -44,8 +46,18 @@ def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
             setattr(config, name, 0.0)
         if name in SCALED_HEADS and value not in (None, 1.0):
             raise UserError(f"{path}: models with {name} (here {value}) are not supported for training")
+    return config
+
+
+def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a folder or hub name, whole, on the CPU; safetensors only, no code from the folder.
+
+    Raises:
+        UserError: if the model's head does more than a linear map.
+    """
+    config = training_config(path)
     return AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+        path, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True
     )
 
 

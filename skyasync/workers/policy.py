@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
@@ -60,14 +59,18 @@ class PolicyWorker(ModelWorker):
         """Small learning rates vanish in bfloat16, so the optimizer always sees float32 weights."""
         return torch.float32
 
-    def build(self, model: PreTrainedModel) -> TokenLogprobs:
-        if self.cfg.trainer.policy.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        wrapper = super().build(model)
-        # There is no dropout, so training mode only switches gradient checkpointing on.
-        wrapper.train(self.cfg.trainer.policy.gradient_checkpointing)
+    def build(self) -> TokenLogprobs:
+        wrapper = super().build()
+        if self._recomputes():
+            wrapper.model.gradient_checkpointing_enable({"use_reentrant": False})
+            wrapper.train()  # there is no dropout, so this only switches gradient checkpointing on
         self.optimizer = self._make_optimizer(wrapper)
         return wrapper
+
+    def _recomputes(self) -> bool:
+        """Whether the backward pass recomputes activations; on a CPU there is memory enough and no time to spare."""
+        setting = self.cfg.trainer.policy.gradient_checkpointing
+        return self.device.type != "cpu" if setting == "auto" else bool(setting)
 
     def _make_optimizer(self, wrapper: TokenLogprobs) -> torch.optim.AdamW:
         settings = self.cfg.trainer.policy.optimizer_config
@@ -75,7 +78,9 @@ class PolicyWorker(ModelWorker):
         vectors = [p for p in wrapper.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         first, second = settings.adam_betas
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), fused=True)
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), eps=settings.eps, fused=True
+        )
 
     def update_policy(self, batch: TrainingBatch) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch.
@@ -91,7 +96,14 @@ class PolicyWorker(ModelWorker):
         """
         if batch.loss_weights is None or batch.advantages is None:
             raise ValueError("a training batch needs loss_weights and advantages")
-        self.optimizer.zero_grad()
+        try:
+            return self._update(batch)
+        finally:
+            self.optimizer.zero_grad()  # gradients are as large as the weights: none is kept until the next update
+            if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # for the engine that wakes on this GPU
+
+    def _update(self, batch: TrainingBatch) -> dict[str, float]:
         totals = _Totals()
         before = torch.zeros(batch.tokens.shape) if batch.proximal_logprobs is None else None
         for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
@@ -105,8 +117,6 @@ class PolicyWorker(ModelWorker):
             raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
         metrics["grad_norm"] = self._clip()
         metrics["lr"] = self._step(batch.schedule_step)
-        if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # for the engine that wakes on this GPU
         return metrics
 
     def update_shard(self, batch: TrainingBatch) -> tuple[dict[str, float], Tensor | None]:

@@ -14,9 +14,7 @@ from tests.workers.conftest import make_batch
 
 
 def pack(batch: TrainingBatch, max_tokens: int = 4096, max_rows: int = 0, share: bool = True, hidden: int = 32) -> list:
-    return list(
-        MicroBatches(batch, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share, hidden_size=hidden)
-    )
+    return list(MicroBatches(batch, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share, hidden_size=hidden))
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,13 @@ from tests.workers.test_model import plain_forward
 def start(cfg: Config, **kwargs) -> PolicyWorker:
     worker = PolicyWorker(cfg, threads=1, **kwargs)
     worker.setup()
+    worker.optimizer.register_step_pre_hook(lambda *_: _remember_gradients(worker))
     return worker
+
+
+def _remember_gradients(worker: PolicyWorker) -> None:
+    """Those of the last step, which the worker itself forgets."""
+    worker.seen = [p.grad.clone() for p in worker.model.parameters()]
 
 
 def weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
@@ -27,7 +33,8 @@ def weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def gradients(worker: PolicyWorker) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in worker.model.parameters()]
+    """Those of the last step."""
+    return worker.seen
 
 
 def test_logprobs_of_policy_and_reference_equal_a_plain_forward(cfg: Config) -> None:
@@ -62,6 +69,35 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(cfg: Config, cut: dic
     torch.testing.assert_close(gradients(pieces), gradients(whole), atol=1e-6, rtol=1e-4)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert metrics["tokens"] == int(batch.loss_mask.sum())
+
+
+def test_activations_are_recomputed_on_a_gpu_and_not_on_a_cpu_unless_told_otherwise(cfg: Config) -> None:
+    def recomputes(device: str) -> bool:
+        return PolicyWorker(cfg, device=device)._recomputes()
+
+    assert (recomputes("cpu"), recomputes("cuda")) == (False, True)
+    for setting in (True, False):
+        cfg.trainer.policy.gradient_checkpointing = setting
+        assert recomputes("cpu") == recomputes("cuda") == setting
+    cfg.trainer.policy.gradient_checkpointing = "auto"
+    assert not start(cfg).model.model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_gradient_outlives_its_update(cfg: Config, fails: bool) -> None:
+    worker, batch = start(cfg), make_batch()
+    if fails:
+        batch.advantages[batch.loss_mask] = float("nan")
+        with pytest.raises(NonFiniteError):
+            worker.update_policy(batch)
+    else:
+        worker.update_policy(batch)
+    assert all(p.grad is None for p in worker.model.parameters())
+
+
+def test_the_optimizers_epsilon_is_the_configured_one(cfg: Config) -> None:
+    cfg.trainer.policy.optimizer_config.eps = 1e-5
+    assert {group["eps"] for group in start(cfg).optimizer.param_groups} == {1e-5}
 
 
 def test_gradient_checkpointing_changes_no_gradient(cfg: Config) -> None:

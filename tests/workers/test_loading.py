@@ -1,0 +1,181 @@
+"""Sharded models are loaded as ``from_pretrained`` loads them, and no rank holds much more than its shards."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    HrmTextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from skyasync.workers.base import ModelWorker
+from skyasync.workers.model import load_causal_lm
+from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.reference import ReferenceWorker
+from tests.workers.conftest import config_for
+
+RANKS = 4
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {"vocab_size": 97, "hidden_size": 40, "intermediate_size": 50, **LAYERS}
+EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 10, "head_dim": 8}
+
+
+def under_the_heads_name(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_the_head(folder: Path) -> None:
+    """As official GPT-2 is stored: the base model's names."""
+    AutoModel.from_pretrained(folder).save_pretrained(folder)
+
+
+#: Name of a model: its configuration, and what is done to its folder.
+MODELS: dict[str, tuple[PreTrainedConfig, Callable[[Path], None] | None]] = {
+    "llama": (LlamaConfig(**SMALL, tie_word_embeddings=False), None),
+    "llama_tied": (LlamaConfig(**SMALL, tie_word_embeddings=True), None),
+    "llama_tied_by_the_head": (LlamaConfig(**SMALL, tie_word_embeddings=True), under_the_heads_name),
+    "qwen2": (Qwen2Config(**SMALL), None),
+    "qwen3_tied": (Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True), None),
+    "gpt2": (GPT2Config(vocab_size=97, n_embd=40, n_layer=2, n_head=4, n_positions=64), None),
+    "gpt2_base": (GPT2Config(vocab_size=97, n_embd=40, n_layer=2, n_head=4, n_positions=64), without_the_head),
+    "qwen2_moe": (
+        Qwen2MoeConfig(**SMALL, num_experts=7, moe_intermediate_size=10, shared_expert_intermediate_size=10), None
+    ),
+    "qwen3_moe_with_fewer_experts_than_ranks": (Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=2), None),
+    "hrm_text_by_rank_zero": (HrmTextConfig(**SMALL), None),
+}  # fmt: skip
+
+#: As real models, it has no weight that is a large part of the whole.
+LARGE = LlamaConfig(vocab_size=8_000, hidden_size=768, intermediate_size=2_048, num_hidden_layers=12)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What four processes found, by name: on 4 ranks, then on 2 of them, then on 1."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, (config, change) in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        if change is not None:
+            change(folder / name)
+    AutoModelForCausalLM.from_config(LARGE, dtype=torch.bfloat16).save_pretrained(folder / "large")
+    multiprocessing.spawn(examine, (folder,), nprocs=RANKS)
+    results: dict[str, Any] = {}
+    for part in sorted(folder.glob("*.json")):
+        for name, value in json.loads(part.read_text()).items():
+            results[name] = results.get(name, type(value)()) + value
+    yield results
+
+
+def examine(rank: int, folder: Path) -> None:
+    """On each of the ranks; writes what it found beside the models."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for world in (RANKS, 2, 1):
+        if rank >= world:
+            break
+        store = dist.FileStore(str(folder / f"store{world}"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        for name in MODELS:
+            for role in (PolicyWorker, ReferenceWorker):
+                found[f"{name} {world} {role.__name__}"] = differences(load(role, folder / name, rank, world))
+        if world == RANKS:
+            found["memory"] = peak_growth(lambda: load(PolicyWorker, folder / "large", rank, RANKS))
+        dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def load(role: type[ModelWorker], path: Path, rank: int, world: int) -> ModelWorker:
+    """A policy with float32 masters, or a bfloat16 reference."""
+    cfg = config_for(str(path))
+    cfg.trainer.policy.model.dtype = "bfloat16"
+    member = type("Member", (role,), {"_join": lambda self, host, port: None})  # has joined
+    worker = member(cfg, rank, world)
+    worker.setup()
+    return worker
+
+
+def differences(worker: ModelWorker) -> list[str]:
+    """Names of parameters and buffers that ``from_pretrained`` gives otherwise."""
+    loaded, expected = worker.model.model, load_causal_lm(worker.path, worker.master_dtype())
+    wrong = []
+    if type(loaded) is not type(expected) or loaded.config.to_dict() != expected.config.to_dict():
+        wrong.append("class or configuration")
+    for kind in ("named_parameters", "named_buffers"):
+        there = {name: whole(tensor) for name, tensor in getattr(loaded, kind)()}
+        wanted = {name: tensor.detach() for name, tensor in getattr(expected, kind)()}
+        wrong += sorted(set(there) ^ set(wanted))
+        wrong += [name for name in set(there) & set(wanted) if not same(there[name], wanted[name])]
+    return wrong
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """Most bytes of this process's own memory (not what it maps of files) that ``work`` added at a time."""
+    done = threading.Event()
+    before = most = anonymous_bytes()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, anonymous_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    kept = work()
+    done.set()
+    watching.join()
+    del kept
+    return most - before
+
+
+def anonymous_bytes() -> int:
+    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(row[1]) * 1024 for row in rows if row[0] in ("RssAnon:", "RssShmem:"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_sharded_weights_and_buffers_are_bit_for_bit_those_of_from_pretrained(
+    found: dict[str, Any], name: str, ranks: int
+) -> None:
+    for role in ("PolicyWorker", "ReferenceWorker"):
+        assert found[f"{name} {ranks} {role}"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
+def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(found: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        size = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_config(LARGE).parameters())
+    assert found["memory"] < 1.3 * size, f"{found['memory'] / size:.2f} times the model's {size / 1e6:.0f} MB"
