@@ -141,7 +141,15 @@ def _check_ties(path: str, expected: PreTrainedModel, loaded: PreTrainedModel) -
 
 
 def _own_memory(wrapper: TokenLogprobs) -> None:
-    """On a CPU loaded weights are views of the files, which an export may overwrite: copy each rank's own slices."""
-    for tensor in [*wrapper.parameters(), *wrapper.buffers()]:
-        if tensor.device.type == "cpu":
-            tensor.data = tensor.data.clone()
+    """On a CPU a loaded weight may be a view of its file, which an export may overwrite: copy what is so."""
+    for parameter in wrapper.parameters():
+        assert isinstance(parameter, DTensor)
+        if _is_a_view_of_a_file(parameter._local_tensor):
+            parameter._local_tensor = parameter._local_tensor.clone()  # as FSDP does; DTensors ignore ``.data = ``
+    for buffer in wrapper.buffers():
+        if _is_a_view_of_a_file(buffer):
+            buffer.data = buffer.data.clone()
+
+
+def _is_a_view_of_a_file(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()  # it is not torch's own memory
