@@ -46,7 +46,7 @@ def check_sampling(cfg: Config) -> Iterator[str]:
     """Contradictions."""
     for group, sampling in _set_groups(cfg.generator):
         yield from _check_bias(f"generator.{group}.logit_bias", sampling)
-        yield from _check_engine(cfg, group)
+        yield from _check_engine(cfg, group, sampling)
     if cfg.trainer.partial_rollout == "recompute":
         for name in _used(cfg.generator.sampling_params, COUNTS_RESPONSE):
             yield (
@@ -62,13 +62,14 @@ def check_sampling(cfg: Config) -> Iterator[str]:
         )
 
 
-def _check_engine(cfg: Config, group: str) -> Iterator[str]:
+def _check_engine(cfg: Config, group: str, sampling: SamplingConfig) -> Iterator[str]:
     """Settings that the chosen engine does not have, and another one has."""
     from skyasync.engines.protocol import ENGINES
 
     engine, others = backend(cfg), ENGINES.builtins()
     rare = {name for about in others.values() for name in about.can["sampling"]}
-    for name in _used(getattr(cfg.generator, group), tuple(sorted(rare - set(ENGINES.about(engine).can["sampling"])))):
+    foreign = rare - set(ENGINES.about(engine).can["sampling"])
+    for name in _used(sampling, tuple(sorted(foreign))):
         able = "|".join(other for other, about in others.items() if name in about.can["sampling"])
         yield (
             f"generator.{group}.{name} needs generator.backend={able}: the {engine} engine does not have it; leave it "

@@ -60,8 +60,10 @@ def _context(model: str) -> int:
     if not file.is_file():
         cached = try_to_load_from_cache(model, "config.json") if model.count("/") == 1 else None
         file = Path(cached) if isinstance(cached, str) else file
-    settings = json.loads(file.read_text()) if file.is_file() else {}
-    return int(settings.get("max_position_embeddings") or sys.maxsize)
+    try:
+        return int(json.loads(file.read_text())["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with the file is said where the model is checked
+        return sys.maxsize
 
 
 def _sleep(cfg: Config, *, gpus: bool) -> bool:

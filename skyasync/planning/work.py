@@ -33,7 +33,7 @@ class Lengths:
     @classmethod
     def of(cls, cfg: Config) -> Lengths:
         generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
-        response = generator.sampling_params.max_generate_length * generator.max_turns
+        response = generator.sampling_params.max_generate_length * (generator.max_turns or 1)
         if generator.max_model_len:
             response = min(response, generator.max_model_len - prompt)
         return cls(prompt, response, generator.n_samples_per_prompt)

@@ -69,6 +69,8 @@ class Pool(Generic[P]):
             while not (free := [process for process in self.processes if process.ready and not process.keys]):
                 if len(self.processes) < self._count:
                     self.processes.append(self._start(self.look_at))
+                    if self.processes[-1].ready:
+                        continue
                 self._changed.wait()
             free[0].keys.add("")
         try:

@@ -87,6 +87,9 @@ def consistent(config: Config) -> Config:
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
     trainer.allow_uncorrected = True
+    trainer.algorithm.extra = {}
+    trainer.sync_interval = 1
+    trainer.plan = "sync" if trainer.plan == "streamed" else trainer.plan
     trainer.resume_mode = "none"
     trainer.partial_rollout = plain.trainer.partial_rollout
     trainer.async_generation_ratio, generator.generate_batch_size = 0.0, 0

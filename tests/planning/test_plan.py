@@ -44,7 +44,9 @@ def test_seven_billion_without_checkpointing_do_not_fit_and_the_key_is_named() -
     cfg = settings()
     plan = make_plan(cfg, QWEN_7B, EIGHT)
     assert not plan.fits and not place(plan, "policy").fits and place(plan, "engines").fits
-    assert advise(cfg, plan, lambda c: make_plan(c, QWEN_7B, EIGHT)) == {"trainer.policy.gradient_checkpointing": True}
+    assert advise(cfg, plan, lambda c: make_plan(c, QWEN_7B, EIGHT)) == {
+        "trainer.policy.gradient_checkpointing": "true"
+    }
 
 
 def test_activations_per_token_and_layer_are_what_a_gpu_run_was_seen_to_take() -> None:
