@@ -15,10 +15,10 @@ def move_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """All of the optimizer's state but scalars (its step), which lie where torch wants them."""
+    """All of the optimizer's state, steps included: the fused AdamW wants them where the parameters are."""
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
+            if isinstance(value, Tensor):
                 state[name] = moved(value, device)
 
 
