@@ -146,7 +146,7 @@ async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> F
     client, judge = InferenceClient([engine]), Judge()  # type: ignore[list-item]
     generator = generator_class(client, judge, tokenizer or NoText(), shape.longest + PROMPT_TOKENS + 1)  # type: ignore[arg-type]
     prompts = [Prompt(PromptId(0, row), [{"role": "user", "content": "?"}], "judge") for row in range(shape.prompts)]
-    request = _request(prompts, shape.samples, SamplingParams(max_tokens=shape.longest), is_eval=False)
+    request = _request(prompts, shape.samples, SamplingParams(max_tokens=shape.longest), 0, is_eval=False)
     async with turns(engine) as longest:
         groups, _ = await play(generator, request, prompts, 0)
         grouped = time.process_time()
@@ -195,10 +195,10 @@ def forget_peak() -> int:
 def measured(shape: Shape, way: str, text: bool) -> Found:
     tokenizer = None
     if text:
-        from examples.smollm2.model import ensure_model
+        from examples.smollm2.model import build
         from skyasync.rollout.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(str(ensure_model()))
+        tokenizer = load_tokenizer(build())
     return asyncio.run(measure(shape, way, tokenizer))
 
 
