@@ -531,7 +531,8 @@ async def test_sleep_needs_an_idle_engine_and_wake_undoes_it(engine: Transformer
         await engine.sleep()
     expected = [output.token_ids for output in await running]
     await engine.sleep()
-    await engine.wake()
+    await engine.wake("weights")
+    await engine.wake("cache")
     assert [output.token_ids for output in await answers(engine, asked)] == expected
 
 
