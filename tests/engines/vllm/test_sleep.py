@@ -40,9 +40,10 @@ async def test_an_engine_that_slept_answers_as_before_once_it_has_weights(tmp_pa
         await engine.sleep()
         asleep, _ = torch.cuda.mem_get_info()
         assert asleep - awake > 0.1 * total, "cache and weights were to be freed"
-        await engine.wake()
         update = publish(model, version=1)
+        await engine.wake("weights")
         await engine.update_weights(update)
+        await engine.wake("cache")
         remove_weights(update.info["path"])
         assert await tokens("after") == before
     finally:
