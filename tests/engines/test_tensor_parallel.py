@@ -89,8 +89,8 @@ def gap(found: list[list[float]], expected: list[list[float]]) -> float:
 
 async def check_equal(pair: Pair, name: str) -> None:
     one, two = await greedy(pair.whole, name), await greedy(pair.halves, name)
-    assert [o.token_ids for o in two] == [o.token_ids for o in one]
-    assert gap([o.logprobs for o in two], [o.logprobs for o in one]) <= TOLERANCE
+    assert [o.token_ids.tolist() for o in two] == [o.token_ids.tolist() for o in one]
+    assert gap([o.logprobs.tolist() for o in two], [o.logprobs.tolist() for o in one]) <= TOLERANCE
     scores = await pair.halves.score(PROBES)
     assert gap(scores, await pair.whole.score(PROBES)) <= TOLERANCE
     assert gap(scores, [token_logprobs(pair.model, probe).tolist() for probe in PROBES]) <= TOLERANCE
