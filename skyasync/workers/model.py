@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.errors import UserError
+from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.workers.packing import Layout
 
 MAX_LOGITS = 1 << 27
@@ -56,9 +57,10 @@ def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
         UserError: if the model's head does more than a linear map.
     """
     config = training_config(path)
-    return AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True
-    )
+    with ONE_AT_A_TIME:
+        return AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True
+        )
 
 
 def can_share_prefixes(config: PreTrainedConfig) -> bool:

@@ -62,6 +62,13 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], experiment: typ
     return lines[0]
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program of its own, whatever tests of this process have started."""
+    if "ray" in sys.modules:
+        monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(("overrides", "found", "way_out"), CASES, ids=[" ".join(case[0]) for case in CASES])
 def test_what_is_wrong_is_told_in_one_line_before_anything_starts(

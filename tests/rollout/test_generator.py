@@ -146,7 +146,7 @@ async def test_an_episode_ends_after_max_turns_and_its_environments_metrics_coun
 @virtual_time
 async def test_by_default_an_episode_has_as_many_turns_as_its_environment_wants():
     asked = prompts(Countdown, 1)
-    (group,) = groups(await generator(ScriptedEngine(lambda _: "yes")).generate(request(asked)), asked)
+    (group,) = await groups(generator(ScriptedEngine(lambda _: "yes")), request(asked), asked)
     assert group.trajectories[0].metrics == {"turns": 3.0}
 
 

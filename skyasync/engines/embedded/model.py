@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
+from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.weight_sync.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
@@ -58,12 +59,13 @@ class EmbeddedModel:
         auto = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if config.dtype != "auto" and config.dtype not in _DTYPES:
             raise UserError(unknown("dtype", config.dtype, ["auto", *_DTYPES]))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model_path,
-            dtype=_DTYPES.get(config.dtype, auto),
-            use_safetensors=True,
-            attn_implementation="skyasync_grouped",
-        )
+        with ONE_AT_A_TIME:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                config.model_path,
+                dtype=_DTYPES.get(config.dtype, auto),
+                use_safetensors=True,
+                attn_implementation="skyasync_grouped",
+            )
         self._model = model.to(self.device).eval().requires_grad_(False)
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
