@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
 from skyasync.envs import ENVS
+from tests.warm import warm_workers
 
 # How fast examples are drawn and run says more of the machine than of the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """A file's tests share what is slow to start, so they stay together; ``-n 2`` takes the slow files first."""
+    config.option.loadscopereorder = False  # by number of tests, the quick files would come first
+    return LoadFileScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +37,10 @@ def ray_session() -> Iterator[None]:
 
     from skyasync.cluster.ray_cluster import start_on_loopback
 
-    start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with warm_workers():
+        start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build(out=tmp_path_factory.mktemp("rlvr") / "model", progress=False, **sizes)
 
 
-def test_the_reward_rises_in_both_domains_and_the_held_out_score_with_it(ray_session: None, model: str, tmp_path: Path) -> None:
+def test_the_reward_rises_in_both_domains_and_the_held_out_score_with_it(
+    ray_session: None, model: str, tmp_path: Path
+) -> None:
     experiment = BasePPOExp(load_config([
         "--config", str(CONFIG), f"trainer.policy.model.path={model}", "trainer.plan=one_step_off",
         "generator.backend=transformers", "trainer.max_training_steps=50", "trainer.eval_interval=0",

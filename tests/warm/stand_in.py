@@ -1,0 +1,40 @@
+"""What Ray starts in place of a worker's interpreter: asks the nursery for a child, and stands in for it to its end.
+
+Invariant: imports the standard library only, and ends with the child's own status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+
+def main() -> int:
+    with _nursery() as nursery:
+        wish = json.dumps({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}).encode()
+        socket.send_fds(nursery, [len(wish).to_bytes(4, "big")], [0, 1, 2])
+        nursery.sendall(wish)
+        answers = nursery.makefile("r")
+        child = int(answers.readline())
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return int(answers.readline() or 1)
+
+
+def _nursery() -> socket.socket:
+    """Waits for its imports, with which it has begun when the tests did."""
+    nursery = socket.socket(socket.AF_UNIX)
+    while True:
+        try:
+            nursery.connect(os.environ["SKYASYNC_NURSERY"])
+            return nursery
+        except FileNotFoundError:
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
