@@ -133,7 +133,7 @@ class Bench:
         generator = EpisodeGenerator(self.client, local_pool(), tokenizer, MODEL_LENGTH)
         rows, dispatch = Rows(folder / "metrics.jsonl"), LocalDispatch(cfg)
         trainer = PLANS[plan](cfg, rows, tokenizer, dataset, self.client, generator)
-        probe = [ChatTokenizer(tokenizer).prompt(prompt.messages) for prompt in dataset[:PROBES]]
+        probe = [ChatTokenizer(tokenizer).prompt(prompt.messages).tolist() for prompt in dataset[:PROBES]]
         sync = WeightSync(dispatch, self.client, probe, 1e-3)
         trainer.attach(dispatch, sync, timeline=Timeline(folder / "timeline.json"))
         try:
