@@ -35,7 +35,7 @@ from statistics import median
 from typing import Any
 
 PLANS = ("sync", "streamed", "one_step_off")
-FIRST = 3  # steps left out at the start: they fill the pipeline
+FIRST = 3  # rows left out at the start: before training, and two steps that fill the pipeline
 PROBES = 4
 ENGINE_CORE, POLICY_CORE = 0, 1
 MODEL_LENGTH = 512
@@ -225,7 +225,7 @@ def predictions(options: argparse.Namespace, runs: dict[str, Rows]) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each plan")
-    parser.add_argument("--steps", type=int, default=8, help="per run, of which the first two and the last are left out")
+    parser.add_argument("--steps", type=int, default=8, help="per run; the first two and the last are left out")
     parser.add_argument("--prompts", type=int, default=32, help="per step")
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--waves", type=int, default=4, help="parts in which the engine decodes a batch")
