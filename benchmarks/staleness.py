@@ -93,7 +93,7 @@ async def train(job: Job) -> dict[str, Any]:
         cfg, memory, tokenizer, datasets[0], client, EpisodeGenerator(client, local_pool(), tokenizer, 64),
         eval_dataset=datasets[1],
     )  # fmt: skip
-    probe = [ChatTokenizer(tokenizer).prompt(prompt.messages) for prompt in datasets[0][:4]]
+    probe = [ChatTokenizer(tokenizer).prompt(prompt.messages).tolist() for prompt in datasets[0][:4]]
     trainer.attach(dispatch, WeightSync(dispatch, client, probe, 1e-3))
     try:
         await trainer.train()

@@ -12,6 +12,7 @@ from skyasync.plans import PLANS
 from skyasync.simulate.advice import Advice, advise, read_costs
 from skyasync.simulate.run import Outcome, Work, simulate, work
 from skyasync.simulate.settings import SimulationConfig
+from skyasync.simulate.theory import expected_step_s
 
 
 class Compared:
@@ -21,7 +22,9 @@ class Compared:
     reads = tuple(sorted({path for about in PLANS.builtins().values() for path in about.can["reads"]}))
 
 
-_COLUMNS = "plan            samples/s  speed-up  of the bound  idle trainer  idle engines  staleness: mean, by age"
+_COLUMNS = (
+    "plan            samples/s  speed-up  of the bound  theory  idle trainer  idle engines  staleness: mean, by age"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,18 +52,20 @@ def report(cfg: SimulationConfig) -> list[str]:
             f"{demand.training_s:.4g} s",
             f"overlapping whole batches gains at most (G+T)/max(G,T) = {1 + short / long:.3g}",
         ]
-    lines += ["", _COLUMNS, *(_row(row, demand, sync) for row in rows)]
+    lines += ["", _COLUMNS, *(_row(cfg, row, demand, sync) for row in rows)]
     if cfg.simulate.advise:
         lines += ["", _advice(advise(cfg))]
     return lines
 
 
-def _row(row: Outcome, demand: Work, sync: Outcome | None) -> str:
+def _row(cfg: SimulationConfig, row: Outcome, demand: Work, sync: Outcome | None) -> str:
     speedup = f"{sync.step_s / row.step_s:8.2f}" if sync else " " * 8
+    expected = expected_step_s(cfg, row.plan)
+    theory = f"{demand.step_s / expected:.3f}" if expected else "-"
     total = max(row.ages.total(), 1)
     shares = " ".join(f"{age}:{count / total:.0%}" for age, count in sorted(row.ages.items()) if count / total >= 0.005)
     return (
-        f"{row.plan:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}  "
+        f"{row.plan:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}  {theory:>6}  "
         f"{row.idle_trainer:12.0%}  {row.idle_engines:12.0%}  {row.age_mean:.2f}, {shares}"
     )
 

@@ -167,13 +167,14 @@ class LocalRun:
         cfg: Config,
         client: type[InferenceClient] = InferenceClient,
         engine: Any = None,  # one that is up already, and stays up
+        dispatch: Any = None,  # other workers than one in this process
     ) -> None:
         self.cfg, self._engine_is_up = cfg, engine is not None
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
         self.engine: Any = engine or TransformersEngine(engine_config(cfg.trainer.policy.model.path))
         self.client = client([self.engine], 60)
-        self.dispatch, self.tracker = RecordingDispatch(cfg), Rows()
+        self.dispatch, self.tracker = dispatch or RecordingDispatch(cfg), Rows()
         self.trainer = plan.get_trainer(
             cfg=cfg,
             tracker=self.tracker,

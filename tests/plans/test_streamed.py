@@ -26,8 +26,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_double(tmp_path_factory.mktemp("double"))
+
+
+def save_double(folder: Path) -> str:
     """A model that computes in its weights' dtype throughout: Llama's norms are float32 whatever the rest is."""
-    folder = tmp_path_factory.mktemp("double")
     save_tiny_llama(folder, tied=True)  # for its tokenizer
     torch.manual_seed(0)
     settings = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4, eos_token_id=EOS,

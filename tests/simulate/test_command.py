@@ -21,8 +21,15 @@ SMALL = [
 def test_the_table_has_a_row_for_each_plan_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     main(SMALL)
     lines = capsys.readouterr().out.splitlines()
-    rows = {line.split()[0]: line.split() for line in lines if line.startswith(("sync", "one_step_off", "fully_async"))}
+    rows = {
+        line.split()[0]: line.split()
+        for line in lines
+        if line.startswith(("sync", "streamed", "one_step_off", "fully_async"))
+    }
     assert float(rows["sync"][2]) == 1.0 < float(rows["one_step_off"][2]) < float(rows["fully_async"][2])
+    assert float(rows["streamed"][2]) > 1.0
+    assert all(float(rows[plan][4]) > 0 for plan in ("sync", "streamed", "one_step_off"))
+    assert rows["fully_async"][4] == "-", "no formula"
     assert any("(G+T)/max(G,T)" in line for line in lines)
     assert lines[-1].startswith("recommended: trainer.plan=fully_async trainer.max_staleness=")
 

@@ -1,0 +1,106 @@
+"""A dispatch whose ranks are processes without Ray, and which keeps the gradients."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from skyasync.config.schema import Config
+from skyasync.weight_sync.update import WeightUpdate
+from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.ranks import joined, split_for_ranks
+from tests.workers.processes import Rank, Ranks
+
+
+class DoubleWorker(PolicyWorker):
+    """Keeps and computes everything in float64, and hands weights over in the float32 that an engine has."""
+
+    def master_dtype(self) -> torch.dtype:
+        return torch.float64
+
+    def setup(self, *args: Any) -> None:
+        super().setup(*args)
+        self.dtype = torch.float32
+
+
+class RanksDispatch:
+    """What a run with one policy asks of ``WorkerDispatch``.
+
+    Attributes:
+        rows: of every ``forward_backward``, how many each rank had.
+    """
+
+    def __init__(self, cfg: Config, ranks: Ranks, worker: type[PolicyWorker] = PolicyWorker) -> None:
+        self._ranks = ranks
+        self.rows: list[list[int]] = []
+        ranks.set_up(worker, cfg)
+        ranks.call(_note_gradients)
+
+    def gradients(self) -> list[Tensor]:
+        """Of every optimizer step, as the weights were changed by it."""
+        return [torch.from_numpy(found) for found in self._ranks.call(_noted)[0]]
+
+    async def start(self, total_steps: int = 0) -> None: ...
+
+    async def forward_backward(self, batch: TrainingBatch) -> None:
+        shards = split_for_ranks(batch, self._ranks.count)
+        self.rows.append([len(rows) for rows in shards])
+        letters = [pickle.dumps(batch.select(rows).trim()) for rows in shards]
+        pieces = [pickle.loads(answer) for answer in await self._call(_forward_backward, letters)]
+        if batch.proximal_logprobs is None:
+            batch.proximal_logprobs = joined(batch, shards, pieces)
+
+    async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
+        return (await self._call(_method, "optimizer_step", schedule_step, scale))[0]
+
+    async def publish_weights(self, version: int) -> WeightUpdate:
+        return WeightUpdate(version, "shared_memory", {"path": (await self._call(_method, "publish"))[0]})
+
+    async def send_weights(self, update: WeightUpdate) -> None: ...
+
+    async def release_weights(self, update: WeightUpdate) -> None:
+        PolicyWorker.release(None, update.info["path"])  # type: ignore[arg-type]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return (await self._call(_method, "score", sequences))[0]
+
+    async def stats(self) -> dict[str, Any]:
+        return {"busy_s": 0.0, "reference_busy_s": 0.0}
+
+    async def shutdown(self) -> None: ...
+
+    async def _call(self, *call: Any) -> list[Any]:
+        return await asyncio.to_thread(self._ranks.call, *call)
+
+
+def _forward_backward(rank: Rank, letters: list[bytes]) -> bytes:
+    return pickle.dumps(rank.worker.forward_backward(pickle.loads(letters[rank.rank])))
+
+
+def _method(rank: Rank, name: str, *args: Any) -> Any:
+    return getattr(rank.worker, name)(*args)
+
+
+def _note_gradients(rank: Rank) -> None:
+    found, clip = rank.notes.setdefault("gradients", []), rank.worker._clip
+
+    def noted() -> float:
+        found.append(torch.cat([_whole(p.grad).flatten() for p in rank.worker.model.parameters()]).numpy())
+        return clip()
+
+    rank.worker._clip = noted
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+def _noted(rank: Rank) -> list[Any]:
+    return rank.notes["gradients"]
