@@ -81,10 +81,13 @@ async def test_stopping_cancels_training_waits_for_the_parts_and_is_no_error():
 
 
 async def test_stopping_before_anything_runs_or_after_the_end_is_no_error():
-    running = Controller(Experiment(), {})
+    experiment = Experiment()
+    running = Controller(experiment, {})
     await running.stop()
-    await running.run()
+    assert not experiment.trainer.begun.is_set()
+    assert await running.run() == {"reward/mean": 1.0}
     await running.stop()
+    assert experiment.closed == 1
 
 
 async def test_a_cancellation_that_nobody_asked_for_is_an_error_and_not_a_stop():

@@ -141,7 +141,7 @@ class Episodes:
         return cast(StepResult, step)
 
     def _returned(self, name: str, episode: _Episode) -> bool:
-        """A call has returned; true if somebody has wanted to close its episode meanwhile, which is now up to it."""
+        """A call of the environment has returned; true if its episode was ended meanwhile: the caller must close it."""
         with self._lock:
             episode.busy = False
             if episode.ended:

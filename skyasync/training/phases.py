@@ -1,7 +1,7 @@
 """The phases of a step, measured and limited.
 
-Invariant: every phase is a span on the timeline and a metric, under the same name, and none that other parts decide
-the end of goes on for ever. Time is that of the event loop, so this holds on virtual time too.
+Invariant: every phase is a span on the timeline and a metric, under the same name. A phase that waits for other parts
+has a time limit. Time is the event loop's, so this holds on virtual time too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a trainer saves of a run, and goes on from.
 
-Invariant: a checkpoint holds everything that decides the rest of the run but the data itself, and guards against
-other data. It shows the state between two steps: weights are never saved while a step is changing them.
+Invariant: a checkpoint holds everything that decides the rest of the run, except the data, which it recognises: with
+other data the run does not go on. It is always the state between two steps, never that of a step half done.
 """
 
 from __future__ import annotations
