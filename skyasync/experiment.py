@@ -36,6 +36,7 @@ from skyasync.registry import absolute_reference
 from skyasync.rewards.settings import settle_references
 from skyasync.rollout.tokenizer import quick_tokenizer
 from skyasync.trainer import RayPPOTrainer
+from skyasync.workers.roles import POLICY, ROLES, Role
 
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
 
@@ -88,7 +89,7 @@ class BasePPOExp:
         """The placement of all workers and engines, granted by Ray within ``timeout`` seconds."""
         from skyasync.cluster.placement import plan_slots, reserve
 
-        slots = plan_slots(self.cfg, gpus=self.gpus, with_reference=self.needs_reference())
+        slots = plan_slots(self.cfg, gpus=self.gpus, roles=self.roles())
         return reserve(slots, timeout, self.placement_name)
 
     def get_inference_client(self) -> Any:
@@ -107,7 +108,8 @@ class BasePPOExp:
             for index in range(generator.num_inference_engines)
         ]
         slots = self._placement.slots
-        at_once = len(slots.policy) if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
+        devices = len(slots.of[POLICY])
+        at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
         return InferenceClient(engines, generator.request_timeout_s, lambda: self._tokenizer, at_once)
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
@@ -147,13 +149,12 @@ class BasePPOExp:
         return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
 
     def get_dispatch(self) -> Any:
-        """The policy's and the reference model's processes; their models load in ``start``."""
+        """The processes of all roles; their models load in ``start``."""
         from skyasync.workers.dispatch import RayWorkerDispatch
 
         return RayWorkerDispatch(
             self.cfg,
-            self._placement.ranks("policy"),
-            self._placement.ranks("reference"),
+            {role.name: self._placement.ranks(role.name) for role in self.roles()},
             self.engine_config().weight_sync_backend,
         )
 
@@ -204,7 +205,7 @@ class BasePPOExp:
         from skyasync.cluster.ray_cluster import cluster
         from skyasync.controller import run_in_controller
 
-        with cluster(self.cfg, with_reference=self.needs_reference()) as gpus:
+        with cluster(self.cfg, roles=self.roles()) as gpus:
             self.gpus, self._begun = gpus, True
             if line := chosen_backend(self.cfg, gpus=gpus):
                 print(line)
@@ -251,13 +252,17 @@ class BasePPOExp:
         self.run_dir.save_config(dump_config(self.cfg))
 
     def _settle_models(self) -> None:
-        trainer = self.cfg.trainer
-        trainer.policy.model.path = model_path(trainer.policy.model.path)
-        check_model(trainer.policy.model.path, self.cfg, own_tokenizer=not self._is_ours("get_tokenizer"))
-        reference = trainer.ref.model.path
-        trainer.ref.model.path = model_path(reference or trainer.policy.model.path)
-        if reference and self.needs_reference():
-            check_model(trainer.ref.model.path, self.cfg, key="trainer.ref.model.path", own_tokenizer=True)
+        """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's."""
+        wanted = self.roles()
+        for role in ROLES.values():
+            model = role.own_model(self.cfg)
+            if model is None:
+                continue
+            named, key = model.path, f"{role.section}.model.path"
+            model.path = model_path(named, key) if named else model_path(role.model(self.cfg).path)
+            if role in wanted and (named or role.name == POLICY):
+                brings_tokenizer = role.name != POLICY or not self._is_ours("get_tokenizer")
+                check_model(model.path, self.cfg, key=key, own_tokenizer=brings_tokenizer)
 
     def _settle_references(self) -> None:
         """Files by their absolute paths: a cluster's processes work in another folder."""
@@ -355,9 +360,17 @@ class BasePPOExp:
     def _tokenizer(self) -> Any:
         return self.get_tokenizer()
 
+    def roles(self) -> list[Role]:
+        """The run's roles, the policy first: by the table, or as a method ``needs_<role>`` of the experiment says."""
+
+        def needed(role: Role) -> bool:
+            own = getattr(self, f"needs_{role.name}", None)
+            return own() if own else role.wanted(self.cfg)
+
+        return [role for role in ROLES.values() if needed(role)]
+
     def needs_reference(self) -> bool:
-        algorithm = self.cfg.trainer.algorithm
-        return algorithm.use_kl_loss or algorithm.use_kl_in_reward
+        return ROLES["reference"].wanted(self.cfg)
 
     def engine_config(self) -> EngineConfig:
         return engine_config(self.cfg, gpus=self.gpus)

@@ -38,6 +38,7 @@ REGISTRIES = (
     "skyasync.observe:TRACKERS",
     "skyasync.plans:PLANS",
     "skyasync.rewards:REWARDS",
+    "skyasync.workers.roles:ROLES",
 )
 UserParts = dict[str, dict[str, Any]]
 _FILE_MODULES: dict[Path, ModuleType] = {}

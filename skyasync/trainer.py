@@ -316,6 +316,13 @@ class RayPPOTrainer(Views):
         """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
         return estimates.drop_truncated(self.cfg.trainer.algorithm, groups, self.metrics)
 
+    async def ask_roles(self, batch: TrainingBatch) -> TrainingBatch:
+        """Let models and scorers of one's own look at a batch, before its rewards are shaped.
+
+        ``await self.dispatch.ask("role", "method", batch)``; see ``skyasync.workers.roles``.
+        """
+        return batch
+
     def shape_rewards(self, batch: TrainingBatch) -> TrainingBatch:
         """Truncation, length penalty, scale, clip, normalisation of ``batch.rewards``."""
         return estimates.shape_rewards(self.cfg.trainer.algorithm, batch, self.metrics)

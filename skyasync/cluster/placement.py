@@ -9,56 +9,56 @@ name is given back by ``release``, whoever reserved it and however that one ende
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyasync.errors import UserError
+from skyasync.workers.roles import POLICY, ROLES, Role
+
+ENGINES = "engines"
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Bundle numbers by role; ``share`` is the part of a bundle's devices that an actor of the role takes."""
+    """Bundle numbers by role, and of the "engines"; ``share`` is the part of a bundle's devices that an actor takes."""
 
     bundles: tuple[dict[str, float], ...]
-    policy: tuple[int, ...]
-    reference: tuple[int, ...]
-    engines: tuple[int, ...]
+    of: Mapping[str, tuple[int, ...]]
     share: Mapping[str, float]
 
 
-def plan_slots(cfg: Any, *, gpus: bool, with_reference: bool) -> Slots:
-    """The bundles that a configuration needs, and who goes where."""
-    placement, generator = cfg.trainer.placement, cfg.generator
-    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    reference = 0
-    if with_reference:
-        reference = (
-            policy if placement.colocate_policy_ref else placement.ref_num_nodes * placement.ref_num_gpus_per_node
-        )
-    bundles = [_bundle(gpus, 1)] * policy
-    policy_slots = tuple(range(policy))
-    reference_slots = policy_slots if placement.colocate_policy_ref else tuple(range(policy, policy + reference))
-    bundles += [_bundle(gpus, 1)] * (0 if placement.colocate_policy_ref else reference)
-    engines = generator.num_inference_engines
-    if placement.colocate_all:
-        engine_slots = tuple(i % policy for i in range(engines))
+def plan_slots(cfg: Any, *, gpus: bool, roles: Sequence[Role]) -> Slots:
+    """The bundles that a configuration needs, and who goes where.
+
+    Args:
+        roles: those of the run, the policy first.
+    """
+    generator, together = cfg.generator, cfg.trainer.placement.colocate_all
+    engines, tensor_parallel = generator.num_inference_engines, generator.inference_engine_tensor_parallel_size
+    bundles: list[dict[str, float]] = []
+    of: dict[str, tuple[int, ...]] = {}
+    for role in roles:
+        if role.shares(cfg):
+            of[role.name] = of[POLICY]
+        else:
+            of[role.name] = _next(bundles, role.size(cfg), _bundle(gpus and role.gpu, 1))
+    policy = len(of[POLICY])
+    if together:
+        of[ENGINES] = tuple(i % policy for i in range(engines))
     else:
-        engine_slots = tuple(range(len(bundles), len(bundles) + engines))
-        bundles += [_bundle(gpus, generator.inference_engine_tensor_parallel_size)] * engines
-    shared = with_reference and placement.colocate_policy_ref
-    per_slot = 1 + shared + (-(-engines // policy) if placement.colocate_all else 0)
-    return Slots(
-        bundles=tuple(bundles),
-        policy=policy_slots,
-        reference=reference_slots if with_reference else (),
-        engines=engine_slots,
-        share={
-            "policy": _share(per_slot),
-            "reference": _share(per_slot) if shared else 1.0,
-            "engines": _share(per_slot) if placement.colocate_all else 1.0,
-        },
-    )
+        of[ENGINES] = _next(bundles, engines, _bundle(gpus, tensor_parallel))
+    sharing = [role.name for role in roles if role.name == POLICY or role.shares(cfg)]
+    per_slot = len(sharing) + (-(-engines // policy) if together else 0)
+    shared = {*sharing, ENGINES} if together else {*sharing}
+    share = {name: _share(per_slot) if name in shared else 1.0 for name in of}
+    return Slots(tuple(bundles), of, share)
+
+
+def _next(bundles: list[dict[str, float]], count: int, kind: dict[str, float]) -> tuple[int, ...]:
+    """Add so many bundles; their numbers."""
+    bundles += [kind] * count
+    return tuple(range(len(bundles) - count, len(bundles)))
 
 
 def _share(actors: int) -> float:
@@ -78,10 +78,10 @@ class Placement:
     group: Any
 
     def options(self, role: str, index: int) -> dict[str, Any]:
-        """Ray's actor options for the ``index``-th actor of a role ("policy", "reference", "engines")."""
+        """Ray's actor options for the ``index``-th actor of a role, or of the "engines"."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        slot = getattr(self.slots, role)[index]
+        slot = self.slots.of[role][index]
         share, bundle = self.slots.share[role], self.slots.bundles[slot]
         return {
             "num_cpus": bundle["CPU"] * share,
@@ -95,9 +95,9 @@ class Placement:
         """Where the ranks of a model go; None for a role that nothing needs."""
         from skyasync.workers.ranks import WorkerPlacement
 
-        slots, share = getattr(self.slots, role), self.slots.share[role]
-        if not slots:
+        if role not in self.slots.of:
             return None
+        slots, share = self.slots.of[role], self.slots.share[role]
         bundle = self.slots.bundles[slots[0]]
         return WorkerPlacement(
             group=self.group,
@@ -164,7 +164,7 @@ def share_threads(cfg: Any, cores: int, *, overlap: bool) -> tuple[int, int]:
 
     Phases that take turns may each use all cores; phases that overlap divide them.
     """
-    ranks = cfg.trainer.placement.policy_num_nodes * cfg.trainer.placement.policy_num_gpus_per_node
+    ranks = ROLES[POLICY].size(cfg)
     engines = cfg.generator.num_inference_engines
     if overlap:
         each = max(1, cores // (ranks + engines))

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from skyasync.cluster.placement import missing, plan_slots, too_small
 from skyasync.errors import UserError
+from skyasync.workers.roles import Role
 
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
 
 
 @contextmanager
-def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
+def cluster(cfg: Any, *, roles: Sequence[Role]) -> Iterator[bool]:
     """Ray is up inside; yields whether there are GPUs.
 
     Raises:
@@ -33,10 +34,10 @@ def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
 
     mine = not ray.is_initialized()
     if mine:
-        _join(ray, cfg.ray.address) if cfg.ray.address else _start(cfg, with_reference)
+        _join(ray, cfg.ray.address) if cfg.ray.address else _start(cfg, roles)
     try:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
-        slots = plan_slots(cfg, gpus=gpus, with_reference=with_reference)
+        slots = plan_slots(cfg, gpus=gpus, roles=roles)
         if mine and not cfg.ray.address and missing(slots):
             raise too_small(slots, "on this machine")
         yield gpus
@@ -85,8 +86,8 @@ def _knock(address: str) -> None:
         raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
 
 
-def _start(cfg: Any, with_reference: bool) -> None:
-    bundles = plan_slots(cfg, gpus=False, with_reference=with_reference).bundles
+def _start(cfg: Any, roles: Sequence[Role]) -> None:
+    bundles = plan_slots(cfg, gpus=False, roles=roles).bundles
     has_gpus = os.path.exists("/dev/nvidia0")
     start_on_loopback(
         num_cpus=max(os.cpu_count() or 1, len(bundles)), object_store_memory=None if has_gpus else SMALL_OBJECT_STORE

@@ -9,27 +9,23 @@ from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 
 
-def model_path(path: str) -> str:
+def model_path(path: str, key: str = "trainer.policy.model.path") -> str:
     """A local folder's absolute path, a hub name as it is, or what ``module:function`` makes.
 
     Raises:
         UserError: if no model is named, or a local path has none.
     """
     if not path:
-        raise UserError(
-            "trainer.policy.model.path is empty: name a Hugging Face model, a local folder, or module:function"
-        )
+        raise UserError(f"{key} is empty: name a Hugging Face model, a local folder, or module:function")
     if ":" in path and not Path(path).exists():
-        return str(resolve_reference(path, kind="trainer.policy.model.path")())
+        return str(resolve_reference(path, kind=key)())
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"trainer.policy.model.path={path!r} is a folder without config.json")
+            raise UserError(f"{key}={path!r} is a folder without config.json")
         return str(folder.resolve())
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UserError(
-            f"trainer.policy.model.path={path!r} is neither a local folder nor a Hugging Face name (owner/name)"
-        )
+        raise UserError(f"{key}={path!r} is neither a local folder nor a Hugging Face name (owner/name)")
     return path
 
 

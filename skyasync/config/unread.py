@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from skyasync.config import conditions
-from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.algorithm import KL, AlgorithmConfig
 from skyasync.config.help import written
 from skyasync.config.keys import Key, Keys
 from skyasync.config.rules import Plan, functions
@@ -108,8 +108,8 @@ def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
             f"{_ALGORITHM}ratio_anchor={algorithm.ratio_anchor} has no effect with {_ALGORITHM}policy_loss_type="
             f"{algorithm.policy_loss_type}, whose ratio has no anchor to choose: leave it at proximal"
         )
-    kl = algorithm.use_kl_loss or algorithm.use_kl_in_reward
-    if "trainer.ref.model.path" in changed and not kl and trainer.ref.model.path != trainer.policy.model.path:
+    unused = "trainer.ref.model.path" in changed and not conditions.holds(KL, cfg)
+    if unused and trainer.ref.model.path != trainer.policy.model.path:
         yield (
             f"trainer.ref.model.path={trainer.ref.model.path} has no effect without a KL term: set "
             f"{_ALGORITHM}use_kl_loss=true or {_ALGORITHM}use_kl_in_reward=true, or leave it empty"

@@ -14,6 +14,7 @@ from skyasync.planning.machine import Machine, parse_size, this_machine
 from skyasync.planning.plan import MemoryPlan, make_plan
 from skyasync.planning.shape import read_shape
 from skyasync.planning.show import as_json, print_plan
+from skyasync.workers.roles import POLICY, wanted_roles
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 HELP = """\
@@ -61,13 +62,14 @@ def show_plan(cfg: Config, options: Options) -> bool:
     """Print the plan of a run; whether it fits."""
     machine = _machine(options)
     shape = read_shape(model_path(cfg.trainer.policy.model.path))
-    algorithm, reference = cfg.trainer.algorithm, None
-    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
-        path = cfg.trainer.ref.model.path
-        reference = read_shape(model_path(path)) if path else shape
+    shapes = {}
+    for role in wanted_roles(cfg):
+        own = role.own_model(cfg)
+        if role.name != POLICY and own and own.path:
+            shapes[role.name] = read_shape(model_path(own.path, f"{role.section}.model.path"))
 
     def planned(settings: Config) -> MemoryPlan:
-        return make_plan(settings, shape, machine, reference=reference)
+        return make_plan(settings, shape, machine, shapes=shapes)
 
     plan = planned(cfg)
     advice = {} if plan.fits else advise(cfg, plan, planned)

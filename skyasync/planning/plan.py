@@ -6,9 +6,10 @@ shown at the moment when it holds most.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyasync.cluster.placement import Slots, plan_slots
+from skyasync.cluster.placement import ENGINES, Slots, plan_slots
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
@@ -17,6 +18,7 @@ from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, publishing, scoring, updating
 from skyasync.planning.work import batch_bytes, largest_micro_batch
+from skyasync.workers.roles import POLICY, ROLES, Role, wanted_roles
 
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
@@ -63,36 +65,75 @@ class MemoryPlan:
         return self.gpus_asked <= self.machine.gpus and all(place.fits for place in self.places)
 
 
-def make_plan(cfg: Config, shape: ModelShape, machine: Machine, *, reference: ModelShape | None = None) -> MemoryPlan:
+def make_plan(
+    cfg: Config, shape: ModelShape, machine: Machine, *, shapes: Mapping[str, ModelShape] | None = None
+) -> MemoryPlan:
     """What a run of ``cfg`` needs.
 
     Args:
-        reference: the reference model's shape, where something asks for one.
+        shape: the policy's.
+        shapes: by role, those of models of their own; a role that names none has the policy's.
     """
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
-    slots = plan_slots(cfg, gpus=gpus, with_reference=reference is not None)
-    roles = {"policy": len(slots.policy), "reference": len(slots.reference), "engines": len(slots.engines)}
-    rank = _rank(cfg, shape, gpus=gpus, ranks=roles["policy"])
-    per_device = -(-roles["engines"] // roles["policy"]) if placement.colocate_all else 1
+    slots = plan_slots(cfg, gpus=gpus, roles=wanted_roles(cfg))
+    roles = {role: len(bundles) for role, bundles in slots.of.items()}
+    rank = _rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
+    per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
+    others = tuple(
+        _other(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
+        for role in wanted_roles(cfg)
+        if role.name != POLICY and role.own_model(cfg) is not None
+    )
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
     settings = engine_config(cfg, gpus=gpus)
     engine = engine_memory(cfg, settings, shape, backend=backend(cfg), b=_bytes(settings.dtype, gpus=gpus), share=share)
-    parts = _Parts(cfg, shape, machine, rank, engine, roles, reference, per_device)
+    parts = _Parts(cfg, shape, machine, rank, engine, roles, others, per_device)
+    processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
     return MemoryPlan(
-        shape, machine, {"controller": 1, **{role: n for role, n in roles.items() if n}, "environments":
-        cfg.environment.num_workers}, slots, tuple(parts.places()), rank, engine,
+        shape, machine, processes, slots, tuple(parts.places()), rank, engine,
     )  # fmt: skip
 
 
-def _rank(cfg: Config, shape: ModelShape, *, gpus: bool, ranks: int) -> Rank:
+@dataclass(frozen=True)
+class _Other:
+    """A role's model beside the policy."""
+
+    name: str
+    shape: ModelShape
+    rank: Rank
+    shared: bool  # on the policy's devices
+
+    @property
+    def held(self) -> Lines:
+        return _named(held(self.shape, self.rank), self.name)
+
+    @property
+    def phase(self) -> str:
+        return "update" if self.rank.trained else "log-probabilities"
+
+    @property
+    def at_work(self) -> Lines:
+        return (updating if self.rank.trained else scoring)(self.shape, self.rank)
+
+
+def _other(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bool, ranks: int) -> _Other:
+    if role.trains:
+        rank = _rank(cfg, shape, role, gpus=gpus, ranks=ranks)
+    else:
+        b = _bytes(role.model(cfg).dtype, gpus=gpus)
+        rank = Rank(ranks, b, policy.work, trained=False, shaped=policy.shaped)
+    return _Other(role.name, shape, rank, role.shares(cfg))
+
+
+def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int) -> Rank:
     trainer, sampling = cfg.trainer, cfg.generator.sampling_params
     work, count = largest_micro_batch(
         cfg, shape, gpus=gpus, ranks=ranks, rows_limit=trainer.micro_train_batch_size_per_gpu
     )
-    asked = str(trainer.policy.gradient_checkpointing).lower()
+    asked = str(role.settings(cfg).gradient_checkpointing).lower()
     return Rank(
         ranks=ranks,
-        b=_bytes(trainer.policy.model.dtype, gpus=gpus),
+        b=_bytes(role.model(cfg).dtype, gpus=gpus),
         work=work,
         micro_batches=count,
         checkpointing=gpus if asked not in ("true", "false") else asked == "true",  # auto: on a GPU
@@ -115,7 +156,7 @@ class _Parts:
     rank: Rank
     engine: EngineMemory
     roles: dict[str, int]
-    reference: ModelShape | None
+    others: tuple[_Other, ...]
     engines_per_device: int
 
     def places(self) -> list[Place]:
@@ -128,16 +169,17 @@ class _Parts:
     def _gpus(self) -> list[Place]:
         placement, room = self.cfg.trainer.placement, self.machine.gpu_memory
         policy = {
-            phase: lines | {"context": CONTEXT * (2 if self._shared_reference else 1)}
-            for phase, lines in self._training_phases(shared=self._shared_reference).items()
+            phase: lines | {"context": CONTEXT * (1 + len(self._beside_policy))}
+            for phase, lines in self._training_phases().items()
         }
         if placement.colocate_all:
-            return [_fullest("policy and engines", self.roles["policy"], room, self._taking_turns(policy))]
-        places = [_fullest("policy", self.roles["policy"], room, policy)]
-        if self.reference is not None and not self._shared_reference:
-            lines = scoring(self.reference, self._reference_rank()) | {"context": CONTEXT}
-            places.append(Place("reference", self.roles["reference"], room, "log-probabilities", lines))
-        devices = self.roles["engines"] * self.cfg.generator.inference_engine_tensor_parallel_size
+            return [_fullest("policy and engines", self.roles[POLICY], room, self._taking_turns(policy))]
+        places = [_fullest("policy", self.roles[POLICY], room, policy)]
+        for other in self.others:
+            if not other.shared:
+                lines = other.at_work | {"context": CONTEXT}
+                places.append(Place(other.name, other.rank.ranks, room, other.phase, lines))
+        devices = self.roles[ENGINES] * self.cfg.generator.inference_engine_tensor_parallel_size
         share = int(room * self.cfg.generator.gpu_memory_utilization)
         return [*places, Place("engines", devices, share, "generation", self.engine.lines)]
 
@@ -154,33 +196,29 @@ class _Parts:
             | {"context": contexts},
         }
 
-    def _training_phases(self, *, shared: bool) -> dict[str, Lines]:
+    def _training_phases(self) -> dict[str, Lines]:
+        """Of a policy's device: one model at a time works, the others wait."""
+        idle: Lines = {}
+        for other in self._beside_policy:
+            idle |= other.held
         phases = {"update": updating(self.shape, self.rank), "log-probabilities": scoring(self.shape, self.rank)}
-        if self.reference is None or not shared:
-            return phases
-        beside = _named(held(self.reference, self._reference_rank()), "reference")
-        phases = {phase: lines | beside for phase, lines in phases.items()}
-        return phases | {
-            "reference": held(self.shape, self.rank)
-            | _named(scoring(self.reference, self._reference_rank()), "reference")
-        }
+        phases = {phase: lines | idle for phase, lines in phases.items()}
+        for other in self._beside_policy:
+            phases[other.name] = held(self.shape, self.rank) | idle | _named(other.at_work, other.name)
+        return phases
 
     @property
-    def _shared_reference(self) -> bool:
-        return self.reference is not None and self.cfg.trainer.placement.colocate_policy_ref
-
-    def _reference_rank(self) -> Rank:
-        dtype = (self.cfg.trainer.ref.model if self.cfg.trainer.ref.model.path else self.cfg.trainer.policy.model).dtype
-        b = _bytes(dtype, gpus=self.machine.gpus > 0)
-        return Rank(self.roles["reference"], b, self.rank.work, trained=False, shaped=self.rank.shaped)
+    def _beside_policy(self) -> list[_Other]:
+        return [other for other in self.others if other.shared]
 
     # ------------------------------------------------------------ hosts
 
     def _host_beside_gpus(self) -> Place:
         """Of the first policy node, which hands over the weights."""
-        nodes, ranks = self.cfg.trainer.placement.policy_num_nodes, self.roles["policy"]
+        nodes, ranks = self.cfg.trainer.placement.policy_num_nodes, self.roles[POLICY]
         here = ranks // nodes
-        always = self._processes(here, -(-self.roles["engines"] // nodes)) | {"batch": 2 * batch_bytes(self.cfg)}
+        processes = self._processes(here * (1 + len(self._beside_policy)), -(-self.roles[ENGINES] // nodes))
+        always = processes | {"batch": 2 * batch_bytes(self.cfg)}
         if self.cfg.trainer.placement.colocate_all:
             always["offloaded policy"] = here * sum(held(self.shape, self.rank).values())
         phases = {"training": always, "hand-over": always | self._hand_over()}
@@ -190,11 +228,12 @@ class _Parts:
         return _fullest("host", nodes, self.machine.host_memory, phases)
 
     def _host_without_gpus(self) -> Place:
-        ranks, engines = self.roles["policy"], self.roles["engines"]
-        always = self._processes(ranks, engines) | _named(self.engine.lines, "engines", engines)
+        ranks, engines = self.roles[POLICY], self.roles[ENGINES]
+        workers = sum(self.roles.values()) - engines
+        always = self._processes(workers, engines) | _named(self.engine.lines, "engines", engines)
         always["batch"] = 2 * batch_bytes(self.cfg)
-        if self.reference is not None:
-            always |= _named(held(self.reference, self._reference_rank()), "reference", self.roles["reference"])
+        for other in self.others:
+            always |= {what: other.rank.ranks * size for what, size in other.held.items()}
         idle = held(self.shape, self.rank)
         phases = {
             phase: always | _named(lines, "policy", ranks)
@@ -208,13 +247,10 @@ class _Parts:
             phases["checkpoint"] = always | _named(idle, "policy", ranks) | {"checkpoint": ranks * sum(idle.values())}
         return _fullest("host", 1, self.machine.host_memory, phases)
 
-    def _processes(self, ranks: int, engines: int) -> Lines:
+    def _processes(self, workers: int, engines: int) -> Lines:
         each = PROCESS[self.machine.gpus > 0]
-        policy_like = ranks * (2 if self._shared_reference else 1)
         vllm = 2 if backend(self.cfg) == "vllm" else 1  # an actor, and the core's process
-        return {
-            "processes": each * (1 + policy_like + vllm * engines) + PROCESS[False] * self.cfg.environment.num_workers
-        }
+        return {"processes": each * (1 + workers + vllm * engines) + PROCESS[False] * self.cfg.environment.num_workers}
 
     def _hand_over(self) -> Lines:
         if engine_config(self.cfg, gpus=self.machine.gpus > 0).weight_sync_backend == "nccl":

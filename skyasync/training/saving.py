@@ -71,7 +71,7 @@ class Saving:
         )
         with self._phases.timed("checkpoint"):
             async with self._phases.limited("checkpoint"):
-                folder = await self.checkpoints.save(state, lambda path: dispatch.save(path / "policy"))
+                folder = await self.checkpoints.save(state, dispatch.save)
         self._saved_step = progress.step
         return folder
 
@@ -82,7 +82,7 @@ class Saving:
             return False
         state = load_state(folder, seed=self._cfg.seed, dataset_size=self._dataset_size)
         async with self._phases.limited("loading of the checkpoint"):
-            await self._learner.dispatch.load(folder / "policy")
+            await self._learner.dispatch.load(folder)
         if self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self._learner.kl_controller.value = state.kl_coef
         self._progress.resumed(state.step, state.position, state.ahead)

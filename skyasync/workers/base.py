@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,45 +23,33 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from skyasync.algorithms.sampled import SampledDistribution
-from skyasync.config.schema import Config, ModelConfig
+from skyasync.config.schema import ModelConfig
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.loading import load_sharded
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
 from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
-from skyasync.workers.ranks import LOOPBACK
+from skyasync.workers.worker import LOOPBACK, Worker
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Where the user sets none. On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are
 computed about 1.4 times faster than 16,384 at once (benchmarks/update_speed.py)."""
 
 
-class ModelWorker:
-    """Holds one rank of a model. Plain Python: the dispatch makes it an actor, a test may call it directly.
+class ModelWorker(Worker):
+    """Holds one rank of a model, that of its role's section.
 
     Use: construct on every rank, ``open_rendezvous`` on rank 0, ``setup`` on all ranks at once.
 
     Args:
-        device: "cpu" or "cuda".
-        threads: CPU threads of this rank; 0 leaves the library's default.
+        args, kwargs: those of :class:`Worker`.
     """
 
-    def __init__(self, cfg: Config, rank: int = 0, world_size: int = 1, device: str = "cpu", threads: int = 0) -> None:
-        self.cfg = cfg
-        self.rank = rank
-        self.world_size = world_size
-        self.device = torch.device(device)
-        self._store: Any = None
-        if threads:
-            torch.set_num_threads(threads)
+    _store: Any = None
 
     def model_config(self) -> ModelConfig:
         """Which model this worker holds."""
-        raise NotImplementedError
-
-    def node(self) -> tuple[str, str]:
-        """Identity and address of this rank's Ray node."""
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return self.role.model(self.cfg)
 
     def open_rendezvous(self, host: str) -> int:
         """Rank 0 listens on a free port of ``host``, which is returned; bound here, so nobody else can take it."""
@@ -169,10 +156,6 @@ class ModelWorker:
 
     def _move(self, device: torch.device) -> None:
         move_weights(self.model, device)
-
-    def ready(self) -> int:
-        """Answers (with the process id) once the calls before it are done."""
-        return os.getpid()
 
     def _micro_batches(self, batch: TrainingBatch, max_rows: int) -> Iterator[MicroBatch]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""

@@ -1,9 +1,10 @@
-"""The policy's and the reference's ranks as Ray actors, behind one object.
+"""All roles of a run behind one object, wherever their ranks are.
 
-Invariant: a batch is cut into one shard per rank, and whatever comes back is in the batch's order; how the ranks are
-called, and fail, is in ``skyasync.workers.ranks``.
+Invariant: every role of the table is started, asked, trained, moved, saved and stopped in the same way. A batch is cut
+into one shard per rank, and whatever comes back is in the batch's order; how the ranks are called, and fail, is in
+``skyasync.workers.ranks``.
 
-    trainer ──▶ dispatch ──▶ one shard of the batch per rank (object store, once) ──▶ actors
+    trainer ──▶ dispatch ──▶ one shard of the batch per rank (object store, once) ──▶ actors of the role
                    ▲                                                                    │
                    └───────────── results in the batch's order ◀────────────────────────┘
 """
@@ -11,81 +12,103 @@ called, and fail, is in ``skyasync.workers.ranks``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.registry import user_parts
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TrainingBatch
 from skyasync.workers.broadcast import Broadcast
-from skyasync.workers.ranks import RankGroup, WorkerPlacement, joined, split_for_ranks
+from skyasync.workers.ranks import RankGroup, WorkerPlacement
+from skyasync.workers.roles import POLICY, ROLES
 
 
-class RayWorkerDispatch:
+class Group(Protocol):
+    """The ranks of one role; ``RankGroup`` says what each method does."""
+
+    @property
+    def busy_s(self) -> float: ...
+    async def start(self, cfg: Config, total_steps: int = 0) -> None: ...
+    async def on_rows(self, method: str, batch: TrainingBatch) -> Tensor | None: ...
+    async def call(self, method: str, *args: Any) -> list[Any]: ...
+    async def call_first(self, method: str, *args: Any) -> Any: ...
+    def kill(self) -> None: ...
+
+
+class Dispatch:
     """Implements :class:`skyasync.workers.protocol.WorkerDispatch`.
 
-    Making it starts the ranks' processes and waits for nothing; :meth:`start` loads the models.
-
     Args:
-        reference: None if nothing asks for the reference model.
-        weight_sync_backend: how the engines expect the weights, ``shared_memory`` or ``nccl``.
+        groups: of the run's roles, by their names, the policy first.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        policy: WorkerPlacement,
-        reference: WorkerPlacement | None = None,
-        weight_sync_backend: str = "shared_memory",
-    ) -> None:
-        self._cfg = cfg
-        self._policy = RankGroup("skyasync.workers.policy:PolicyWorker", policy)
-        self._reference = RankGroup("skyasync.workers.reference:ReferenceWorker", reference) if reference else None
-        workers = cfg.generator.num_inference_engines * cfg.generator.inference_engine_tensor_parallel_size
-        self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
+    def __init__(self, cfg: Config, groups: Mapping[str, Group]) -> None:
+        self._cfg, self._groups = cfg, groups
+        self._broadcast: Broadcast | None = None
 
     async def start(self, total_steps: int = 0) -> None:
-        """Load the models. ``cfg.trainer.policy.model.path`` is a folder or hub name.
+        """Load what the roles hold. ``cfg.trainer.policy.model.path`` is a folder or hub name.
 
         Args:
             total_steps: optimizer steps of the run, for learning rates that decay.
         """
-        loading = [self._policy.start(self._cfg, total_steps=total_steps, parts=user_parts())]
-        if self._reference is not None:
-            loading.append(self._reference.start(self._cfg))
         try:
             async with asyncio.timeout(self._cfg.trainer.step_timeout_s):
-                await asyncio.gather(*loading)
+                await asyncio.gather(*(group.start(self._cfg, total_steps) for group in self._groups.values()))
         except BaseException:
             await self.shutdown()
             raise
 
+    # ---------------------------------------------------------------- any role
+
+    async def ask(self, role: str, method: str, batch: TrainingBatch) -> Tensor:
+        """What a role's workers say of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
+
+        They are sent tokens, masks and groups, and the columns that the role's entry names.
+        """
+        columns = {name: getattr(batch, name) for name in ROLES[role].columns}
+        asked = TrainingBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids, **columns)
+        answer = await self._group(role).on_rows(method, asked)
+        assert answer is not None, f"{method} of the role {role} returns nothing"
+        return answer
+
+    async def call(self, role: str, method: str, *args: Any) -> list[Any]:
+        """The same call on every rank of a role; results by rank."""
+        return await self._group(role).call(method, *args)
+
+    async def forward_backward(self, batch: TrainingBatch, role: str = POLICY) -> None:
+        before = await self._group(role).on_rows("forward_backward", batch)
+        if role == POLICY and batch.proximal_logprobs is None:
+            batch.proximal_logprobs = before
+
+    async def optimizer_step(
+        self, schedule_step: int | None = None, scale: float = 1.0, role: str = POLICY
+    ) -> dict[str, float]:
+        return (await self.call(role, "optimizer_step", schedule_step, scale))[0]
+
     async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
-        return await self._policy.logprobs(batch)
+        return await self.ask(POLICY, "logprobs", batch)
 
     async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
-        if self._reference is None:
-            raise RuntimeError("no reference model was started: nothing in the configuration asked for one")
-        return await self._reference.logprobs(batch)
+        return await self.ask("reference", "logprobs", batch)
 
-    async def forward_backward(self, batch: TrainingBatch) -> None:
-        shards = split_for_ranks(batch, self._policy.ranks)
-        pieces = await self._policy.call_each("forward_backward", [batch.select(rows).trim() for rows in shards])
-        if batch.proximal_logprobs is None:
-            batch.proximal_logprobs = joined(batch, shards, pieces)
+    def _group(self, role: str) -> Group:
+        if role not in self._groups:
+            when = ROLES[role].when
+            why = f" ({when})" if when else ""
+            raise RuntimeError(f"no {role} was started: nothing in the configuration asked for one{why}")
+        return self._groups[role]
 
-    async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
-        return (await self._policy.call("optimizer_step", schedule_step, scale))[0]
+    # ---------------------------------------------------------------- the policy's weights, for engines
 
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
-        path = (await self._policy.call("publish"))[0]
+        path = (await self.call(POLICY, "publish"))[0]
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
@@ -94,49 +117,77 @@ class RayWorkerDispatch:
 
     async def release_weights(self, update: WeightUpdate) -> None:
         if self._broadcast is None:
-            await self._policy.call_first("release", update.info["path"])
+            await self._group(POLICY).call_first("release", update.info["path"])
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self._policy.call("score", sequences))[0]
+        return (await self.call(POLICY, "score", sequences))[0]
+
+    # ---------------------------------------------------------------- all roles
 
     async def offload(self) -> None:
-        """Weights and moments to host memory, and the reference model's if it is on the same devices.
+        """Weights and moments to host memory, of the policy and of all roles on its devices.
 
         Until ``onload`` nothing can be asked of them but ``save`` and ``load``.
         """
-        await asyncio.gather(*(model.call("offload") for model in self._on_the_policys_devices()))
+        await asyncio.gather(*(group.call("offload") for group in self._on_the_policys_devices()))
 
     async def onload(self) -> None:
         """Undo ``offload``, bit for bit."""
-        await asyncio.gather(*(model.call("onload") for model in self._on_the_policys_devices()))
+        await asyncio.gather(*(group.call("onload") for group in self._on_the_policys_devices()))
 
-    def _on_the_policys_devices(self) -> list[RankGroup]:
-        shared = self._reference if self._cfg.trainer.placement.colocate_policy_ref else None
-        return [model for model in (self._policy, shared) if model is not None]
+    def _on_the_policys_devices(self) -> list[Group]:
+        return [group for name, group in self._groups.items() if name == POLICY or ROLES[name].shares(self._cfg)]
 
     async def save(self, folder: Path) -> None:
-        await self._policy.call("save", str(folder))
-        _check_arrived(folder)
+        for role in self._trained():
+            await self.call(role, "save", str(folder / role))
+            _check_arrived(folder / role)
 
     async def load(self, folder: Path) -> None:
-        await self._policy.call("load", str(folder))
+        for role in self._trained():
+            if not (folder / role).is_dir():
+                raise UserError(f"{folder} holds no {role}: it was saved by a run without one")
+            await self.call(role, "load", str(folder / role))
 
-    async def export(self, folder: Path) -> None:
-        await self._policy.call("export", str(folder))
+    def _trained(self) -> list[str]:
+        return [role for role in self._groups if ROLES[role].trains]
+
+    async def export(self, folder: Path, role: str = POLICY) -> None:
+        await self.call(role, "export", str(folder))
 
     async def stats(self) -> dict[str, Any]:
-        return {"busy_s": self._policy.busy_s, "reference_busy_s": self._reference.busy_s if self._reference else 0.0}
+        others = {f"{role}_busy_s": group.busy_s for role, group in self._groups.items() if role != POLICY}
+        return {"busy_s": self._groups[POLICY].busy_s, **others}
 
     async def shutdown(self) -> None:
-        """Kill the actors; safe to call twice."""
-        self._policy.kill()
-        if self._reference is not None:
-            self._reference.kill()
+        """End what the roles hold; safe to call twice."""
+        for group in self._groups.values():
+            group.kill()
+
+
+class RayWorkerDispatch(Dispatch):
+    """Every rank is a Ray actor.
+
+    Making it starts the ranks' processes and waits for nothing; :meth:`start` loads the models.
+
+    Args:
+        placements: where the ranks of each role go, by its name; roles without an entry are not started.
+        weight_sync_backend: how the engines expect the weights, ``shared_memory`` or ``nccl``.
+    """
+
+    def __init__(
+        self, cfg: Config, placements: Mapping[str, WorkerPlacement], weight_sync_backend: str = "shared_memory"
+    ) -> None:
+        groups = {role: RankGroup(ROLES[role], placement) for role, placement in placements.items()}
+        super().__init__(cfg, groups)
+        self._policy = groups[POLICY]
+        workers = cfg.generator.num_inference_engines * cfg.generator.inference_engine_tensor_parallel_size
+        self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
 
 
 def _check_arrived(folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
+    if not folder.is_dir() or not any(folder.iterdir()):
         raise UserError(
-            f"the policy's processes wrote {folder} on another machine, where this one cannot see it: "
+            f"the {folder.name}'s processes wrote {folder} on another machine, where this one cannot see it: "
             f"trainer.ckpt_path must be a folder that all nodes share"
         )

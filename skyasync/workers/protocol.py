@@ -13,7 +13,16 @@ from skyasync.workers.batch import TrainingBatch
 
 
 class WorkerDispatch(Protocol):
-    """The policy (and, if there is one, the reference) as one object, however many ranks it has."""
+    """The roles of a run as one object, however many ranks each has (``skyasync.workers.roles``)."""
+
+    async def ask(self, role: str, method: str, batch: TrainingBatch) -> Tensor:
+        """What a role says of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
+
+        Its workers are sent tokens, masks, groups, and the columns that the role's entry names.
+        """
+
+    async def call(self, role: str, method: str, *args: Any) -> list[Any]:
+        """The same call on every rank of a role; results by rank."""
 
     async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
         """Log-probability of each loss token under the current policy, ``[batch, length]``, 0 elsewhere."""
@@ -21,13 +30,15 @@ class WorkerDispatch(Protocol):
     async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """The same under the frozen reference model."""
 
-    async def forward_backward(self, batch: TrainingBatch) -> None:
+    async def forward_backward(self, batch: TrainingBatch, role: str = "policy") -> None:
         """Add the gradient of these rows to what has been added up since the last optimizer step.
 
         A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is filled in.
         """
 
-    async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
+    async def optimizer_step(
+        self, schedule_step: int | None = None, scale: float = 1.0, role: str = "policy"
+    ) -> dict[str, float]:
         """Change the weights; returns metrics (loss, grad_norm, lr, ...).
 
         Args:
@@ -55,12 +66,13 @@ class WorkerDispatch(Protocol):
         """Bring it back to the devices, bit for bit."""
 
     async def save(self, folder: Path) -> None:
-        """Write model and optimizer state into ``folder``."""
+        """Write model and optimizer state of each role that trains into ``folder/<role>``."""
 
-    async def load(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None:
+        """What ``save`` wrote there."""
 
-    async def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder (safetensors, config, tokenizer)."""
+    async def export(self, folder: Path, role: str = "policy") -> None:
+        """Write a role's model as a Hugging Face folder (safetensors, config, tokenizer)."""
 
     async def stats(self) -> dict[str, Any]:
         """``busy_s`` of the policy since start, and whatever else is worth a metric."""

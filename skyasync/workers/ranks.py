@@ -19,10 +19,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.registry import resolve_reference
+from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.roles import ROLES, Role
+from skyasync.workers.worker import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 DEATH_NOTICE_S = 2.0
 """Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
 
@@ -47,32 +48,36 @@ class _Rank:
     things."""
 
     def __init__(self, worker: str) -> None:
-        self._worker_class = resolve_reference(worker, kind="worker")
+        if worker:
+            resolve_reference(worker, kind="worker")
 
-    def construct(self, *args: Any, **options: Any) -> None:
-        self._worker = self._worker_class(*args, **options)
+    def construct(self, role: str, parts: UserParts, *args: Any, **options: Any) -> None:
+        add_user_parts(parts)
+        self._worker = ROLES[role].worker_class()(*args, role=role, **options)
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)
 
 
 class RankGroup:
-    """The actors of one model. Every call goes to all ranks in the same order, so that collectives line up.
+    """The actors of one role. Every call goes to all ranks in the same order, so that collectives line up.
 
     Making it starts their processes; ``busy_s`` is the wall time with at least one call under way.
-
-    Args:
-        worker: the class of the ranks, ``module:Class``, a ``ModelWorker``.
     """
 
-    def __init__(self, worker: str, placement: WorkerPlacement) -> None:
+    def __init__(self, role: Role, placement: WorkerPlacement) -> None:
+        self._role = role
         self.ranks = placement.ranks
         self._placement = placement
         self._finished_s = 0.0
         self._running = 0
         self._since = 0.0
         self._failure: BaseException | None = None
-        name = worker.rpartition(":")[2]  # which Ray puts into errors and process titles
+        worker, name = "", ""  # the latter is what Ray puts into errors and process titles
+        if isinstance(role.worker, str):
+            worker, name = role.worker, role.worker.rpartition(":")[2]
+        else:
+            name = role.worker.__name__
         actor_class: Any = ray.remote(max_restarts=0)(type(name, (_Rank,), {}))
         self._actors: list[Any] = [
             actor_class.options(
@@ -85,16 +90,13 @@ class RankGroup:
             for rank in range(placement.ranks)
         ]
 
-    async def start(self, cfg: Config, **options: Any) -> None:
-        """Make the workers, let the ranks find each other and load the model.
-
-        Args:
-            options: what the class takes besides a ``ModelWorker``'s arguments.
-        """
+    async def start(self, cfg: Config, total_steps: int = 0) -> None:
+        """Make the workers, let the ranks find each other and load what they hold."""
         device = "cuda" if self._placement.num_gpus else "cpu"
-        threads = cfg.trainer.policy.threads or max(1, int(self._placement.num_cpus))
+        threads = self._role.threads(cfg) or max(1, int(self._placement.num_cpus))
+        name, parts = self._role.name, user_parts()
         workers = [
-            actor.construct.remote(cfg, rank, self.ranks, device, threads, **options)
+            actor.construct.remote(name, parts, cfg, rank, self.ranks, device, threads, total_steps=total_steps)
             for rank, actor in enumerate(self._alive())
         ]
         await self._gather(workers)
@@ -110,10 +112,11 @@ class RankGroup:
     def busy_s(self) -> float:
         return self._finished_s + (time.monotonic() - self._since if self._running else 0.0)
 
-    async def logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def on_rows(self, method: str, batch: TrainingBatch) -> Tensor | None:
+        """Each rank's call with its rows; what they return in the batch's order, if they return anything."""
         shards = split_for_ranks(batch, self.ranks)
-        asked = TrainingBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
-        return joined(batch, shards, await self.call_each("logprobs", [asked.select(rows).trim() for rows in shards]))
+        pieces = await self.call_each(method, [batch.select(rows).trim() for rows in shards])
+        return None if pieces[0] is None else joined(batch, shards, pieces)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; results by rank."""
@@ -172,7 +175,12 @@ class RankGroup:
 
 
 def joined(batch: TrainingBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
-    """Per-token values of the shards in the batch's rows, ``[batch, length]``."""
+    """Values of the shards in the batch's rows: per token, ``[batch, length]``, or per row, ``[batch]``."""
+    if pieces[0].dim() == 1:
+        scores = torch.zeros(len(batch))
+        for rows, piece in zip(shards, pieces, strict=True):
+            scores[rows] = piece
+        return scores
     result = torch.zeros(batch.tokens.shape)
     for rows, piece in zip(shards, pieces, strict=True):
         result[rows, : piece.shape[1]] = piece

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from skyasync.cluster.placement import Placement, plan_slots, share_threads
 from skyasync.config.schema import Config
+from skyasync.workers.roles import ROLES
 
 
 def config(nodes=1, ranks=1, engines=1, tp=1, ref=1, colocate_all=False, colocate_ref=True):
@@ -27,26 +28,27 @@ CONFIGS = st.builds(
 
 
 def plan(cfg, gpus=True, with_reference=True):
-    return plan_slots(cfg, gpus=gpus, with_reference=with_reference)
+    roles = [ROLES["policy"], ROLES["reference"]] if with_reference else [ROLES["policy"]]
+    return plan_slots(cfg, gpus=gpus, roles=roles)
 
 
 def test_apart_every_rank_and_every_engine_has_a_bundle_of_its_own():
     slots = plan(config(ranks=2, engines=3, ref=2, colocate_ref=False))
-    assert (slots.policy, slots.reference, slots.engines) == ((0, 1), (2, 3), (4, 5, 6))
+    assert (slots.of["policy"], slots.of["reference"], slots.of["engines"]) == ((0, 1), (2, 3), (4, 5, 6))
     assert len(slots.bundles) == 7
     assert set(slots.share.values()) == {1.0}
 
 
 def test_the_reference_shares_the_policys_devices():
     slots = plan(config(ranks=4, engines=4))
-    assert slots.policy == slots.reference == (0, 1, 2, 3)
-    assert slots.engines == (4, 5, 6, 7)
+    assert slots.of["policy"] == slots.of["reference"] == (0, 1, 2, 3)
+    assert slots.of["engines"] == (4, 5, 6, 7)
     assert slots.share == {"policy": 0.5, "reference": 0.5, "engines": 1.0}
 
 
 def test_all_colocated_engines_are_spread_over_the_policys_bundles():
     slots = plan(config(ranks=2, engines=4, colocate_all=True), with_reference=False)
-    assert slots.engines == (0, 1, 0, 1)
+    assert slots.of["engines"] == (0, 1, 0, 1)
     assert len(slots.bundles) == 2
     assert slots.share["policy"] == slots.share["engines"] == pytest.approx(1 / 3, abs=1e-4)
 
@@ -54,7 +56,7 @@ def test_all_colocated_engines_are_spread_over_the_policys_bundles():
 def test_a_reference_that_nothing_needs_takes_no_place():
     for together in (True, False):
         slots = plan(config(ranks=2, engines=1, ref=2, colocate_ref=together), with_reference=False)
-        assert slots.reference == ()
+        assert "reference" not in slots.of
         assert len(slots.bundles) == 3
         assert slots.share["policy"] == 1.0
 
@@ -71,19 +73,19 @@ def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_e
     slots = plan(cfg, gpus, with_reference)
     placement, taken = cfg.trainer.placement, Counter()
     for role in ("policy", "reference", "engines"):
-        for slot in getattr(slots, role):
+        for slot in slots.of.get(role, ()):
             taken[slot] += round(slots.share[role] * 10_000)
     assert sorted(taken) == list(range(len(slots.bundles)))
     assert max(taken.values()) <= 10_000
-    assert len(slots.policy) == placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    assert len(slots.engines) == cfg.generator.num_inference_engines
-    assert bool(slots.reference) == with_reference
+    assert len(slots.of["policy"]) == placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    assert len(slots.of["engines"]) == cfg.generator.num_inference_engines
+    assert ("reference" in slots.of) == with_reference
     if with_reference and placement.colocate_policy_ref:
-        assert slots.reference == slots.policy
+        assert slots.of["reference"] == slots.of["policy"]
     else:
-        assert not set(slots.reference) & set(slots.policy)
+        assert not set(slots.of.get("reference", ())) & set(slots.of["policy"])
     if not placement.colocate_all:
-        assert not set(slots.engines) & {*slots.policy, *slots.reference}
+        assert not set(slots.of["engines"]) & {*slots.of["policy"], *slots.of.get("reference", ())}
     assert all(("GPU" in bundle) == gpus for bundle in slots.bundles)
 
 

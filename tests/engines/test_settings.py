@@ -12,6 +12,7 @@ from skyasync.cluster.placement import plan_slots
 from skyasync.config.schema import Config
 from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, weight_sync_backend
 from skyasync.errors import UserError
+from skyasync.workers.roles import wanted_roles
 
 
 def config(
@@ -47,8 +48,8 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())
 def test_engines_that_share_a_device_divide_the_memory_they_may_take(engines: int, ranks: int, shared: bool) -> None:
     cfg = config(shared=shared, engines=engines, ranks=ranks)
-    slots = plan_slots(cfg, gpus=True, with_reference=False)
-    crowded = max(Counter(slots.engines).values())
+    slots = plan_slots(cfg, gpus=True, roles=wanted_roles(cfg))
+    crowded = max(Counter(slots.of["engines"]).values())
     assert engines_per_device(cfg) == crowded
     each = engine_config(cfg, gpus=True).gpu_memory_utilization
     assert crowded * each == pytest.approx(cfg.generator.gpu_memory_utilization)

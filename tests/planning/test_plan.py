@@ -110,8 +110,9 @@ def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
 
 
 def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
-    with_reference = make_plan(settings(), QWEN_7B, EIGHT, reference=QWEN_7B)
-    lines = place(with_reference, "policy").lines
+    cfg = settings()
+    cfg.trainer.algorithm.use_kl_loss = True
+    lines = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines
     assert lines["reference: weights"] == pytest.approx(2 * QWEN_7B.parameters / 4, rel=1e-6)
 
 

@@ -150,7 +150,6 @@ class Dispatch:
         return torch.where(batch.loss_mask, -0.5, 0.0)
 
     async def save(self, folder: Path) -> None:
-        folder.mkdir()  # noqa: ASYNC240  (nothing else runs in a test)
         (folder / "weights").write_text(str(self.weights))
         self.faults.pass_or_raise("save")
 

@@ -31,7 +31,7 @@ def split(batch: TrainingBatch, ranks: int) -> list[list[int]]:
 
 
 async def started(cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None) -> RayWorkerDispatch:
-    dispatch = RayWorkerDispatch(cfg, policy, reference)
+    dispatch = RayWorkerDispatch(cfg, {"policy": policy} | ({"reference": reference} if reference else {}))
     await dispatch.start()
     return dispatch
 
@@ -101,7 +101,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     cfg = config_for(model_path)
     single = in_process(cfg)
     single.update_policy(make_batch(seed=7))
-    single.save(str(tmp_path / "one"))
+    single.save(str(tmp_path / "one" / "policy"))
     dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
     try:
         await dispatch.load(tmp_path / "one")
@@ -123,7 +123,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         await dispatch.shutdown()
 
     resumed = in_process(cfg)
-    resumed.load(str(tmp_path / "two"))
+    resumed.load(str(tmp_path / "two" / "policy"))
     for name, parameter in resumed.model.model.named_parameters():
         assert torch.equal(parameter, trained[name])
     assert resumed.update_policy(make_batch(seed=2)) == pytest.approx(further, rel=1e-4, abs=1e-6)

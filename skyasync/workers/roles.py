@@ -1,0 +1,130 @@
+"""The models that workers train or ask, besides the engines: one table, from which everything else about them follows.
+
+Invariant: what a role is stands in its entry and nowhere else. Where its ranks go, when they start and stop, whose
+devices they share, what a checkpoint holds of them and what a memory plan counts is read off the table. To add a role,
+write its worker (a :class:`skyasync.workers.worker.Worker`) and an entry here, or call ``register_role`` in a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from operator import attrgetter
+from typing import Any
+
+from skyasync.config.algorithm import KL
+from skyasync.config.conditions import holds
+from skyasync.errors import UserError, unknown
+from skyasync.registry import absolute_reference, resolve_reference
+
+POLICY = "policy"
+
+
+@dataclass(frozen=True)
+class Role:
+    """One entry of the table.
+
+    Args:
+        worker: the class of its ranks, a ``Worker``, or ``module:Class`` (``file.py:Class``), which is imported in
+            their processes alone.
+        section: its part of the configuration; ``model`` in it is what it loads (the policy's model where that has no
+            path), ``optimizer_config`` and ``gradient_checkpointing`` how it is trained, ``threads`` of its ranks.
+        trains: its weights change: it has an optimizer, and a folder of its own name in every checkpoint.
+        when: a run has the role where this condition holds (as of a key, see ``skyasync.config.conditions``).
+        ranks: keys whose product is how many ranks it has; none: one.
+        beside: where this condition holds, its ranks are the policy's in number and share their devices, and wait in
+            host memory while engines have those (``trainer.placement.colocate_all``).
+        columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
+        gpu: devices of its own are GPUs, if there are any.
+    """
+
+    name: str
+    worker: str | type[Any]
+    section: str = ""
+    trains: bool = False
+    when: str = ""
+    ranks: tuple[str, ...] = ()
+    beside: str = ""
+    columns: tuple[str, ...] = ()
+    gpu: bool = True
+
+    def wanted(self, cfg: Any) -> bool:
+        """Whether a run of this configuration has it."""
+        return not self.when or holds(self.when, cfg)
+
+    def shares(self, cfg: Any) -> bool:
+        """Whether it is on the policy's devices."""
+        return bool(self.beside) and holds(self.beside, cfg)
+
+    def size(self, cfg: Any) -> int:
+        """How many ranks it has."""
+        entry = ROLES[POLICY] if self.shares(cfg) else self
+        return prod(attrgetter(key)(cfg) for key in entry.ranks)
+
+    def settings(self, cfg: Any) -> Any:
+        """Its section; None where it has none."""
+        return attrgetter(self.section)(cfg) if self.section else None
+
+    def own_model(self, cfg: Any) -> Any:
+        """The ``ModelConfig`` of its section, which may lack a path; None where it has none."""
+        return getattr(self.settings(cfg), "model", None)
+
+    def model(self, cfg: Any) -> Any:
+        """The ``ModelConfig`` of what it loads."""
+        own = self.own_model(cfg)
+        return own if own is not None and own.path else ROLES[POLICY].own_model(cfg)
+
+    def threads(self, cfg: Any) -> int:
+        """CPU threads of each of its ranks; 0 where nothing says."""
+        return getattr(self.settings(cfg), "threads", 0) or ROLES[POLICY].settings(cfg).threads
+
+    def worker_class(self) -> Any:
+        return resolve_reference(self.worker, kind="worker") if isinstance(self.worker, str) else self.worker
+
+
+class Roles(dict[str, Role]):
+    """Name -> role, the policy first."""
+
+    def names(self) -> list[str]:
+        return sorted(self)
+
+    def user_parts(self) -> dict[str, Role]:
+        """What a user has added or replaced; it travels to every process of a run."""
+        return {name: role for name, role in self.items() if _OURS.get(name) != role}
+
+    def __missing__(self, name: str) -> Role:
+        raise UserError(unknown("role", name, self))
+
+
+_OURS = {
+    role.name: role
+    for role in (
+        Role(
+            POLICY,
+            "skyasync.workers.policy:PolicyWorker",
+            section="trainer.policy",
+            trains=True,
+            ranks=("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node"),
+        ),
+        Role(
+            "reference",
+            "skyasync.workers.reference:ReferenceWorker",
+            section="trainer.ref",
+            when=KL,
+            ranks=("trainer.placement.ref_num_nodes", "trainer.placement.ref_num_gpus_per_node"),
+            beside="trainer.placement.colocate_policy_ref",
+        ),
+    )
+}
+ROLES = Roles(_OURS)
+
+
+def register_role(role: Role) -> None:
+    """Add a role to the table, or replace one, for all runs of this program."""
+    worker = absolute_reference(role.worker) if isinstance(role.worker, str) else role.worker
+    ROLES[role.name] = replace(role, worker=worker)
+
+
+def wanted_roles(cfg: Any) -> list[Role]:
+    """The roles that a run of this configuration has, the policy first."""
+    return [role for role in ROLES.values() if role.wanted(cfg)]

@@ -1,0 +1,210 @@
+"""One rank of a model that is trained: gradients, the optimizer, checkpoints.
+
+Invariant: the gradient of a batch does not depend on how it is cut. Loss weights hold the denominators of the
+whole batch, so gradients are summed over micro-batches and over ranks and never divided again.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from skyasync.workers import checkpoint
+from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
+from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.model import TokenLogprobs
+from skyasync.workers.offload import move_moments
+from skyasync.workers.packing import MicroBatch
+from skyasync.workers.schedule import learning_rate
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; the weights have not been changed by it."""
+
+
+class TrainedWorker(ModelWorker):
+    """Holds a model and its optimizer, by the settings of its role's section (as ``trainer.policy``).
+
+    A subclass says what is learnt: ``_backward``, and ``_fills``.
+
+    Args:
+        args, kwargs: those of :class:`ModelWorker`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.step = 0
+        self._totals = Totals()  # since the last optimizer step
+
+    def _backward(self, micro: MicroBatch, totals: Totals) -> Tensor:
+        """Add a micro-batch's gradient, and to ``totals`` what becomes a metric.
+
+        Returns:
+            What the model said before the step, ``[rows, length]``, detached.
+        """
+        raise NotImplementedError
+
+    def _fills(self, batch: TrainingBatch) -> bool:
+        """Whether ``forward_backward`` returns what ``_backward`` does, as the batch lacks it."""
+        return False
+
+    def master_dtype(self) -> torch.dtype:
+        """Small learning rates vanish in bfloat16, so the optimizer always sees float32 weights."""
+        return torch.float32
+
+    def build(self) -> TokenLogprobs:
+        wrapper = super().build()
+        if self._recomputes():
+            wrapper.model.gradient_checkpointing_enable({"use_reentrant": False})
+            wrapper.train()  # there is no dropout, so this only switches gradient checkpointing on
+        self.optimizer = self._make_optimizer(wrapper)
+        return wrapper
+
+    def _recomputes(self) -> bool:
+        """Whether the backward pass recomputes activations; on a CPU there is memory enough and no time to spare."""
+        setting = self.settings.gradient_checkpointing
+        return self.device.type != "cpu" if setting == "auto" else bool(setting)
+
+    def _make_optimizer(self, wrapper: TokenLogprobs) -> torch.optim.AdamW:
+        settings = self.settings.optimizer_config
+        matrices = [p for p in wrapper.parameters() if p.dim() > 1]
+        vectors = [p for p in wrapper.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        first, second = settings.adam_betas
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), eps=settings.eps, fused=True
+        )
+
+    def forward_backward(self, batch: TrainingBatch) -> Tensor | None:
+        """Add the gradient of this rank's rows to what has been added up since the last optimizer step.
+
+        Returns:
+            What the model said before the step, ``[batch, length]``, if the batch lacks it.
+        """
+        before = torch.zeros(batch.tokens.shape) if self._fills(batch) else None
+        with sharded_afterwards(self.model):
+            for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
+                current = self._backward(micro, self._totals)
+                if before is not None:
+                    put_rows(before, micro, current)
+        return before
+
+    def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
+        """Change the weights by the gradient that has been added up, and forget it.
+
+        Args:
+            schedule_step: optimizer step by which the learning rate goes; by default this worker's own count.
+            scale: gradient and loss are multiplied by it first: one over the loss's denominator, where the weights
+                lack it.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the objective's metrics, averaged
+            over the loss tokens of all ranks.
+
+        Raises:
+            NonFiniteError: on every rank alike, before any weight changes.
+        """
+        try:
+            return self._change_weights(schedule_step, scale)
+        finally:
+            self._totals = Totals()
+            self.optimizer.zero_grad()  # gradients are as large as the weights: none is kept until the next update
+            if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # for the engine that wakes on this GPU
+
+    def _change_weights(self, schedule_step: int | None, scale: float) -> dict[str, float]:
+        metrics = self._totals.reduce(self.sum_over_ranks)
+        metrics["loss"] *= scale
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
+        if scale != 1.0:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        metrics["grad_norm"] = self._clip()
+        metrics["lr"] = self._step(schedule_step)
+        return metrics
+
+    def _here(self, tensor: Tensor | None) -> Tensor:
+        return None if tensor is None else tensor.to(self.device)  # type: ignore[return-value]
+
+    def _clip(self) -> float:
+        """Clip the gradient to the configured norm; returns the true global norm over all ranks' shards."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        value = float(norm)
+        if not math.isfinite(value):
+            raise NonFiniteError(f"the gradient of optimizer step {self.step} is not finite in: {self._culprits()}")
+        limit = self.settings.optimizer_config.max_grad_norm
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return value
+
+    def _culprits(self) -> str:
+        """Parameters whose gradient is not finite (of this rank's shard), a few of them by name."""
+        bad = [
+            name
+            for name, p in self.model.named_parameters()
+            if p.grad is not None and not _local(p.grad).isfinite().all()
+        ]
+        if not bad:
+            return "another rank's shard"
+        return ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+
+    def _step(self, scheduled: int | None) -> float:
+        scheduled = self.step if scheduled is None else scheduled
+        rate = learning_rate(scheduled, self.settings.optimizer_config, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.step += 1
+        return rate
+
+    def _move(self, device: torch.device) -> None:
+        self.optimizer.zero_grad()  # the next update begins without gradients in any case
+        super()._move(device)
+        move_moments(self.optimizer, device)
+
+    def save(self, folder: str) -> None:
+        """Model, optimizer, step and random state, sharded; all ranks call it with the same empty folder."""
+        checkpoint.save(self.model.model, self.optimizer, self.step, Path(folder))
+
+    def load(self, folder: str) -> None:
+        """What ``save`` wrote, by any number of ranks."""
+        self.step = checkpoint.load(self.model.model, self.optimizer, Path(folder))
+
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""
+        weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
+        if self.rank == 0:
+            checkpoint.export(self.model.model, weights, self.path, Path(folder))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Totals:
+    """Sums over micro-batches, in float64, of what becomes a metric."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, loss: Tensor, mask: Tensor, maps: dict[str, Tensor]) -> None:
+        values = {"loss": loss, "tokens": mask.sum()}
+        values.update({name: per_token.where(mask, 0.0).sum(dtype=torch.float64) for name, per_token in maps.items()})
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
+
+    def reduce(self, sum_over_ranks: Any) -> dict[str, float]:
+        """Global loss and token count; the rest as global means over tokens."""
+        names = list(self.sums)
+        totals = dict(zip(names, sum_over_ranks(torch.stack([self.sums[n] for n in names])).tolist(), strict=True))
+        tokens = max(1.0, totals["tokens"])
+        return {name: value if name in ("loss", "tokens") else value / tokens for name, value in totals.items()}

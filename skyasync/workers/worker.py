@@ -1,0 +1,83 @@
+"""One rank of a role: what its process holds, and what is asked of all of them.
+
+Invariant: a call reaches all ranks of a role in the same order, one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import ray
+import torch
+
+from skyasync.workers.roles import ROLES
+
+LOOPBACK = "127.0.0.1"
+
+
+class Worker:
+    """Plain Python: the dispatch makes it an actor, a test may call it directly.
+
+    By itself it holds nothing, so a role that computes without a model adds its methods and no more. What they return
+    for a batch is a tensor, ``[batch, length]`` or ``[batch]``, on the CPU: of this rank's rows, which may be none.
+
+    Args:
+        device: "cpu" or "cuda".
+        threads: CPU threads of this rank; 0 leaves the library's default.
+        role: the name of its entry in the table, where several entries have this class.
+        total_steps: optimizer steps of the run, for decaying learning rates; 0 if that is not known.
+    """
+
+    #: The name of its entry in the table.
+    role_name: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        cfg: Any,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str = "cpu",
+        threads: int = 0,
+        *,
+        role: str = "",
+        total_steps: int = 0,
+    ) -> None:
+        self.cfg = cfg
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.role = ROLES[role or self.role_name]
+        self.settings = self.role.settings(cfg)
+        self.total_steps = total_steps
+        if threads:
+            torch.set_num_threads(threads)
+
+    def node(self) -> tuple[str, str]:
+        """Identity and address of this rank's Ray node."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0 listens for the others on a port of ``host``, which is returned; 0: they need not find each other."""
+        return 0
+
+    def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
+        """Load what it holds. On all ranks at once."""
+
+    def ready(self) -> int:
+        """Answers (with the process id) once the calls before it are done."""
+        return os.getpid()
+
+    def offload(self) -> None:
+        """Move what is on the device to host memory, for others that need the device."""
+
+    def onload(self) -> None:
+        """Undo ``offload``."""
+
+    def save(self, folder: str) -> None:
+        """Write what training changes into an empty folder. Asked of a role that trains."""
+        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learnt")
+
+    def load(self, folder: str) -> None:
+        """What ``save`` wrote, by any number of ranks."""
+        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot load what it has learnt")
