@@ -20,11 +20,11 @@ from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, ProgressView
+from skyasync.processes.calls import START_S
 from skyasync.registry import UserParts, add_user_parts, user_parts
 
 POLL_S = 0.5
 GRACE_S = 30.0
-START_S = 120.0
 
 
 class _Recording(TrainerCallback):

@@ -8,5 +8,5 @@ from __future__ import annotations
 
 import threading
 
-#: Held by whoever loads or builds a model.
-ONE_AT_A_TIME = threading.Lock()
+#: Held by whoever loads or builds a model; a loader that holds it may call another.
+ONE_AT_A_TIME = threading.RLock()

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.config.domains import proportions_of
+from skyasync.config.rules import Plan, check_correction, check_values
 from skyasync.config.schema import Config
-from skyasync.config.streaming import whole_batch_settings
+from skyasync.config.streaming import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
@@ -61,6 +63,8 @@ class RayPPOTrainer(Views):
         cfg: a ``skyasync.config.Config``.
         tracker: receives ``log(metrics, step)``.
         train_dataset: prompts; see ``skyasync.data.prompts``.
+        colocate_pg: what ``BasePPOExp.get_colocate_pg`` gave: the devices of all parts. Kept for experiments that pass
+            it on, and read by none of the steps.
         generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``; a ``TrajectoryGenerator``
             hands over trajectories, without lists in between.
 
@@ -339,19 +343,12 @@ class RayPPOTrainer(Views):
     # ---------------------------------------------------------------- details
 
     def _refuse_what_cannot_work(self) -> None:
-        algorithm = self.cfg.trainer.algorithm
-        for setting in whole_batch_settings(self.cfg) if self.streams else ():
-            raise UserError(f"{setting} needs the whole batch, and {type(self).__name__} trains groups as they come")
-        if algorithm.advantage_estimator == "gae":
-            raise UserError("trainer.algorithm.advantage_estimator=gae needs a critic, and there is none: choose grpo")
-        stale = self.asynchronous or self.cfg.trainer.sync_interval > 1
-        if stale and not self.learner.objective.corrected and not self.cfg.trainer.allow_uncorrected:
-            raise UserError(
-                f"{type(self).__name__} trains on stale samples, but neither trainer.algorithm.policy_loss_type="
-                f"{algorithm.policy_loss_type} nor trainer.algorithm.off_policy_correction="
-                f"{algorithm.off_policy_correction} uses the behaviour policy; choose a correction "
-                f"(token_tis), or set trainer.allow_uncorrected=true"
-            )
+        """What the program has checked for the plan that it knew of: an experiment may make another."""
+        plan = Plan.of(self.cfg, type(self))
+        assert plan is not None
+        rules = (check_streaming(self.cfg, plan), check_values(self.cfg.trainer.algorithm))
+        for problem in chain(*rules, check_correction(self.cfg, plan)):
+            raise UserError(problem)
 
     def _check_running(self, step: str) -> None:
         if not self._plan_runs:

@@ -118,10 +118,15 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"trainer.placement.colocate_all=true lets engines and policy take turns, but {plan} runs both at the "
             f"same time: set trainer.placement.colocate_all=false{way_back}"
         )
+    yield from check_correction(cfg, plan)
+
+
+def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
+    """Samples of an older policy, and nothing that corrects for it."""
+    algorithm = cfg.trainer.algorithm
     if not plan.stale(cfg):
         return
-    algorithm = cfg.trainer.algorithm
-    why = str(plan) if plan.asynchronous else f"trainer.sync_interval={interval}"
+    why = str(plan) if plan.asynchronous else f"trainer.sync_interval={cfg.trainer.sync_interval}"
     if not corrected(algorithm) and not cfg.trainer.allow_uncorrected:
         yield (
             f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "
@@ -195,13 +200,7 @@ def check_estimator(cfg: Config) -> Iterator[str]:
     algorithm = cfg.trainer.algorithm
     about = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
     others = ADVANTAGE_ESTIMATORS.builtins()
-    if "values" in about.inputs:
-        preset = f" (trainer.algorithm.preset={algorithm.preset})" if algorithm.preset == "ppo" else ""
-        yield (
-            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{preset} needs a critic, and there "
-            f"is none yet: choose an estimator without one, trainer.algorithm.advantage_estimator=reinforce++ (no "
-            f"groups) or grpo"
-        )
+    yield from check_values(algorithm)
     if cfg.generator.n_samples_per_prompt == 1 and judges_by(algorithm, about, "group_relative", "group"):
         free = [
             n for n, other in others.items() if other.can["group_relative"] is False and "values" not in other.inputs
@@ -210,6 +209,19 @@ def check_estimator(cfg: Config) -> Iterator[str]:
             f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
             f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
             f"sample at least 2 per prompt, or choose an estimator without a group, such as {', '.join(free)}"
+        )
+
+
+def check_values(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Values that nobody estimates."""
+    from skyasync.algorithms import ADVANTAGE_ESTIMATORS
+
+    if "values" in ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator).inputs:
+        preset = f" (trainer.algorithm.preset={algorithm.preset})" if algorithm.preset == "ppo" else ""
+        yield (
+            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{preset} needs a critic, and there "
+            f"is none yet: choose an estimator without one, trainer.algorithm.advantage_estimator=reinforce++ (no "
+            f"groups) or grpo"
         )
 
 

@@ -142,9 +142,6 @@ class InferenceEngine(Protocol):
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         """Answer each request once, in lists, as they finish."""
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """Yield what is new since the last yield; only the last one has a ``finish_reason``."""
-
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first under the current weights, temperature 1."""
 

@@ -59,10 +59,6 @@ class _EngineActor:
             for message in messages(outputs):
                 yield message
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        async for output in self._engine.stream(request):
-            yield output
-
 
 def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOutput]]:
     """The outputs in pieces of about ``MESSAGE_TOKENS``, in order: whoever reads one can do nothing else meanwhile."""
@@ -113,10 +109,6 @@ class RayEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         async for reference in self._actor.generate.options(num_returns="streaming").remote(list(requests)):
-            yield await reference
-
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        async for reference in self._actor.stream.options(num_returns="streaming").remote(request):
             yield await reference
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -6,11 +6,10 @@ an engine starts.
 
 from __future__ import annotations
 
-import json
 import sys
 from math import ceil
-from pathlib import Path
 
+from skyasync.config.model_files import config_file, read_json
 from skyasync.config.sampling import backend, sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.engines.protocol import ENGINES, EngineConfig
@@ -54,15 +53,10 @@ def _room(cfg: Config) -> int:
 
 def _context(model: str) -> int:
     """Most positions of the model, if its ``config.json`` is on this machine and says so; else no bound."""
-    from huggingface_hub import try_to_load_from_cache
-
-    file = Path(model) / "config.json"
-    if not file.is_file():
-        cached = try_to_load_from_cache(model, "config.json") if model.count("/") == 1 else None
-        file = Path(cached) if isinstance(cached, str) else file
+    file = config_file(model)
     try:
-        return int(json.loads(file.read_text())["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with the file is said where the model is checked
+        return int(read_json(file, model)["max_position_embeddings"]) if file else sys.maxsize
+    except (UserError, KeyError, TypeError, ValueError):  # what is wrong is said where the model is checked
         return sys.maxsize
 
 

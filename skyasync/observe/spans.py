@@ -1,13 +1,12 @@
-"""Intervals of work on named tracks: what share of the time a track was busy, and how to draw overlaps.
+"""Intervals of work on named tracks, and how to draw those that overlap.
 
-Invariant: pure functions of the spans given; no clock, no file. Busy and idle shares are in [0, 1] and add up
-to 1, however the spans overlap.
+Invariant: pure functions of the spans given; no clock, no file.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -19,55 +18,6 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     step: int | None = None
-
-    @property
-    def waits(self) -> bool:
-        """A span named ``wait...`` says that the track does nothing."""
-        return self.name.startswith("wait")
-
-
-class Shares(NamedTuple):
-    """Parts of a window of time; they add up to 1."""
-
-    busy: float
-    idle: float
-
-
-def shares(spans: Iterable[Span], start: float, end: float, tracks: Sequence[str] = ()) -> dict[str, Shares]:
-    """Busy and idle share of each track within ``[start, end)``.
-
-    A moment is busy if some span covers it and none that waits does (``wait_data`` inside ``step`` is idle).
-
-    Args:
-        tracks: reported even if they have no span; tracks with spans always are.
-
-    Raises:
-        ValueError: if the window is empty.
-    """
-    if not start < end:
-        raise ValueError(f"the window must have a length: start {start}, end {end}")
-    by_track: dict[str, list[Span]] = {track: [] for track in tracks}
-    for span in spans:
-        by_track.setdefault(span.track, []).append(span)
-    return {track: _shares(of_track, start, end) for track, of_track in by_track.items()}
-
-
-def _shares(spans: Sequence[Span], start: float, end: float) -> Shares:
-    covered = _union_length(spans, start, end)
-    waiting = _union_length([span for span in spans if span.waits], start, end)
-    busy = min(1.0, max(0.0, (covered - waiting) / (end - start)))
-    return Shares(busy, 1.0 - busy)
-
-
-def _union_length(spans: Iterable[Span], start: float, end: float) -> float:
-    """Seconds of ``[start, end)`` that at least one span covers."""
-    total, reached = 0.0, start
-    for left, right in sorted((span.start_s, span.end_s) for span in spans):
-        left, right = max(left, reached), min(right, end)
-        if right > left:
-            total += right - left
-            reached = right
-    return total
 
 
 class Lanes:

@@ -5,7 +5,7 @@ front, so every line but the last brackets a valid array, and both viewers accep
 
 All times are the timeline's clock, in seconds. The default clock is ``wall_clock``, so that spans measured by
 other processes of the machine line up; a simulation passes its virtual clock. Format: "Trace Event
-Format" (Google, Chromium project), events X, i, C and M.
+Format" (Google, Chromium project), events X and M.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from skyasync.observe.spans import Lanes, Shares, Span, shares
+from skyasync.observe.spans import Lanes, Span
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +36,12 @@ def wall_clock() -> float:
 
 
 class Timeline:
-    """Records spans, instants and counters, each as it happens; safe to use from several threads.
+    """Records spans, each as it ends; safe to use from several threads.
 
     Args:
         path: the trace file; one that exists is continued (a resumed run). None writes nothing.
         clock: seconds; see the module's docstring.
-        memory: finished spans kept for ``spans`` and ``shares``; older ones are only in the file.
+        memory: finished spans kept for ``spans``; older ones are only in the file.
     """
 
     def __init__(self, path: Path | str | None, *, clock: Clock = wall_clock, memory: int = 20_000) -> None:
@@ -91,27 +90,11 @@ class Timeline:
             event = {"ph": "X", "name": name, "ts": ts, "dur": _micros(span.end_s) - ts}
             self._emit({**event, "tid": self._thread(track, lane), "args": _args(step, args)})
 
-    def instant(self, name: str, track: str, step: int | None = None, **args: Any) -> None:
-        """Mark this moment."""
-        with self._lock:
-            event = {"ph": "i", "s": "t", "name": name, "ts": _micros(self._clock())}
-            self._emit({**event, "tid": self._thread(track, 0), "args": _args(step, args)})
-
-    def counter(self, name: str, value: float) -> None:
-        """Continue the curve ``name`` with ``value``; what is not finite is left out."""
-        if math.isfinite(value):
-            with self._lock:
-                self._emit({"ph": "C", "name": name, "ts": _micros(self._clock()), "args": {"value": value}})
-
     def spans(self) -> list[Span]:
         """The recent spans, and those still open as if they ended now."""
         with self._lock:
             now = self._clock()
             return [*self._recent, *(span._replace(end_s=now) for span in self._open.values())]
-
-    def shares(self, start: float, end: float, tracks: Sequence[str] = ()) -> dict[str, Shares]:
-        """``spans.shares`` of the recent and open spans."""
-        return shares(self.spans(), start, end, tracks)
 
     def now(self) -> float:
         """The timeline's clock."""

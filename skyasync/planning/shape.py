@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skyasync.config.model_files import CONFIG, config_file, read_json
 from skyasync.errors import UserError
 from skyasync.planning.families import FAMILIES, HEAD_DIMS, OTHER_NAMES, Family
-
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def read_shape(path: str) -> ModelShape:
     Raises:
         UserError: if there is no readable config.json, or it lacks what a causal language model needs.
     """
-    return shape_of(_read_config(path), path)
+    return shape_of(read_json(config_file(path) or _fetched(path), f"trainer.policy.model.path={path}"), path)
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -156,19 +154,6 @@ def _root_parameters(shape: ModelShape, positions: int) -> int:
     norm = shape.hidden * (2 if shape.family.norm == "layer" else 1)
     embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
     return embeddings + norm + positions * shape.hidden * shape.family.learned_positions
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    file = Path(path).expanduser() / CONFIG
-    if not file.is_file():
-        file = _fetched(path)
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"trainer.policy.model.path={path}: cannot read its {CONFIG} ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"trainer.policy.model.path={path}: its {CONFIG} is not a mapping of names to values")
-    return config
 
 
 def _fetched(name: str) -> Path:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from skyasync.planning.activations import FLOAT32, Pass, final_norm_bytes, layer_bytes, mask_bytes
 from skyasync.planning.shape import ModelShape
+from skyasync.workers.limits import MAX_LOGITS
 
 Lines = dict[str, int]
 """Bytes by what takes them."""
-
-MAX_LOGITS = 1 << 27
-"""That of ``skyasync.workers.model``, which imports torch; a test holds both equal."""
 
 FRAGMENTATION = 0.15
 """Of what is taken and given back within a step: allocators (C's on a CPU, torch's on a GPU) keep holes. Measured."""

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 from skyasync.config.schema import Config
 from skyasync.planning.activations import Pass
 from skyasync.planning.shape import ModelShape
-
-MICRO_BATCH_TOKENS = {False: 4096, True: 16384}
-"""That of ``skyasync.workers.base``, by whether there are GPUs; it imports torch, and a test holds both equal."""
-
-MIN_SAVED_TOKENS = 0.2
-"""As in ``skyasync.workers.packing``."""
+from skyasync.workers.limits import MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS
 
 BYTES_PER_CELL = 40
 """Of a training batch: tokens 8, masks 2, and up to seven numbers per token."""
@@ -46,7 +41,7 @@ class Lengths:
 def largest_micro_batch(cfg: Config, shape: ModelShape, *, gpus: bool, ranks: int, rows_limit: int) -> tuple[Pass, int]:
     """The widest micro-batch of a rank, and how many there are per optimizer step."""
     lengths, trainer = Lengths.of(cfg), cfg.trainer
-    cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[gpus]
+    cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
     prompts = trainer.policy_mini_batch_size or trainer.train_batch_size
     rows = max(1, math.ceil(prompts * lengths.samples / ranks))
     together = _rows_sharing_a_prompt(lengths, shape, cap, rows_limit)

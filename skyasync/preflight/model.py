@@ -6,12 +6,12 @@ longer than ``ANSWER_S``.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
+from skyasync.config.model_files import CONFIG, config_file, read_json
 from skyasync.config.sampling import sampling_groups
 from skyasync.errors import UserError
 
@@ -30,7 +30,7 @@ def check_model(path: str, cfg: Any, *, key: str = MODEL, own_tokenizer: bool = 
     folder = Path(path) if Path(path).is_dir() else hub_folder(path, key)
     if folder is None:
         return
-    shape = _read(folder / "config.json", f"{key}={path}")
+    shape = read_json(folder / CONFIG, f"{key}={path}")
     shape = {**shape, **(shape.get("text_config") or {})}
     if "model_type" not in shape:
         raise UserError(f"{key}={path}: its config.json names no model_type")
@@ -49,11 +49,10 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
     Raises:
         UserError: if it is neither in the cache nor to be had.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
-    cached = try_to_load_from_cache(name, "config.json")
-    if isinstance(cached, str):
-        return Path(cached).parent
+    if cached := config_file(name):
+        return cached.parent
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{key}={name} is not in the cache of the Hugging Face hub, and HF_HUB_OFFLINE is set")
     answer: list[str] = [f"no answer within {ANSWER_S:g} s"]
@@ -71,7 +70,7 @@ def _ask(name: str, answer: list[str]) -> None:
     from huggingface_hub.utils import build_hf_headers
 
     try:
-        url = hf_hub_url(name, "config.json")
+        url = hf_hub_url(name, CONFIG)
         status = get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_S).status_code
     except Exception as error:  # whatever the client's library of today raises
         answer[0] = f"it cannot be reached ({error})"
@@ -127,14 +126,4 @@ def _has_template(folder: Path, path: str) -> bool:
     ):
         return True
     settings = folder / "tokenizer_config.json"
-    return settings.is_file() and bool(_read(settings, f"{MODEL}={path}").get("chat_template"))
-
-
-def _read(file: Path, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{what}: its {file.name} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{what}: its {file.name} holds no settings")
-    return found
+    return settings.is_file() and bool(read_json(settings, f"{MODEL}={path}").get("chat_template"))

@@ -25,15 +25,12 @@ from transformers.utils.logging import disable_progress_bar
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import ModelConfig
 from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.limits import MICRO_BATCH_TOKENS
 from skyasync.workers.loading import load_sharded
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
 from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.worker import LOOPBACK, Worker
-
-MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Where the user sets none. On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are
-computed about 1.4 times faster than 16,384 at once (benchmarks/update_speed.py)."""
 
 
 class ModelWorker(Worker):

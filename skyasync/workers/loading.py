@@ -24,6 +24,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 from transformers.distributed import DistributedConfig
 
 from skyasync.errors import UserError
+from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.workers.model import ATTENTION, TokenLogprobs, load_causal_lm, training_config
 
 Shard = Callable[[PreTrainedModel], TokenLogprobs]
@@ -40,13 +41,14 @@ def load_sharded(path: str, dtype: torch.dtype, device: torch.device, shard: Sha
     Raises:
         UserError: if the model's head does more than a linear map, or its files contradict its configuration.
     """
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(training_config(path), dtype=dtype, attn_implementation=ATTENTION)
-    if _can_be_sliced(empty):
-        wrapper = _from_slices(path, empty, dtype, shard)
-        _own_memory(wrapper)
-    else:
-        wrapper = _from_rank_zero(path, empty, dtype, device, shard)
+    with ONE_AT_A_TIME:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(training_config(path), dtype=dtype, attn_implementation=ATTENTION)
+        if _can_be_sliced(empty):
+            wrapper = _from_slices(path, empty, dtype, shard)
+            _own_memory(wrapper)
+        else:
+            wrapper = _from_rank_zero(path, empty, dtype, device, shard)
     return wrapper.to(device)
 
 

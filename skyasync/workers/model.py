@@ -17,10 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.errors import UserError
 from skyasync.model_loading import ONE_AT_A_TIME
+from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.packing import Layout
-
-MAX_LOGITS = 1 << 27
-"""Most logits held at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in pieces."""
 
 ATTENTION = "sdpa"
 

@@ -13,7 +13,6 @@ micro-batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,9 +20,7 @@ import torch
 from torch import Tensor
 
 from skyasync.workers.batch import TrainingBatch
-
-MIN_SAVED_TOKENS = 0.2
-"""Share of all tokens that sharing prompts must save; a dense attention mask is slower than a causal one."""
+from skyasync.workers.limits import MIN_SAVED_TOKENS
 
 
 @dataclass
@@ -260,9 +257,3 @@ def _layout(batch: TrainingBatch, bundle: Tensor, prefix: Tensor) -> Layout:
         cells=plain.cells,
         shape=plain.shape,
     )
-
-
-def attention_pairs(layout: Layout) -> int:
-    """Query-key pairs that the attention computes; for measurements."""
-    rows, width = layout.tokens.shape
-    return rows * width * width if layout.owners is not None else rows * math.ceil(width * width / 2)

@@ -50,8 +50,8 @@ def test_known_models_have_their_published_sizes() -> None:
 @pytest.mark.parametrize(
     ("content", "named"),
     [
-        ("{", "cannot read its config.json"),
-        ("[]", "is not a mapping"),
+        ("{", "its config.json cannot be read"),
+        ("[]", "holds no settings"),
         ('{"model_type": "llama", "hidden_size": 8}', "num_attention_heads"),
         ('{"hidden_size": 8}', "names no model_type"),
         ('{"model_type": "no_such_model"}', "no_such_model"),

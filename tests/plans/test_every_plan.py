@@ -113,7 +113,7 @@ def test_weights_are_handed_over_every_nth_step_and_after_the_last(plan, interva
 
 
 def test_an_on_policy_plan_that_skips_syncs_needs_a_correction():
-    with pytest.raises(UserError, match="RayPPOTrainer trains on stale samples"):
+    with pytest.raises(UserError, match=r"correction=none leaves .* since trainer\.sync_interval=2 is asynchronous"):
         make_run(RayPPOTrainer, trainer__sync_interval=2, trainer__algorithm__off_policy_correction="none")
 
 

@@ -67,6 +67,7 @@ class TransformersEngine:
                 yield outputs
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
         async with aclosing(self._outputs([request], streamed=True)) as news:
             async for outputs in news:
                 for output in outputs:

@@ -117,6 +117,7 @@ class VLLMEngine:
         return answers
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
         sent = 0
         async for output in self._outputs(request, {request.request_id}, streaming=True):
             versions = self._core.versions(request.request_id, output)
