@@ -13,6 +13,7 @@ from skyasync.planning.advice import advise
 from skyasync.planning.machine import Machine, parse_size
 from skyasync.planning.plan import MemoryPlan, Place, make_plan
 from skyasync.planning.shape import shape_of
+from skyasync.workers.roles import ROLES, Role
 
 GIB = 1 << 30
 QWEN_7B = shape_of(
@@ -114,6 +115,18 @@ def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
     cfg.trainer.algorithm.use_kl_loss = True
     lines = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines
     assert lines["reference: weights"] == pytest.approx(2 * QWEN_7B.parameters / 4, rel=1e-6)
+
+
+def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = "trainer.placement.colocate_policy_ref"
+    critic = Role("critic", "not:imported", section="trainer.policy", trains=True, beside=beside)
+    monkeypatch.setitem(ROLES, "critic", critic)
+    plan = make_plan(settings(), QWEN_7B, EIGHT)
+    assert plan.processes["critic"] == 4 and plan.gpus_asked == 8
+    assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * QWEN_7B.parameters / 4, rel=1e-6)
+    monkeypatch.setitem(ROLES, "critic", replace(critic, beside=""))
+    plan = make_plan(settings(), QWEN_7B, EIGHT)
+    assert plan.gpus_asked == 9 and place(plan, "critic").when == "update"
 
 
 def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:

@@ -113,7 +113,7 @@ def test_the_loop_fits_on_a_screen():
     ],
 )
 def test_training_on_stale_samples_without_a_correction_is_refused_naming_both_keys(settings_):
-    with pytest.raises(UserError, match=r"policy_loss_type=.*off_policy_correction=none") as refused:
+    with pytest.raises(UserError, match=r"off_policy_correction=none.*policy_loss_type=") as refused:
         make_run(AsyncRayPPOTrainer, **settings_)
     assert "trainer.allow_uncorrected=true" in str(refused.value)
     assert make_run(AsyncRayPPOTrainer, trainer__allow_uncorrected=True, **settings_).train().trained
