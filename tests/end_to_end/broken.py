@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from skyasync import BasePPOExp, BaseTextEnvStepOutput, TrainerCallback
 from skyasync.algorithms.losses.clipped import importance_sampling
 from skyasync.rollout.generator import EpisodeGenerator
@@ -64,11 +66,11 @@ class KillTheEngine(TrainerCallback):
     """SIGKILL to the engine's process, as the kernel does when memory is short."""
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        siblings = [p for p in Path("/proc").glob("[0-9]*") if _parent(p) == os.getppid()]
-        engines = [p for p in siblings if (p / "cmdline").read_bytes().startswith(b"ray::_EngineActor")]
+        actors = ray._private.state.actors().values()
+        engines = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
         (trainer.run_dir.path / KILLED_AT).write_text(str(time.monotonic()))
         for process in engines:
-            os.kill(int(process.name), signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
         assert engines
 
 
@@ -82,10 +84,3 @@ class GeneratorBreaks(BasePPOExp):
 class EngineIsKilled(BasePPOExp):
     def get_callbacks(self) -> list[TrainerCallback]:
         return [KillTheEngine()]
-
-
-def _parent(process: Path) -> int:
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return -1
