@@ -19,6 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from skyasync.config.check import config_warnings
+from skyasync.config.frozen import freeze
 from skyasync.config.load import dump_config
 from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.config.sampling import backend
@@ -226,6 +227,8 @@ class BasePPOExp:
     def prepare(self) -> None:
         """Settle and check what can be before any process starts; the run's folder is made last.
 
+        From then on the configuration is read-only: parts are made from it.
+
         Raises:
             UserError: for the first thing that is wrong. Nothing is left behind then.
         """
@@ -249,6 +252,7 @@ class BasePPOExp:
             check_lengths(prompts, quick_tokenizer(trainer.policy.model.path), self.cfg)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
+        freeze(self.cfg)
 
     def _settle_models(self) -> None:
         trainer = self.cfg.trainer
@@ -287,6 +291,7 @@ class BasePPOExp:
         from skyasync.data.datasets import warn_of_overlap
 
         cfg = self.cfg
+        freeze(cfg)  # what comes to another process comes as a copy, which is free
         self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
         self._client = self.get_inference_client()
         self._dispatch = self.get_dispatch()
@@ -366,10 +371,10 @@ class BasePPOExp:
         from skyasync.cluster.placement import share_threads
 
         policy, engine = share_threads(self.cfg, os.cpu_count() or 1, overlap=overlap)
-        self.cfg.trainer.policy.threads = policy
-        for part in getattr(self._client, "engines", []):
+        parts = [(self._dispatch, policy), *((part, engine) for part in getattr(self._client, "engines", []))]
+        for part, threads in parts:
             if hasattr(part, "set_threads"):
-                part.set_threads(engine)
+                part.set_threads(threads)
 
     def _prompts(self, sources: Sequence[str], *, held_out: bool = False) -> Sequence[Any]:
         from skyasync.data.datasets import load_prompts

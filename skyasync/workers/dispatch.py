@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ class RayWorkerDispatch:
         self._reference = RankGroup("skyasync.workers.reference:ReferenceWorker", reference) if reference else None
         workers = cfg.generator.num_inference_engines * cfg.generator.inference_engine_tensor_parallel_size
         self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
+
+    def set_threads(self, threads: int) -> None:
+        """CPU threads of each policy rank; call before ``start``."""
+        trainer = self._cfg.trainer
+        trainer = replace(trainer, policy=replace(trainer.policy, threads=threads))
+        self._cfg = replace(self._cfg, trainer=trainer)
 
     async def start(self, total_steps: int = 0) -> None:
         """Load the models. ``cfg.trainer.policy.model.path`` is a folder or hub name.
