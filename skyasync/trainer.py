@@ -39,7 +39,7 @@ from skyasync.training.views import Views
 from skyasync.weight_sync.turns import DeviceTurns
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
     from skyasync.workers.protocol import WorkerDispatch
 
 
@@ -316,17 +316,17 @@ class RayPPOTrainer(Views):
         """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
         return estimates.drop_truncated(self.cfg.trainer.algorithm, groups, self.metrics)
 
-    def shape_rewards(self, batch: TrainingBatch) -> TrainingBatch:
+    def shape_rewards(self, batch: RolloutBatch) -> RolloutBatch:
         """Truncation, length penalty, scale, clip, normalisation of ``batch.rewards``."""
         return estimates.shape_rewards(self.cfg.trainer.algorithm, batch, self.metrics)
 
-    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
+    def apply_reward_kl_penalty(self, batch: ScoredBatch) -> ScoredBatch:
         """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
         algorithm, controller = self.cfg.trainer.algorithm, self.learner.kl_controller
         return estimates.penalize_rewards(algorithm, controller, batch, self.metrics)
 
-    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill ``batch.advantages`` from ``batch.rewards``."""
+    def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
+        """Make advantages of ``batch.rewards``: a ``TrainingBatch``, or the batch with ``batch.advantages`` set."""
         return estimates.advantages(self.cfg.trainer.algorithm, batch)
 
     # ---------------------------------------------------------------- details

@@ -22,7 +22,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.registry import user_parts
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.ranks import RankGroup, WorkerPlacement, joined, split_for_ranks
 
@@ -72,15 +72,15 @@ class RayWorkerDispatch:
             await self.shutdown()
             raise
 
-    async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self._policy.logprobs(batch)
 
-    async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         if self._reference is None:
             raise RuntimeError("no reference model was started: nothing in the configuration asked for one")
         return await self._reference.logprobs(batch)
 
-    async def forward_backward(self, batch: TrainingBatch) -> None:
+    async def forward_backward(self, batch: UpdateBatch) -> None:
         shards = split_for_ranks(batch, self._policy.ranks)
         pieces = await self._policy.call_each("forward_backward", [batch.select(rows).trim() for rows in shards])
         if batch.proximal_logprobs is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
 
@@ -41,16 +41,16 @@ class LocalDispatch:
             self._reference.setup()
         self._busy_s = 0.0
 
-    async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self._run(lambda: self._policy.logprobs(batch))
 
-    async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         reference = self._reference
         if reference is None:
             raise RuntimeError("no reference model was loaded")
         return await self._run(lambda: reference.logprobs(batch))
 
-    async def forward_backward(self, batch: TrainingBatch) -> None:
+    async def forward_backward(self, batch: UpdateBatch) -> None:
         found = await self._run(lambda: self._policy.forward_backward(batch))
         if batch.proximal_logprobs is None:
             batch.proximal_logprobs = found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import TokenLogprobs, TokenScores
 from skyasync.workers.offload import move_moments
 from skyasync.workers.packing import MicroBatch
@@ -84,7 +84,7 @@ class PolicyWorker(ModelWorker):
             [g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), eps=settings.eps, fused=True
         )
 
-    def update_policy(self, batch: TrainingBatch, schedule_step: int | None = None) -> dict[str, float]:
+    def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.
 
         Missing ``proximal_logprobs`` are filled in.
@@ -94,15 +94,13 @@ class PolicyWorker(ModelWorker):
             batch.proximal_logprobs = before
         return self.optimizer_step(schedule_step)
 
-    def forward_backward(self, batch: TrainingBatch) -> Tensor | None:
+    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         """Add the gradient of this rank's rows to what has been added up since the last optimizer step.
 
         Returns:
             the policy's log-probabilities, ``[batch, length]``, if the batch has no ``proximal_logprobs``: the policy
             before the step, which this computes anyway.
         """
-        if batch.loss_weights is None or batch.advantages is None:
-            raise ValueError("a training batch needs loss_weights and advantages")
         before = torch.zeros(batch.tokens.shape) if batch.proximal_logprobs is None else None
         with sharded_afterwards(self.model):
             for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
@@ -147,7 +145,7 @@ class PolicyWorker(ModelWorker):
         metrics["lr"] = self._step(schedule_step)
         return metrics
 
-    def _backward(self, micro: MicroBatch, totals: _Totals) -> Tensor:
+    def _backward(self, micro: MicroBatch[UpdateBatch], totals: _Totals) -> Tensor:
         """Add a micro-batch's gradient; returns the current log-probabilities, ``[rows, length]``."""
         batch = micro.batch
         scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy="entropy" in self.objective.needs)
@@ -171,7 +169,7 @@ class PolicyWorker(ModelWorker):
         totals.add(loss, mask, maps)
         return current.detach()
 
-    def _proximal(self, batch: TrainingBatch, current: Tensor) -> Tensor:
+    def _proximal(self, batch: UpdateBatch, current: Tensor) -> Tensor:
         if batch.proximal_logprobs is not None:
             return self._here(batch.proximal_logprobs)
         if batch.approximated_version is None:
@@ -180,8 +178,12 @@ class PolicyWorker(ModelWorker):
         method = self.cfg.trainer.algorithm.proximal_logprobs
         return approximate_proximal(current, behaviour, versions, batch.approximated_version, method=method)
 
-    def _here(self, tensor: Tensor | None) -> Tensor:
-        return None if tensor is None else tensor.to(self.device)  # type: ignore[return-value]
+    @overload
+    def _here(self, tensor: Tensor) -> Tensor: ...
+    @overload
+    def _here(self, tensor: Tensor | None) -> Tensor | None: ...
+    def _here(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.device)
 
     def _clip(self) -> float:
         """Clip the gradient to the configured norm; returns the true global norm over all ranks' shards."""

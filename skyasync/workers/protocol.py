@@ -9,19 +9,19 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 
 
 class WorkerDispatch(Protocol):
     """The policy (and, if there is one, the reference) as one object, however many ranks it has."""
 
-    async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probability of each loss token under the current policy, ``[batch, length]``, 0 elsewhere."""
 
-    async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The same under the frozen reference model."""
 
-    async def forward_backward(self, batch: TrainingBatch) -> None:
+    async def forward_backward(self, batch: UpdateBatch) -> None:
         """Add the gradient of these rows to what has been added up since the last optimizer step.
 
         A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is filled in.

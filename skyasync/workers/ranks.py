@@ -20,7 +20,7 @@ from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.registry import resolve_reference
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch
 
 LOOPBACK = "127.0.0.1"
 DEATH_NOTICE_S = 2.0
@@ -110,16 +110,16 @@ class RankGroup:
     def busy_s(self) -> float:
         return self._finished_s + (time.monotonic() - self._since if self._running else 0.0)
 
-    async def logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def logprobs(self, batch: TokenBatch) -> Tensor:
         shards = split_for_ranks(batch, self.ranks)
-        asked = TrainingBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
+        asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
         return joined(batch, shards, await self.call_each("logprobs", [asked.select(rows).trim() for rows in shards]))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; results by rank."""
         return await self._gather([actor.call.remote(method, *args) for actor in self._alive()])
 
-    async def call_each(self, method: str, shards: Sequence[TrainingBatch]) -> list[Any]:
+    async def call_each(self, method: str, shards: Sequence[TokenBatch]) -> list[Any]:
         """One shard per rank; results by rank."""
         actors = self._alive()
         puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in shards])
@@ -171,7 +171,7 @@ class RankGroup:
         return [task.result() for task in tasks]
 
 
-def joined(batch: TrainingBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
+def joined(batch: TokenBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """Per-token values of the shards in the batch's rows, ``[batch, length]``."""
     result = torch.zeros(batch.tokens.shape)
     for rows, piece in zip(shards, pieces, strict=True):
@@ -183,7 +183,7 @@ async def _result(reference: Any) -> Any:
     return await reference
 
 
-def split_for_ranks(batch: TrainingBatch, ranks: int) -> list[Tensor]:
+def split_for_ranks(batch: TokenBatch, ranks: int) -> list[Tensor]:
     """Rows (int64) for each rank: about equally many tokens, samples of a prompt together where possible.
 
     A rank may get no rows if there are fewer rows than ranks.
