@@ -121,7 +121,7 @@ class Objective:
                 statistics["ratio"] = log_ratio(tensors["current"], tensors["anchor"]).exp()
         return torch.where(mask, loss, 0), {name: value.detach() for name, value in statistics.items()}
 
-    def prepare(self, batch: Any) -> dict[str, Tensor]:
+    def prepare(self, batch: object) -> dict[str, Tensor]:
         """What ``token_loss`` must be given besides, made on a whole mini-batch; empty for most objectives.
 
         Args:

@@ -27,7 +27,7 @@ def _library() -> Any:
 
 @REWARDS.register("math_verify", extra="math-verify")
 @loading(_library)
-def math_verify(response: str, label: Any) -> float:
+def math_verify(response: str, label: object) -> float:
     """1 if an expression in the response equals the label's.
 
     Raises:

@@ -56,7 +56,7 @@ def rows(task: str, options: Mapping[str, Any], seed: int, *, held_out: bool) ->
     ]
 
 
-def make(task: str, options: Mapping[str, Any], **more: Any) -> Any:
+def make(task: str, options: Mapping[str, Any], **more: object) -> Any:
     """The task's data set.
 
     Raises:
