@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from skyasync.cluster.placement import missing, plan_slots, too_small
+from skyasync.config.schema import Config
 from skyasync.errors import UserError
 
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
@@ -21,7 +22,7 @@ SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models
 
 
 @contextmanager
-def cluster(cfg: Any, *, with_reference: bool) -> Iterator[bool]:
+def cluster(cfg: Config, *, with_reference: bool) -> Iterator[bool]:
     """Ray is up inside; yields whether there are GPUs.
 
     Raises:
@@ -85,7 +86,7 @@ def _knock(address: str) -> None:
         raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
 
 
-def _start(cfg: Any, with_reference: bool) -> None:
+def _start(cfg: Config, with_reference: bool) -> None:
     bundles = plan_slots(cfg, gpus=False, with_reference=with_reference).bundles
     has_gpus = os.path.exists("/dev/nvidia0")
     start_on_loopback(

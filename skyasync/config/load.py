@@ -244,7 +244,7 @@ def _broken_reference(error: OmegaConfBaseException) -> str:
     return f"{first} (a literal ${{ is written \\${{)"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Only what YAML can hold, with text that OmegaConf would take for a reference protected."""
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}

@@ -57,7 +57,7 @@ def is_interpolation(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and "${" in node.value
 
 
-def convert(node: yaml.Node, expected: object) -> Any:
+def convert(node: yaml.Node, expected: object) -> object:
     """The node's value as ``expected``, an annotation: a primitive, ``X | None``, list, dict, Literal, Enum, Any.
 
     A string where a list of strings is expected becomes a list of one.
@@ -81,7 +81,7 @@ def convert(node: yaml.Node, expected: object) -> Any:
     return _scalar(node, expected)
 
 
-def _scalar(node: yaml.Node, expected: object) -> Any:
+def _scalar(node: yaml.Node, expected: object) -> object:
     if expected not in (str, int, float, bool, type(None)):
         return free(node)
     if isinstance(node, yaml.ScalarNode):
@@ -101,7 +101,7 @@ def _scalar(node: yaml.Node, expected: object) -> Any:
     raise _wrong(node, expected)
 
 
-def _union(node: yaml.Node, expected: object) -> Any:
+def _union(node: yaml.Node, expected: object) -> object:
     # str takes anything, so it is asked last.
     for arm in sorted(typing.get_args(expected), key=lambda arm: arm is str):
         try:
@@ -111,7 +111,7 @@ def _union(node: yaml.Node, expected: object) -> Any:
     raise _wrong(node, expected)
 
 
-def _literal(node: yaml.Node, expected: object) -> Any:
+def _literal(node: yaml.Node, expected: object) -> object:
     for option in typing.get_args(expected):
         try:
             if convert(node, type(option)) == option:
@@ -121,7 +121,7 @@ def _literal(node: yaml.Node, expected: object) -> Any:
     raise _wrong(node, expected)
 
 
-def _enum(node: yaml.Node, expected: type[enum.Enum]) -> Any:
+def _enum(node: yaml.Node, expected: type[enum.Enum]) -> object:
     if isinstance(node, yaml.ScalarNode) and node.value in expected.__members__:
         return expected[node.value]
     raise _wrong(node, expected)
@@ -142,7 +142,7 @@ def _mapping(node: yaml.Node, expected: object, name_type: object, element: obje
     return {name.value if as_text else free(name): convert(value, element) for name, value in node.value}
 
 
-def free(node: yaml.Node) -> Any:
+def free(node: yaml.Node) -> object:
     """The value that the text itself suggests, for keys of any type."""
     if isinstance(node, yaml.SequenceNode):
         return [free(item) for item in node.value]
@@ -162,7 +162,7 @@ def free(node: yaml.Node) -> Any:
     return text
 
 
-def type_name(expected: Any) -> str:
+def type_name(expected: object) -> str:
     """An annotation in words: "int", "list of str", "float or null"."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):

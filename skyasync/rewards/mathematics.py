@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError
@@ -16,7 +17,7 @@ from skyasync.rewards.registry import REWARDS, loading
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import math_verify
     except ModuleNotFoundError as error:

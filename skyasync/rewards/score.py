@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
 
 from skyasync.errors import UserError, nearest
 
@@ -26,7 +25,7 @@ class Score:
     unjudged: bool = False
 
 
-def as_score(function: str, returned: Any) -> Score:
+def as_score(function: str, returned: object) -> Score:
     """A number, or a mapping with ``reward`` (or ``score``) and further numbers, which become metrics.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from skyasync.errors import UserError
 from skyasync.rewards.registry import REWARDS, quick
@@ -40,7 +39,7 @@ def gsm8k_format(response: str) -> float:
     return float(response.count("####") == 1 and bool(_NUMBER_AT_THE_END.fullmatch(response[response.find("####") :])))
 
 
-def _known(label: object, function: str) -> Any:
+def _known(label: object, function: str) -> object:
     if label is None:
         raise UserError(f"reward function {function} needs the right answer, and the row has none: set data.label_key")
     return label
