@@ -184,7 +184,9 @@ class Objective:
         inputs = {name for function in functions for name in function.inputs}
         return frozenset(self.anchor if name == "anchor" else name for name in inputs) & POLICIES
 
-    def _correct(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _correct(
+        self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if not self._corrections:
             return loss, statistics
         weight = self._weight(tensors)
