@@ -134,18 +134,21 @@ def _phases(worker: Any, case: Case, peaks: dict[str, int], folder: str, rank: i
 def _batch(case: Case) -> Any:
     import torch
 
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.batch import UpdateBatch
 
     length = PROMPT + RESPONSE
     shape = (case.rows, length)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     loss_mask[:, PROMPT:] = True
-    return TrainingBatch(
+    return UpdateBatch(
         tokens=torch.randint(0, 64, shape),
         attention_mask=torch.ones(shape, dtype=torch.bool),
         loss_mask=loss_mask,
         group_ids=torch.arange(case.rows),
         behaviour_logprobs=torch.full(shape, -6.0) * loss_mask,
+        versions=torch.where(loss_mask, 0, -1),
+        truncated=torch.zeros(case.rows, dtype=torch.bool),
+        rewards=torch.zeros(shape),
         advantages=torch.randn(shape) * loss_mask,
         loss_weights=loss_mask / loss_mask.sum(),
         proximal_logprobs=torch.full(shape, -6.0) * loss_mask,

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.workers import base
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.policy import PolicyWorker
 
 
@@ -36,7 +36,7 @@ def tiny_llama(folder: str) -> str:
     return folder
 
 
-def grouped_batch(prompts: int, samples: int, prompt_length: int = 40, response_length: int = 15) -> TrainingBatch:
+def grouped_batch(prompts: int, samples: int, prompt_length: int = 40, response_length: int = 15) -> UpdateBatch:
     """Groups that share a prompt; lengths vary by a quarter around the given means."""
     generator = torch.Generator().manual_seed(0)
 
@@ -50,12 +50,15 @@ def grouped_batch(prompts: int, samples: int, prompt_length: int = 40, response_
     answers = torch.randint(0, 400, (prompts * samples, len(columns)), generator=generator)
     attention = columns < total[:, None]
     loss_mask = attention & (columns >= prompt[:, None])
-    return TrainingBatch(
+    return UpdateBatch(
         tokens=torch.where(loss_mask, answers, texts) * attention,
         attention_mask=attention,
         loss_mask=loss_mask,
         group_ids=torch.arange(prompts).repeat_interleave(samples),
         behaviour_logprobs=torch.full(loss_mask.shape, -6.0) * loss_mask,
+        versions=torch.where(loss_mask, 0, -1),
+        truncated=torch.zeros(len(total), dtype=torch.bool),
+        rewards=torch.zeros(loss_mask.shape),
         advantages=torch.randn(len(total), 1, generator=generator) * loss_mask,
         loss_weights=loss_mask / loss_mask.sum(),
     )
@@ -78,7 +81,7 @@ def unshared(update: Callable[[], object]) -> None:
         update()
 
 
-def textbook(model: LlamaForCausalLM, batch: TrainingBatch, rows: int = 64) -> None:
+def textbook(model: LlamaForCausalLM, batch: UpdateBatch, rows: int = 64) -> None:
     """What most trainers do: fixed micro-batches, a padding mask, logits at every position."""
     for piece in batch.split(rows):
         logits = model(piece.tokens, attention_mask=piece.attention_mask.long(), use_cache=False).logits[:, :-1]
@@ -88,7 +91,7 @@ def textbook(model: LlamaForCausalLM, batch: TrainingBatch, rows: int = 64) -> N
     model.zero_grad()
 
 
-def variants(path: str, batch: TrainingBatch) -> dict[str, Callable[[], object]]:
+def variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {}
     for thousand in (2, 4, 8, 16, 64):
         found[f"update, {thousand}k tokens per micro-batch"] = partial(

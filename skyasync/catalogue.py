@@ -47,7 +47,7 @@ class About:
             yield self.selector
 
 
-def describe(part: Any, capabilities: Mapping[str, Any]) -> About:
+def describe(part: object, capabilities: Mapping[str, Any]) -> About:
     """A loaded part; ``capabilities``: names and defaults."""
     can = {name: getattr(part, name, default) for name, default in capabilities.items()}
     if inspect.isclass(part) or not callable(part):

@@ -15,7 +15,9 @@ GRACE_S = 10.0
 
 
 @asynccontextmanager
-async def afterwards(call: Callable[..., Awaitable[Any]], *args: Any, grace_s: float = GRACE_S) -> AsyncIterator[None]:
+async def afterwards(
+    call: Callable[..., Awaitable[Any]], *args: object, grace_s: float = GRACE_S
+) -> AsyncIterator[None]:
     """Await ``call(*args)`` at the end, whatever happened inside.
 
     ``try`` and ``finally`` would raise the error of ``call`` in the place of the one from inside; here it becomes a

@@ -14,27 +14,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import Any, Protocol
 
-from skyasync.callbacks import TrainerCallback
+from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.cleanup import afterwards
+from skyasync.config.schema import Config, TrainerConfig
 from skyasync.errors import UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, ProgressView
+from skyasync.observe.run_dir import RunDirectory
 from skyasync.processes.calls import START_S
 from skyasync.registry import UserParts, add_user_parts, user_parts
+from skyasync.trainer import RayPPOTrainer
 
 POLL_S = 0.5
 GRACE_S = 30.0
+
+
+class Experiment(Protocol):
+    """What the controller runs; see ``skyasync.experiment.BasePPOExp``."""
+
+    cfg: Config
+    placement_name: str
+    run_dir: RunDirectory | None
+
+    def build(self) -> RayPPOTrainer: ...
+    async def start(self, trainer: RayPPOTrainer) -> None: ...
+    async def close(self) -> None: ...
 
 
 class _Recording(TrainerCallback):
     def __init__(self, recorder: ProgressRecorder) -> None:
         self._recorder = recorder
 
-    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         self._recorder.log(metrics, trainer.global_step)
 
-    def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> None:
         self._recorder.log(metrics, trainer.global_step)
 
 
@@ -46,7 +61,7 @@ class Controller:
         parts: what the user has registered in the program.
     """
 
-    def __init__(self, experiment: Any, parts: UserParts) -> None:
+    def __init__(self, experiment: Experiment, parts: UserParts) -> None:
         add_user_parts(parts)
         self._experiment = experiment
         self._trainer: Any = None
@@ -94,7 +109,7 @@ class Controller:
             await asyncio.wait([self._task])
 
 
-def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | None:
+def run_in_controller(experiment: Experiment, *, progress: bool) -> dict[str, float] | None:
     """Train in a Ray actor on this node and show its progress here. Ray is initialised.
 
     Raises:
@@ -116,7 +131,8 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
             _watch(ray, controller, running, view)
         return ray.get(running)
     except ray.exceptions.RayTaskError as error:
-        experiment.run_dir.save_error(str(error))
+        if experiment.run_dir is not None:
+            experiment.run_dir.save_error(str(error))
         if isinstance(error.cause, UserError | SyntaxError):  # Python shows nothing of Ray's kind of SyntaxError
             raise error.cause from None
         raise
@@ -133,7 +149,7 @@ def run_in_controller(experiment: Any, *, progress: bool) -> dict[str, float] | 
             release(experiment.placement_name)
 
 
-def _patience_s(trainer: Any) -> float:
+def _patience_s(trainer: TrainerConfig) -> float:
     """How long the controller may take to stop: its parts' shutdown, and what ``ckpt_on_exit`` finishes before it."""
     return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit else 0)
 
@@ -148,7 +164,7 @@ def _await_process(ray: Any, controller: Any) -> None:
         raise RuntimeError(problem) from None
 
 
-def _watch(ray: Any, controller: Any, running: Any, view: ProgressView) -> None:
+def _watch(ray: Any, controller: Any, running: object, view: ProgressView) -> None:
     """Poll until the run has ended."""
     seen, ended = -1, False
     while not ended:

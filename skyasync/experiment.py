@@ -15,13 +15,15 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from traceback import format_exception
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from skyasync.config.check import config_warnings
+from skyasync.config.frozen import freeze
 from skyasync.config.load import dump_config
 from skyasync.config.paths import model_path, refuse_foreign_checkpoints
 from skyasync.config.sampling import backend
+from skyasync.config.schema import Config
 from skyasync.data.sources import absolute
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, rounding
@@ -35,8 +37,19 @@ from skyasync.preflight.parts import check_callbacks, check_parts, plans_named_b
 from skyasync.registry import absolute_reference
 from skyasync.rewards.settings import settle_references
 from skyasync.rollout.tokenizer import quick_tokenizer
-from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer import Client, RayPPOTrainer
 from skyasync.workers.roles import POLICY, ROLES, Role
+
+if TYPE_CHECKING:  # what these import is loaded where it is used
+    from skyasync.callbacks import TrainerCallback
+    from skyasync.cluster.placement import Placement
+    from skyasync.engines.client import InferenceClient
+    from skyasync.observe.trackers import Tracker
+    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.tokenizer import Tokenizer
+    from skyasync.rollout.types import Prompt
+    from skyasync.weight_sync.sync import Destination, Source, WeightSync
+    from skyasync.workers.dispatch import RayWorkerDispatch
 
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
 
@@ -48,7 +61,7 @@ class BasePPOExp:
         cfg: a ``skyasync.config.Config`` (or a subclass of it with keys of one's own).
     """
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.run_dir: RunDirectory | None = None
         self.gpus = False
@@ -59,40 +72,40 @@ class BasePPOExp:
         self._generator: Any = None
         self._rows: dict[str, Any] = {}  # of data sources that are functions, which are called once
         self._begun = False  # processes of the run's own have been started
-        self._tracker: Any = None  # until a trainer runs, which closes it
+        self._tracker: Tracker | None = None  # until a trainer runs, which closes it
 
     # ---------------------------------------------------------------- parts
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> Tokenizer:
         from skyasync.rollout.tokenizer import load_tokenizer
 
         return load_tokenizer(self.cfg.trainer.policy.model.path)
 
-    def get_train_dataset(self) -> Sequence[Any]:
+    def get_train_dataset(self) -> Sequence[Prompt]:
         return self._prompts(self.cfg.data.train_data)
 
-    def get_eval_dataset(self) -> Sequence[Any] | None:
+    def get_eval_dataset(self) -> Sequence[Prompt] | None:
         return self._prompts(self.cfg.data.val_data, held_out=True) if self.cfg.data.val_data else None
 
-    def get_tracker(self) -> Any:
+    def get_tracker(self) -> Tracker:
         from skyasync.observe.trackers import MultiTracker
 
         trainer = self.cfg.trainer
         assert self.run_dir is not None
         return MultiTracker(trainer.logger, self.run_dir, asdict(self.cfg), project_name=trainer.project_name)
 
-    def get_callbacks(self) -> list[Any]:
+    def get_callbacks(self) -> list[TrainerCallback]:
         """Callbacks of the trainer; see ``skyasync.callbacks``."""
         return []
 
-    def get_colocate_pg(self, timeout: float = 180) -> Any:
+    def get_colocate_pg(self, timeout: float = 180) -> Placement:
         """The placement of all workers and engines, granted by Ray within ``timeout`` seconds."""
         from skyasync.cluster.placement import plan_slots, reserve
 
         slots = plan_slots(self.cfg, gpus=self.gpus, roles=self.roles())
         return reserve(slots, timeout, self.placement_name)
 
-    def get_inference_client(self) -> Any:
+    def get_inference_client(self) -> InferenceClient:
         """The client in front of the engines, whose processes start; their models load in ``start``."""
         from skyasync.engines.client import InferenceClient
         from skyasync.engines.ray_engine import RayEngine
@@ -112,7 +125,7 @@ class BasePPOExp:
         at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
         return InferenceClient(engines, generator.request_timeout_s, lambda: self._tokenizer, at_once)
 
-    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
+    def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
         """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
         if cfg.generator.agent_program:
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
@@ -133,7 +146,9 @@ class BasePPOExp:
             decider(cfg.trainer.algorithm.dynamic_sampling),
         )
 
-    def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
+    def get_agent_generator(
+        self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
+    ) -> Generator:
         """What plays agent programs through the endpoint."""
         from skyasync.endpoint.agent_generator import AgentGenerator
         from skyasync.endpoint.agent_pool import AgentPool, ray_processes
@@ -148,7 +163,7 @@ class BasePPOExp:
         pool = AgentPool(processes, cfg.environment.num_workers)
         return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
 
-    def get_dispatch(self) -> Any:
+    def get_dispatch(self) -> RayWorkerDispatch:
         """The processes of all roles; their models load in ``start``."""
         from skyasync.workers.dispatch import RayWorkerDispatch
 
@@ -158,7 +173,9 @@ class BasePPOExp:
             self.engine_config().weight_sync_backend,
         )
 
-    def get_weight_sync(self, dispatch: Any, inference_engine_client: Any, probe: Sequence[Sequence[int]]) -> Any:
+    def get_weight_sync(
+        self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+    ) -> WeightSync:
         """The way of the weights from the policy to the engines."""
         from skyasync.weight_sync.sync import WeightSync
 
@@ -172,8 +189,9 @@ class BasePPOExp:
             interval=generator.verify_interval,
         )
 
-    def get_trainer(self, cfg: Any, tracker: Any, tokenizer: Any, train_dataset: Any, eval_dataset: Any,
-                    inference_engine_client: Any, generator: Any, colocate_pg: Any) -> RayPPOTrainer:  # fmt: skip
+    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
+                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
+                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
         """The plan: by default the one that ``trainer.plan`` names."""
         return PLANS.find(cfg.trainer.plan).get_trainer(
             cfg=cfg,
@@ -227,6 +245,8 @@ class BasePPOExp:
     def prepare(self) -> None:
         """Settle and check what can be before any process starts; the run's folder is made last.
 
+        From then on the configuration is read-only: parts are made from it.
+
         Raises:
             UserError: for the first thing that is wrong. Nothing is left behind then.
         """
@@ -250,6 +270,7 @@ class BasePPOExp:
             check_lengths(prompts, quick_tokenizer(trainer.policy.model.path), self.cfg)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
         self.run_dir.save_config(dump_config(self.cfg))
+        freeze(self.cfg)
 
     def _settle_models(self) -> None:
         """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's."""
@@ -292,6 +313,7 @@ class BasePPOExp:
         from skyasync.data.datasets import warn_of_overlap
 
         cfg = self.cfg
+        freeze(cfg)  # what comes to another process comes as a copy, which is free
         self._placement = self.get_colocate_pg(cfg.trainer.placement.timeout_s)
         self._client = self.get_inference_client()
         self._dispatch = self.get_dispatch()
@@ -357,7 +379,7 @@ class BasePPOExp:
     # ---------------------------------------------------------------- what the parts share
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> Tokenizer:
         return self.get_tokenizer()
 
     def roles(self) -> list[Role]:
@@ -379,12 +401,12 @@ class BasePPOExp:
         from skyasync.cluster.placement import share_threads
 
         policy, engine = share_threads(self.cfg, os.cpu_count() or 1, overlap=overlap)
-        self.cfg.trainer.policy.threads = policy
-        for part in getattr(self._client, "engines", []):
+        parts = [(self._dispatch, policy), *((part, engine) for part in getattr(self._client, "engines", []))]
+        for part, threads in parts:
             if hasattr(part, "set_threads"):
-                part.set_threads(engine)
+                part.set_threads(threads)
 
-    def _prompts(self, sources: Sequence[str], *, held_out: bool = False) -> Sequence[Any]:
+    def _prompts(self, sources: Sequence[str], *, held_out: bool = False) -> Sequence[Prompt]:
         from skyasync.data.datasets import load_prompts
 
         return load_prompts(sources, self.cfg, self._tokenizer, held_out=held_out, known=self._rows)

@@ -110,7 +110,7 @@ class Registry(dict[str, Any]):
             return self._builtins[name][1]
         return self.describe(self.find(name))
 
-    def describe(self, part: Any) -> About:
+    def describe(self, part: object) -> About:
         """What a part says of itself, whoever holds it."""
         return describe(part, self._capabilities)
 
@@ -216,5 +216,5 @@ def _loaded(path: Path) -> ModuleType:
     return module
 
 
-def _is_ours(part: Any) -> bool:
+def _is_ours(part: object) -> bool:
     return getattr(part, "__module__", "").partition(".")[0] == __name__.partition(".")[0]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NotRequired, Protocol, TypedDict, Unpack
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
@@ -23,13 +23,16 @@ from skyasync.data.prompts import PromptBatch, PromptStream, prompts_of_run
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
-from skyasync.rollout.contract import play
+from skyasync.observe.trackers import Tracker
+from skyasync.observe.usage import Engines
+from skyasync.rollout.contract import Generator, play
 from skyasync.rollout.metrics import eval_name, rollout_metrics, staleness_metrics
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
+from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
-from skyasync.training import estimates
-from skyasync.training.handover import HandOver
+from skyasync.training import estimates, handover
+from skyasync.training.handover import HandOver, WeightSyncing
 from skyasync.training.learner import Learner
 from skyasync.training.length import RunLength
 from skyasync.training.phases import Metrics, Phases
@@ -41,8 +44,26 @@ from skyasync.training.views import Views
 from skyasync.weight_sync.turns import DeviceTurns
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
     from skyasync.workers.protocol import WorkerDispatch
+
+
+class Client(handover.Client, Engines, Protocol):
+    """What a trainer asks of the engines, besides what the generator and the weight sync do."""
+
+
+class Parts(TypedDict):
+    """What a trainer is made from."""
+
+    cfg: Config
+    tracker: Tracker
+    tokenizer: Tokenizer
+    train_dataset: Sequence[Prompt]
+    inference_engine_client: Client
+    generator: Generator
+    colocate_pg: NotRequired[object]
+    eval_dataset: NotRequired[Sequence[Prompt] | None]
+    callbacks: NotRequired[Sequence[TrainerCallback] | None]
 
 
 class RayPPOTrainer(Views):
@@ -82,12 +103,12 @@ class RayPPOTrainer(Views):
     def __init__(
         self,
         cfg: Config,
-        tracker: Any,
-        tokenizer: Any,
+        tracker: Tracker,
+        tokenizer: Tokenizer,
         train_dataset: Sequence[Prompt],
-        inference_engine_client: Any,
-        generator: Any,
-        colocate_pg: Any = None,
+        inference_engine_client: Client,
+        generator: Generator,
+        colocate_pg: object = None,
         eval_dataset: Sequence[Prompt] | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
     ) -> None:
@@ -107,14 +128,14 @@ class RayPPOTrainer(Views):
         self._refuse_what_cannot_work()
 
     @classmethod
-    def get_trainer(cls, **parts: Any) -> RayPPOTrainer:
+    def get_trainer(cls, **parts: Unpack[Parts]) -> RayPPOTrainer:
         """Make a trainer from the parts that ``BasePPOExp`` has built."""
         return cls(**parts)
 
     def attach(
         self,
         dispatch: WorkerDispatch,
-        weight_sync: Any,
+        weight_sync: WeightSyncing,
         *,
         timeline: Timeline | None = None,
         run_dir: RunDirectory | None = None,
@@ -248,7 +269,7 @@ class RayPPOTrainer(Views):
             self.metrics.setdefault(name, value)  # what a hook has found stands
         self.progress.trained(rollout.position, rollout.ahead)
         self.saving.step_done()
-        self.reporting.trained(self.global_step, rollout.groups, self.tokenizer and self.tokenizer.decode)
+        self.reporting.trained(self.global_step, rollout.groups, self.tokenizer.decode if self.tokenizer else None)
 
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle, in the steps in which that is due."""
@@ -320,24 +341,24 @@ class RayPPOTrainer(Views):
         """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
         return estimates.drop_truncated(self.cfg.trainer.algorithm, groups, self.metrics)
 
-    async def ask_roles(self, batch: TrainingBatch) -> TrainingBatch:
+    async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch:
         """Let models and scorers of one's own look at a batch, before its rewards are shaped.
 
         ``await self.dispatch.ask("role", "method", batch)``; see ``skyasync.workers.roles``.
         """
         return batch
 
-    def shape_rewards(self, batch: TrainingBatch) -> TrainingBatch:
+    def shape_rewards(self, batch: RolloutBatch) -> RolloutBatch:
         """Truncation, length penalty, scale, clip, normalisation of ``batch.rewards``."""
         return estimates.shape_rewards(self.cfg.trainer.algorithm, batch, self.metrics)
 
-    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
+    def apply_reward_kl_penalty(self, batch: ScoredBatch) -> ScoredBatch:
         """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
         algorithm, controller = self.cfg.trainer.algorithm, self.learner.kl_controller
         return estimates.penalize_rewards(algorithm, controller, batch, self.metrics)
 
-    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
-        """Fill ``batch.advantages`` from ``batch.rewards``."""
+    def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
+        """Make advantages of ``batch.rewards``: a ``TrainingBatch``, or the batch with ``batch.advantages`` set."""
         return estimates.advantages(self.cfg.trainer.algorithm, batch)
 
     # ---------------------------------------------------------------- details

@@ -92,6 +92,8 @@ def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
     assert cfg.trainer.ref.model.path == str(tmp_path.resolve())
     assert Path(cfg.trainer.ckpt_path).is_absolute()
     assert cfg.trainer.export_path == str(Path("~/export").expanduser())
+    with pytest.raises(UserError, match=r"trainer\.sync_interval cannot be changed any more"):
+        experiment.cfg.trainer.sync_interval = 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ in its group's baseline. A group whose scores are all equal gets 0 from every gr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,13 @@ from skyasync.algorithms.returns import discounted_returns, gae
 Estimate = tuple[Tensor, Tensor]
 
 
-def compute_advantages(cfg: Any, rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None = None,
+class EstimatedBy(Protocol):
+    """Of ``trainer.algorithm``: the estimator; its settings are read by their names, where they are given."""
+
+    advantage_estimator: str
+
+
+def compute_advantages(cfg: EstimatedBy, rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None = None,
                        trajectory_ids: Tensor | None = None) -> Estimate:  # fmt: skip
     """Estimate, then whiten and clip, all as ``cfg`` says.
 

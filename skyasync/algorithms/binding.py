@@ -29,7 +29,7 @@ def configured(**keys: str) -> Callable[[F], F]:
     return mark
 
 
-def setting(cfg: Any, key: str, default: Any) -> Any:
+def setting(cfg: object, key: str, default: object) -> Any:
     """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it has none."""
     value = cfg
     for name in key.split("."):
@@ -58,7 +58,7 @@ def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str,
     return inputs, {p.name: p.default for p in everything if p.kind is p.KEYWORD_ONLY}
 
 
-def bind(function: Callable[..., Any], cfg: Any) -> Bound:
+def bind(function: Callable[..., Any], cfg: object) -> Bound:
     """Fill in the settings of ``function`` from ``cfg``: its own keys first, then ``cfg.extra`` by parameter name."""
     inputs, settings = parameters(function)
     keys = getattr(function, "configuration_keys", {})
@@ -70,7 +70,7 @@ def bind(function: Callable[..., Any], cfg: Any) -> Bound:
     return Bound(function, inputs, settings)
 
 
-def refuse_unused_extra(cfg: Any, *functions: Callable[..., Any]) -> None:
+def refuse_unused_extra(cfg: object, *functions: Callable[..., Any]) -> None:
     """Raise if ``cfg.extra`` names a setting that none of ``functions`` has.
 
     Raises:

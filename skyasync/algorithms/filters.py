@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any
 
 from skyasync.algorithms.binding import setting
 
@@ -42,7 +41,7 @@ def has_variance(rewards: Sequence[float], tolerance: float = 0.0, keep_singleto
     return max(rewards) - min(rewards) > tolerance
 
 
-def group_filter(cfg: Any) -> Callable[[Sequence[float]], bool]:
+def group_filter(cfg: object) -> Callable[[Sequence[float]], bool]:
     """The filter that ``dynamic_sampling`` in the configuration asks for: rewards of a group -> keep it?"""
     kind = setting(cfg, "dynamic_sampling.type", "none")
     if kind == "mean":

@@ -13,7 +13,6 @@ As a *loss* the gradient is what counts, and there k1's has mean 0 while k2's is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +131,7 @@ class AdaptiveKLController:
         self.value *= 1 + error * samples / self.horizon
 
 
-def kl_controller(cfg: Any) -> FixedKLController | AdaptiveKLController:
+def kl_controller(cfg: object) -> FixedKLController | AdaptiveKLController:
     """The controller that ``kl_ctrl`` asks for, starting at ``kl_loss_coef``."""
     start = setting(cfg, "kl_loss_coef", 0.001)
     if setting(cfg, "kl_ctrl.type", "fixed") == "fixed":

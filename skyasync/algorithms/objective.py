@@ -13,7 +13,7 @@ split (``prepare``, ``loss_weights``), so the gradient does not depend on micro-
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,25 @@ __all__ = ["Objective", "loss_weights"]
 
 POLICIES = frozenset({"proximal", "behaviour", "reference"})
 _PER_TOKEN = frozenset({"proximal", "behaviour", "advantages"})
+
+
+class TrainedBy(Protocol):
+    """Of ``trainer.algorithm``: the loss; all other settings are read by their names, where they are given."""
+
+    policy_loss_type: str
+
+
+class Rows(Protocol):
+    """A batch whose log-probabilities and advantages are known; ``[batch, length]`` each."""
+
+    @property
+    def proximal_logprobs(self) -> Tensor | None: ...
+    @property
+    def behaviour_logprobs(self) -> Tensor: ...
+    @property
+    def advantages(self) -> Tensor: ...
+    @property
+    def loss_mask(self) -> Tensor: ...
 
 
 class Objective:
@@ -47,7 +66,7 @@ class Objective:
             weighted by the behaviour policy.
     """
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: TrainedBy) -> None:
         self.anchor = setting(cfg, "ratio_anchor", "proximal")
         loss = POLICY_LOSSES[cfg.policy_loss_type]
         select = getattr(loss, "select", None)
@@ -121,7 +140,7 @@ class Objective:
                 statistics["ratio"] = log_ratio(tensors["current"], tensors["anchor"]).exp()
         return torch.where(mask, loss, 0), {name: value.detach() for name, value in statistics.items()}
 
-    def prepare(self, batch: Any) -> dict[str, Tensor]:
+    def prepare(self, batch: Rows) -> dict[str, Tensor]:
         """What ``token_loss`` must be given besides, made on a whole mini-batch; empty for most objectives.
 
         Args:
@@ -135,7 +154,7 @@ class Objective:
             return {}
         return {"selection": self._select(_tensors_of(batch))}
 
-    def correction_weights(self, batch: Any) -> Tensor | None:
+    def correction_weights(self, batch: Rows) -> Tensor | None:
         """The factor of the policy loss on a batch with all its log-probabilities, ``[batch, length]``; None without.
 
         For ``off_policy_metrics(..., weights=...)``. The batch as in ``prepare``.
@@ -144,7 +163,7 @@ class Objective:
             return None
         return self._weight(_tensors_of(batch)).expand_as(batch.loss_mask)
 
-    def _bind_corrections(self, cfg: Any) -> list[Bound]:
+    def _bind_corrections(self, cfg: TrainedBy) -> list[Bound]:
         """The correction and the masks, without those that do nothing."""
         name = setting(cfg, "off_policy_correction", "auto")
         weighted = "behaviour" in self._policies(self._loss)
@@ -165,7 +184,9 @@ class Objective:
         inputs = {name for function in functions for name in function.inputs}
         return frozenset(self.anchor if name == "anchor" else name for name in inputs) & POLICIES
 
-    def _correct(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> tuple[Tensor, dict]:
+    def _correct(
+        self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if not self._corrections:
             return loss, statistics
         weight = self._weight(tensors)
@@ -198,7 +219,7 @@ class Objective:
             raise ValueError(f"the objective needs {', '.join(missing)} (objective.needs = {sorted(self.needs)})")
 
 
-def _tensors_of(batch: Any) -> dict[str, Any]:
+def _tensors_of(batch: Rows) -> dict[str, Any]:
     return {
         "proximal": batch.proximal_logprobs,
         "behaviour": batch.behaviour_logprobs,

@@ -31,7 +31,7 @@ def apply_preset(name: str) -> dict[str, Any]:
     return dict(PRESETS[name].settings)
 
 
-def _preset(name: str, source: str, trainer: dict[str, Any] | None = None, /, **algorithm: Any) -> None:
+def _preset(name: str, source: str, trainer: dict[str, Any] | None = None, /, **algorithm: object) -> None:
     settings = {f"trainer.algorithm.{key.replace('__', '.')}": value for key, value in algorithm.items()}
     PRESETS.register(name)(Preset(source, settings | {f"trainer.{key}": v for key, v in (trainer or {}).items()}))
 

@@ -10,7 +10,7 @@ outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,13 @@ from skyasync.errors import UserError
 F = TypeVar("F", bound=Callable[..., Tensor])
 
 
-def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float64,
+class ReducedBy(Protocol):
+    """Of ``trainer.algorithm``: the reduction; its settings are read by their names, where they are given."""
+
+    loss_reduction: str
+
+
+def loss_weights(cfg: ReducedBy, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float64,
                  trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
     """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
 
@@ -36,7 +42,7 @@ def loss_weights(cfg: Any, mask: Tensor, group_ids: Tensor, dtype: torch.dtype =
     return reduction({"mask": mask, "group_ids": group_ids}).to(dtype)
 
 
-def loss_numerators(cfg: Any, mask: Tensor, group_ids: Tensor,
+def loss_numerators(cfg: ReducedBy, mask: Tensor, group_ids: Tensor,
                     trajectory_ids: Tensor | None = None) -> tuple[Tensor, float]:  # fmt: skip
     """The weights of some whole groups without their denominator, ``[batch, length]``, and that denominator.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,17 @@ def addends(vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids:
     return added
 
 
+class Sampling(Protocol):
+    """What is read of a configuration's ``sampling_params``."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    logit_bias: dict[Any, Any]
+    allowed_token_ids: list[int]
+
+
 @dataclass(frozen=True)
 class SampledDistribution:
     """What a policy's logits must go through to be the logits that its tokens were sampled from.
@@ -65,7 +76,7 @@ class SampledDistribution:
     allowed_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, sampling: Any, *, filtered: bool = True) -> SampledDistribution:
+    def of(cls, sampling: Sampling, *, filtered: bool = True) -> SampledDistribution:
         """That of a configuration's ``sampling_params``. Greedy sampling has the untempered, unfiltered one."""
         if not filtered or not sampling.temperature:
             return cls(sampling.temperature or 1.0)

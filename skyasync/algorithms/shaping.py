@@ -7,7 +7,6 @@ discounting sees it at the end. Shaping sees what the environment gave: a KL pen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from skyasync.algorithms.end_to_end import EndToEnd
 from skyasync.algorithms.normalization import normalize
 
 
-def shape_rewards(cfg: Any, rewards: Tensor, mask: Tensor, *, truncated: Tensor | None = None,
+def shape_rewards(cfg: object, rewards: Tensor, mask: Tensor, *, truncated: Tensor | None = None,
                   group_ids: Tensor | None = None, trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
     """Token rewards ``[batch, length]`` with every sample's score shaped; the very same tensor if nothing is asked for.
 
@@ -42,7 +41,7 @@ def shape_rewards(cfg: Any, rewards: Tensor, mask: Tensor, *, truncated: Tensor 
     return rewards if shaped is score else add_at_end(rewards, shaped - score, mask)
 
 
-def _score(cfg: Any, score: Tensor, lengths: Tensor, truncated: Tensor | None, group_ids: Tensor | None) -> Tensor:
+def _score(cfg: object, score: Tensor, lengths: Tensor, truncated: Tensor | None, group_ids: Tensor | None) -> Tensor:
     """The shaped scores ``[batch]``; ``score`` itself where nothing is asked for."""
     coef = 0.0 if setting(cfg, "truncated_responses", "train") == "zero" else None
     coef = setting(cfg, "stop_properly_penalty_coef", 1.0) if coef is None else coef

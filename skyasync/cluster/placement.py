@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.workers.roles import POLICY, ROLES, Role
 
@@ -28,7 +29,7 @@ class Slots:
     share: Mapping[str, float]
 
 
-def plan_slots(cfg: Any, *, gpus: bool, roles: Sequence[Role]) -> Slots:
+def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
     """The bundles that a configuration needs, and who goes where.
 
     Args:
@@ -159,7 +160,7 @@ def release(name: str) -> None:
         remove_placement_group(get_placement_group(name))
 
 
-def share_threads(cfg: Any, cores: int, *, overlap: bool) -> tuple[int, int]:
+def share_threads(cfg: Config, cores: int, *, overlap: bool) -> tuple[int, int]:
     """CPU threads per policy rank and per engine.
 
     Phases that take turns may each use all cores; phases that overlap divide them.

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from skyasync.cluster.placement import missing, plan_slots, too_small
+from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.workers.roles import Role
 
@@ -22,7 +23,7 @@ SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models
 
 
 @contextmanager
-def cluster(cfg: Any, *, roles: Sequence[Role]) -> Iterator[bool]:
+def cluster(cfg: Config, *, roles: Sequence[Role]) -> Iterator[bool]:
     """Ray is up inside; yields whether there are GPUs.
 
     Raises:
@@ -86,7 +87,7 @@ def _knock(address: str) -> None:
         raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
 
 
-def _start(cfg: Any, roles: Sequence[Role]) -> None:
+def _start(cfg: Config, roles: Sequence[Role]) -> None:
     bundles = plan_slots(cfg, gpus=False, roles=roles).bundles
     has_gpus = os.path.exists("/dev/nvidia0")
     start_on_loopback(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from skyasync.config.field import key
+from skyasync.config.frozen import Settings
 
 #: A key whose value may be infinite: no limit.
 limit = partial(key, infinite=True)
@@ -25,7 +26,7 @@ _ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
 
 
 @dataclass
-class KLControlConfig:
+class KLControlConfig(Settings):
     type: str = key(
         "fixed",
         "Keep the KL coefficient in the reward, or steer it.",
@@ -41,26 +42,26 @@ class KLControlConfig:
 
 
 @dataclass
-class SapoConfig:
+class SapoConfig(Settings):
     tau_pos: float = key(1.0, "Steepness of sapo's gate for positive advantages.", above=0.0)
     tau_neg: float = key(1.05, "Steepness of sapo's gate for negative advantages.", above=0.0)
 
 
 @dataclass
-class CispoConfig:
+class CispoConfig(Settings):
     cispo_eps_clip_low: float = key(1.0, "cispo clips the weight below 1 - this; 1 is no lower clip.", low=0.0)
     cispo_eps_clip_high: float = limit(4.0, "cispo clips the weight above 1 + this.", low=0.0)
 
 
 @dataclass
-class ClipCovConfig:
+class ClipCovConfig(Settings):
     clip_ratio: float = key(2e-4, "Share of the tokens that clip_cov leaves out.", low=0.0, high=1.0)
     clip_cov_lb: float = limit(1.0, "clip_cov draws among tokens with a covariance above this.")
     clip_cov_ub: float = limit(5.0, "clip_cov draws among tokens with a covariance below this.")
 
 
 @dataclass
-class KLCovConfig:
+class KLCovConfig(Settings):
     kl_cov_frac: float = key(
         0.2, "Share of the tokens, those of largest covariance, that kl_cov penalises.", low=0.0, high=1.0
     )
@@ -68,7 +69,7 @@ class KLCovConfig:
 
 
 @dataclass
-class DppoConfig:
+class DppoConfig(Settings):
     divergence: str = key(
         "tv", "How dppo measures a token's move: total variation or Bernoulli KL.", choices=("tv", "kl")
     )
@@ -77,13 +78,13 @@ class DppoConfig:
 
 
 @dataclass
-class ToprConfig:
+class ToprConfig(Settings):
     positive_weight: float = key(1.0, "Weight of topr's positive samples.", low=0.0)
     negative_weight: float = key(1.0, "Weight of topr's negative samples.", low=0.0)
 
 
 @dataclass
-class OverlongBufferConfig:
+class OverlongBufferConfig(Settings):
     len: int = key(0, "Response tokens before max_len over which the overlong penalty grows; 0 is no penalty.", low=0)
     max_len: int = key(
         0,
@@ -100,7 +101,7 @@ class OverlongBufferConfig:
 
 
 @dataclass
-class DynamicSamplingConfig:
+class DynamicSamplingConfig(Settings):
     type: str = key(
         "none",
         "Train only groups whose mean reward lies strictly between low and high, or whose rewards differ.",
@@ -138,7 +139,7 @@ class DynamicSamplingConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Settings):
     preset: str = key(
         "",
         "A consistent bundle of settings by name; keys that are given override it.",

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from skyasync.config.help import written
+from skyasync.config.schema import Config
 
 
-def holds(condition: str, cfg: Any) -> bool:
+def holds(condition: str, cfg: Config) -> bool:
     """Whether any of its alternatives is true."""
     return any(_true(cfg, *alternative) for alternative in _alternatives(condition))
 
 
-def found(condition: str, cfg: Any) -> str:
+def found(condition: str, cfg: Config) -> str:
     """What its keys are, as one would write them."""
     paths = dict.fromkeys(path for path, _, _ in _alternatives(condition))
     return " and ".join(f"{path}={written(attrgetter(path)(cfg))}" for path in paths)
@@ -34,6 +34,6 @@ def _alternatives(condition: str) -> Iterator[tuple[str, frozenset[str], bool]]:
         yield path, frozenset(values.split("|")) - {""}, alternative.startswith("not ")
 
 
-def _true(cfg: Any, path: str, values: frozenset[str], negated: bool) -> bool:
+def _true(cfg: Config, path: str, values: frozenset[str], negated: bool) -> bool:
     value = attrgetter(path)(cfg)
     return (written(value) in values if values else bool(value)) is not negated

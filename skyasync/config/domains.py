@@ -7,10 +7,10 @@ read this one class.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, Protocol
 
 from skyasync.errors import unknown
 
@@ -46,7 +46,14 @@ def proportions_of(mapping: Mapping[str, Any]) -> dict[str, float]:
     return {name: d.proportion for name, d in domains_of(mapping).items() if d.proportion is not None}
 
 
-def judges(environment: Any) -> list[str]:
+class Judged(Protocol):
+    """Of ``environment``: what names reward functions."""
+
+    domains: dict[str, Any]
+    reward_funcs: list[str]
+
+
+def judges(environment: Judged) -> list[str]:
     """All reward functions that are named, for the run or for a domain."""
     domains = domains_of(environment.domains).values()
     return [*environment.reward_funcs, *(func for domain in domains for func in domain.reward_funcs)]
@@ -63,7 +70,7 @@ def check_domains(mapping: Mapping[str, Any]) -> Iterator[str]:
         yield f"the proportions in {_WHERE} add up to {sum(shares):g}: they are shares of the prompts, 1 in all"
 
 
-def check_weights(where: str, funcs: Any, weights: Any) -> Iterator[str]:
+def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
     """``where``: the path in front of ``reward_funcs`` and ``reward_weights``."""
     if weights and len(weights) != len(funcs):
         yield (
@@ -88,7 +95,7 @@ def _problems(where: str, entry: Any) -> Iterator[str]:
         yield from check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
 
 
-def _problem(name: str, value: Any, known: list[str]) -> str:
+def _problem(name: str, value: object, known: list[str]) -> str:
     """What is wrong with one entry of a domain; "" if nothing is."""
     if name not in known:
         return unknown("entry", name, known)
@@ -101,12 +108,12 @@ def _problem(name: str, value: Any, known: list[str]) -> str:
         return f"expected {'a list of numbers' if name == 'reward_weights' else 'a number'}, found {value!r}"
     if name == "reward_weights" and not isinstance(value, list | tuple):
         return f"expected a list of numbers, found {value!r}"
-    if name == "proportion" and not 0 < value <= 1:
+    if name == "proportion" and isinstance(value, int | float) and not 0 < value <= 1:
         return f"must be greater than 0 and at most 1, found {value:g}"
     return ""
 
 
-def _names(value: Any) -> str:
+def _names(value: object) -> str:
     names = _plain(value)
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         return f"expected a list of names, found {value!r}"
@@ -118,7 +125,7 @@ def _names(value: Any) -> str:
     return ""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list | tuple) else value

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def key(
-    default: Any,
+    default: object,
     doc: str,
     *,
     choices: tuple[Any, ...] = (),

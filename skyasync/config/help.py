@@ -77,7 +77,7 @@ def _values_text(key: Key) -> str:
     return f"{bounds[0].upper()}{bounds[1:]}." if bounds else ""
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     """A value in the command line's spelling."""
     if isinstance(value, bool):
         return str(value).lower()

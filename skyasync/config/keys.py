@@ -126,7 +126,7 @@ class Keys:
         return [key for key in self if not group or key.path.startswith(f"{group}.")]
 
 
-def _walk(group: type, instance: Any, prefix: str, groups: dict[str, type]) -> Iterator[Key]:
+def _walk(group: type, instance: object, prefix: str, groups: dict[str, type]) -> Iterator[Key]:
     hints = _hints(group)
     for item in dataclasses.fields(group):
         path = prefix + item.name

@@ -125,7 +125,7 @@ def exit_with(error: UserError) -> NoReturn:
     raise SystemExit(2)
 
 
-def dump_config(config: Any) -> str:
+def dump_config(config: Config) -> str:
     """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object."""
     return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
 
@@ -220,7 +220,7 @@ def _missing(settings: Sequence[Setting], keys: Keys) -> list[str]:
     return [f"{path} has no value and no default: write {path}=VALUE" for path in paths]
 
 
-def _problem(key: Key, value: Any) -> str:
+def _problem(key: Key, value: object) -> str:
     """What is wrong with a value (an element, for a list) of the right type; "" if nothing is."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not key.allows(value):
@@ -244,7 +244,7 @@ def _broken_reference(error: OmegaConfBaseException) -> str:
     return f"{first} (a literal ${{ is written \\${{)"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Only what YAML can hold, with text that OmegaConf would take for a reference protected."""
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}

@@ -110,7 +110,9 @@ def _set_groups(generator: GeneratorConfig) -> Iterator[tuple[str, SamplingConfi
 
 def _own(generator: GeneratorConfig) -> dict[str, Any]:
     """What evaluation sets itself."""
-    return {name: value for name, value in vars(generator.eval_sampling_params).items() if value is not None}
+    asked = generator.eval_sampling_params
+    values = {item.name: getattr(asked, item.name) for item in dataclasses.fields(asked)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _used(sampling: SamplingConfig, names: tuple[str, ...]) -> list[str]:

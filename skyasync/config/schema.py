@@ -12,6 +12,7 @@ from typing import Any
 
 from skyasync.config.algorithm import KL, AlgorithmConfig
 from skyasync.config.field import inheriting, key
+from skyasync.config.frozen import Settings
 
 _CHECKPOINTS = "trainer.ckpt_interval or trainer.ckpt_on_exit"
 _APART = "trainer.placement.colocate_policy_ref=false"
@@ -20,7 +21,7 @@ _AGENTS = "generator.agent_program"
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Settings):
     path: str = key(
         "", "Hugging Face name, local folder, or module:function that makes one and returns its path.", open_ended=True
     )
@@ -32,7 +33,7 @@ class ModelConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
     adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
     eps: float = key(1e-8, "AdamW's epsilon, added to the root of the second moment.", above=0.0)
@@ -43,7 +44,7 @@ class OptimizerConfig:
 
 
 @dataclass
-class PolicyConfig:
+class PolicyConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     gradient_checkpointing: bool | str = key(
@@ -55,12 +56,12 @@ class PolicyConfig:
 
 
 @dataclass
-class RefConfig:
+class RefConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
 @dataclass
-class PlacementConfig:
+class PlacementConfig(Settings):
     colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
     colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)
     policy_num_nodes: int = key(1, "Nodes for the policy.", low=1)
@@ -73,7 +74,7 @@ class PlacementConfig:
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Settings):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)
@@ -163,7 +164,7 @@ class TrainerConfig:
 
 
 @dataclass
-class SamplingConfig:
+class SamplingConfig(Settings):
     max_generate_length: int = key(256, "Most tokens per response.", low=1)
     min_tokens: int = key(0, "Fewest tokens per response.", low=0)
     temperature: float = key(1.0, "Sampling temperature; 0 is greedy.", low=0.0)
@@ -210,7 +211,7 @@ class EvalSamplingConfig(SamplingConfig):
 
 
 @dataclass
-class GeneratorConfig:
+class GeneratorConfig(Settings):
     backend: str = key(
         "auto",
         "Inference engine; auto is vllm where it is installed, else transformers.",
@@ -307,7 +308,7 @@ class GeneratorConfig:
 
 
 @dataclass
-class EnvironmentConfig:
+class EnvironmentConfig(Settings):
     env_class: str = key("", "Environment of rows that name none: a registered id or module:Class.", open_ended=True)
     num_workers: int = key(1, "Processes that run environments or agent programs.", low=1)
     max_threads: int = key(
@@ -358,7 +359,7 @@ class EnvironmentConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Settings):
     train_data: list[str] = key(
         [],
         "Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names (owner/name#config:split), "
@@ -379,14 +380,14 @@ class DataConfig:
 
 
 @dataclass
-class RayConfig:
+class RayConfig(Settings):
     address: str = key(
         "", "Cluster to join ('auto' or host:port); empty starts one on this machine's loopback.", open_ended=True
     )
 
 
 @dataclass
-class Config:
+class Config(Settings):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

@@ -116,6 +116,6 @@ def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
         )
 
 
-def _line(cfg: Any, key: Key, what: str, why: str = "", path: str = "") -> str:
+def _line(cfg: object, key: Key, what: str, why: str = "", path: str = "") -> str:
     value = written(attrgetter(path or key.path)(cfg))
     return f"{key.path}={value} {what}: {why}{' ' if why else ''}leave it at its default, {written(key.default)}"

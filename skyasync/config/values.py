@@ -40,7 +40,7 @@ def parse(text: str) -> yaml.Node:
     return yaml.ScalarNode("", text, style=None)
 
 
-def from_python(value: Any) -> yaml.Node:
+def from_python(value: object) -> yaml.Node:
     """A Python value (of the kinds that YAML knows) as the node it would be written as."""
     node = yaml.compose(yaml.safe_dump(value), Loader=yaml.SafeLoader)
     assert node is not None
@@ -57,7 +57,7 @@ def is_interpolation(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and "${" in node.value
 
 
-def convert(node: yaml.Node, expected: Any) -> Any:
+def convert(node: yaml.Node, expected: object) -> object:
     """The node's value as ``expected``, an annotation: a primitive, ``X | None``, list, dict, Literal, Enum, Any.
 
     A string where a list of strings is expected becomes a list of one.
@@ -81,7 +81,7 @@ def convert(node: yaml.Node, expected: Any) -> Any:
     return _scalar(node, expected)
 
 
-def _scalar(node: yaml.Node, expected: Any) -> Any:
+def _scalar(node: yaml.Node, expected: object) -> object:
     if expected not in (str, int, float, bool, type(None)):
         return free(node)
     if isinstance(node, yaml.ScalarNode):
@@ -101,7 +101,7 @@ def _scalar(node: yaml.Node, expected: Any) -> Any:
     raise _wrong(node, expected)
 
 
-def _union(node: yaml.Node, expected: Any) -> Any:
+def _union(node: yaml.Node, expected: object) -> object:
     # str takes anything, so it is asked last.
     for arm in sorted(typing.get_args(expected), key=lambda arm: arm is str):
         try:
@@ -111,7 +111,7 @@ def _union(node: yaml.Node, expected: Any) -> Any:
     raise _wrong(node, expected)
 
 
-def _literal(node: yaml.Node, expected: Any) -> Any:
+def _literal(node: yaml.Node, expected: object) -> object:
     for option in typing.get_args(expected):
         try:
             if convert(node, type(option)) == option:
@@ -121,13 +121,13 @@ def _literal(node: yaml.Node, expected: Any) -> Any:
     raise _wrong(node, expected)
 
 
-def _enum(node: yaml.Node, expected: type[enum.Enum]) -> Any:
+def _enum(node: yaml.Node, expected: type[enum.Enum]) -> object:
     if isinstance(node, yaml.ScalarNode) and node.value in expected.__members__:
         return expected[node.value]
     raise _wrong(node, expected)
 
 
-def _list(node: yaml.Node, expected: Any, element: Any) -> list[Any]:
+def _list(node: yaml.Node, expected: object, element: object) -> list[Any]:
     if isinstance(node, yaml.SequenceNode):
         return [convert(item, element) for item in node.value]
     if element is str and isinstance(node, yaml.ScalarNode) and not (node.style is None and node.value in _NULL):
@@ -135,14 +135,14 @@ def _list(node: yaml.Node, expected: Any, element: Any) -> list[Any]:
     raise _wrong(node, expected)
 
 
-def _mapping(node: yaml.Node, expected: Any, name_type: Any, element: Any) -> dict[Any, Any]:
+def _mapping(node: yaml.Node, expected: object, name_type: object, element: object) -> dict[Any, Any]:
     if not isinstance(node, yaml.MappingNode):
         raise _wrong(node, expected)
     as_text = name_type is str  # a name that looks like a number is a name
     return {name.value if as_text else free(name): convert(value, element) for name, value in node.value}
 
 
-def free(node: yaml.Node) -> Any:
+def free(node: yaml.Node) -> object:
     """The value that the text itself suggests, for keys of any type."""
     if isinstance(node, yaml.SequenceNode):
         return [free(item) for item in node.value]
@@ -162,7 +162,7 @@ def free(node: yaml.Node) -> Any:
     return text
 
 
-def type_name(expected: Any) -> str:
+def type_name(expected: object) -> str:
     """An annotation in words: "int", "list of str", "float or null"."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
@@ -180,7 +180,7 @@ def type_name(expected: Any) -> str:
     return "bool (true or false)" if expected is bool else getattr(expected, "__name__", str(expected))
 
 
-def _wrong(node: yaml.Node, expected: Any) -> WrongTypeError:
+def _wrong(node: yaml.Node, expected: object) -> WrongTypeError:
     return WrongTypeError(f"expected {type_name(expected)}, found {_found(node)}")
 
 

@@ -17,6 +17,7 @@ from skyasync.data.sources import Row, rows
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, nearest, unknown
 from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt, PromptId
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 def load_prompts(
     sources: Sequence[str],
     cfg: Config,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     held_out: bool = False,
     known: Mapping[str, Iterable[Row]] = MappingProxyType({}),
@@ -109,7 +110,7 @@ def _messages(index: int, row: dict[str, Any], data: DataConfig) -> Conversation
     return messages
 
 
-def _is_conversation(value: Any) -> bool:
+def _is_conversation(value: object) -> bool:
     return (
         isinstance(value, Sequence)
         and len(value) > 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
+from skyasync.config.schema import TrainerConfig
 from skyasync.data.mixture import Order
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
@@ -89,7 +89,7 @@ class PromptCursor:
         return PromptBatch([self._stream.prompt(p) for p in taken], self._position, ahead)
 
 
-def prompts_of_run(trainer_cfg: Any, dataset_size: int) -> int:
+def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int) -> int:
     """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows.
 
     Where rejected prompts are replaced, nobody knows how many that is.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from skyasync.config.check import TASK_SOURCE
+from skyasync.config.schema import Config
 from skyasync.errors import UserError, nearest, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 
@@ -30,7 +31,7 @@ HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(#(?P<config>[^:#]+))?(:(?P<split>.+
 _SPLITS = {False: ("train",), True: ("validation", "valid", "val", "test")}
 
 
-def rows(source: str, cfg: Any, *, held_out: bool) -> Iterable[Row]:
+def rows(source: str, cfg: Config, *, held_out: bool) -> Iterable[Row]:
     """The rows of one source.
 
     Args:

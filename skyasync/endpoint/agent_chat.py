@@ -12,6 +12,7 @@ from typing import Any
 from skyasync.arrays import Ints, ints, joined
 from skyasync.endpoint.recorder import Call, Recorder
 from skyasync.rollout.chat import Tools, knows_tools
+from skyasync.rollout.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 
@@ -24,7 +25,7 @@ class AgentChat:
     Messages are in the form of templates: ``content`` is text, the ``arguments`` of tool calls are values, not JSON.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.knows_tools = knows_tools(tokenizer)
 

@@ -21,6 +21,7 @@ from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import TrajectoryGenerator
 from skyasync.rollout.generator import all_or_error
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
+from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
 
 PLAYS = 3  # of an episode whose process another one may have ended
@@ -35,7 +36,7 @@ class AgentGenerator(TrajectoryGenerator):
         rules: limits of an episode; its turns are the program's own affair.
     """
 
-    def __init__(self, endpoint: Endpoint, agents: AgentPool, tokenizer: Any, rules: EpisodeRules) -> None:
+    def __init__(self, endpoint: Endpoint, agents: AgentPool, tokenizer: Tokenizer, rules: EpisodeRules) -> None:
         self._endpoint, self._agents = endpoint, agents
         self._chat = ChatTokenizer(tokenizer)
         self._rules = rules

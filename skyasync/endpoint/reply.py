@@ -102,7 +102,7 @@ def _whole(answer: Answer, kind: str, choices: list[dict[str, Any]]) -> dict[str
     return body if answer.prompt_token_ids is None else {**body, "prompt_token_ids": answer.prompt_token_ids}
 
 
-def _chunk(answer: Answer, choice: Choice, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _chunk(answer: Answer, choice: Choice, delta: dict[str, Any], **more: object) -> dict[str, Any]:
     part = {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
     return {**_head(answer, "chat.completion.chunk"), "choices": [part]}
 

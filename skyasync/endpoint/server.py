@@ -39,6 +39,7 @@ from skyasync.endpoint.session import Session
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.envs.tools import read_tool_calls
+from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Segment, TrajectoryId
 
 LOOPBACK = "127.0.0.1"
@@ -58,7 +59,7 @@ class Endpoint:
         host: the address to listen on; by default no other machine can reach it.
     """
 
-    def __init__(self, client: InferenceClient, tokenizer: Any, max_model_len: int, host: str = LOOPBACK) -> None:
+    def __init__(self, client: InferenceClient, tokenizer: Tokenizer, max_model_len: int, host: str = LOOPBACK) -> None:
         self._client, self._tokenizer, self._chat = client, tokenizer, AgentChat(tokenizer)
         self._max_model_len, self._host, self._port = max_model_len, host, 0
         self._sessions: dict[bytes, Session] = {}  # by a digest of their keys

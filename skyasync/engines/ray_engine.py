@@ -51,7 +51,7 @@ class _EngineActor:
         self._engine = self._engine_class(config)
         await self._engine.start()
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: object) -> Any:
         return await getattr(self._engine, method)(*args)
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
@@ -146,5 +146,5 @@ class RayEngine:
                     await actor.call.remote("shutdown")
         ray.kill(actor)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: object) -> Any:
         return await self._actor.call.remote(method, *args)

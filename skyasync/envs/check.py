@@ -24,14 +24,14 @@ class NonsenseError(ValueError):
     """An environment returned something that it must not."""
 
 
-def check_prompt(start: Any, *, raw: bool) -> Conversation | str:
+def check_prompt(start: object, *, raw: bool) -> Conversation | str:
     """The first element of what ``init`` returned, as messages (or, if ``raw``, as text)."""
     if not isinstance(start, tuple) or len(start) != 2:
         raise NonsenseError(f"init must return (conversation, info); it returned {_shown(start)}")
     return _said(start[0], "init's conversation", raw)
 
 
-def check_step(output: Any, *, raw: bool, most_chars: int) -> dict[str, Any]:
+def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
     """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
     if not isinstance(output, Mapping):
         raise NonsenseError(f"step must return a dictionary; it returned {_shown(output)}")
@@ -51,13 +51,13 @@ def check_step(output: Any, *, raw: bool, most_chars: int) -> dict[str, Any]:
     }
 
 
-def check_metrics(metrics: Any) -> dict[str, float]:
+def check_metrics(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise NonsenseError(f"get_metrics must return a dictionary; it returned {_shown(metrics)}")
     return {str(name): _number(value, f"the metric {name}") for name, value in metrics.items()}
 
 
-def _said(messages: Any, what: str, raw: bool) -> Conversation | str:
+def _said(messages: object, what: str, raw: bool) -> Conversation | str:
     if raw:
         if not isinstance(messages, str):
             raise NonsenseError(f"{what} must be text, since the environment has raw_text; found {_shown(messages)}")
@@ -67,12 +67,12 @@ def _said(messages: Any, what: str, raw: bool) -> Conversation | str:
     return messages
 
 
-def _is_message(message: Any) -> bool:
+def _is_message(message: object) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("role"), str) \
         and isinstance(message.get("content"), str | list)  # fmt: skip
 
 
-def _sampling(changes: Any) -> dict[str, Any]:
+def _sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
     for name in changes:
         if name not in SAMPLING:
             raise NonsenseError(unknown("name in step's sampling_params", str(name), SAMPLING))
@@ -83,19 +83,19 @@ def _sampling(changes: Any) -> dict[str, Any]:
     return {name: getattr(settled, name) for name in changes}
 
 
-def _chars(message: Any) -> int:
+def _chars(message: Mapping[str, Any]) -> int:
     """Of a message, whose content may be in parts."""
     content = message["content"]
     return len(content) if isinstance(content, str) else sum(len(str(part)) for part in content)
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise NonsenseError(f"{what} is {_shown(value)}; it must be a finite number")
     return float(value)
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     try:
         if value in (True, False):  # numpy has bools of its own
             return bool(value)
@@ -104,5 +104,5 @@ def _flag(value: Any) -> bool:
     raise NonsenseError(f"done is {_shown(value)}; it must be true or false")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return reprlib.repr(value)

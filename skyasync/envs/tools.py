@@ -42,7 +42,7 @@ def tool(method: Tool) -> Tool:
     return method
 
 
-def tools_of(env_class: Any) -> dict[str, Callable[..., Any]]:
+def tools_of(env_class: object) -> dict[str, Callable[..., Any]]:
     """Name -> method, for every method of a class that is marked. Of the class: an object's properties would run."""
     found = ((name, getattr(env_class, name)) for name in dir(env_class) if not name.startswith("__"))
     return {name: method for name, method in found if getattr(method, _MARK, False)}
@@ -81,13 +81,13 @@ def read_tool_calls(text: str, *, several: bool = True) -> tuple[str, list[dict[
     return text[: text.index("<tool_call>")].rstrip(), functions if several else functions[:1]
 
 
-def answer_to(call: dict[str, Any], owner: Any) -> dict[str, str]:
+def answer_to(call: dict[str, Any], owner: object) -> dict[str, str]:
     """The message that a call is answered with."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     return {"role": "tool", "name": name, "content": _carried_out(name, arguments, owner)}
 
 
-def _carried_out(name: str, arguments: dict[str, Any], owner: Any) -> str:
+def _carried_out(name: str, arguments: dict[str, Any], owner: object) -> str:
     tools = tools_of(type(owner))
     if name not in tools:
         return f"error: {unknown('tool', name, tools)}"

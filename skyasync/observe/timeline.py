@@ -61,7 +61,7 @@ class Timeline:
             self._emit({"ph": "M", "name": "process_name", "args": {"name": name}})
 
     @contextmanager
-    def span(self, name: str, track: str, step: int | None = None, **args: Any) -> Iterator[dict[str, Any]]:
+    def span(self, name: str, track: str, step: int | None = None, **args: object) -> Iterator[dict[str, Any]]:
         """Record the time inside ``with``, awaits included; what is put into the yielded dict becomes args.
 
         An exception is recorded as ``error`` and goes on.
@@ -80,7 +80,7 @@ class Timeline:
             self.add_span(name, track, start, self._clock(), step, **args)
 
     def add_span(self, name: str, track: str, start_s: float, end_s: float,
-                 step: int | None = None, **args: Any) -> None:  # fmt: skip
+                 step: int | None = None, **args: object) -> None:  # fmt: skip
         """Record a span measured elsewhere; spans that overlap on a track are drawn in lanes below each other."""
         span = Span(name, track, start_s, max(start_s, end_s), step)
         with self._lock:

@@ -7,8 +7,9 @@ who waited; overlapping phases are therefore not counted twice.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 
 @dataclass
@@ -21,6 +22,23 @@ class Usage:
     tokens: int
 
 
+class EngineWork(Protocol):
+    """What an engine says of its work since it started."""
+
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def generated_tokens(self) -> int: ...
+
+
+class Engines(Protocol):
+    async def stats(self) -> Sequence[EngineWork]: ...
+
+
+class Workers(Protocol):
+    async def stats(self) -> Mapping[str, float]: ...
+
+
 class UsageMeter:
     """Differences between readings, as metrics.
 
@@ -29,7 +47,7 @@ class UsageMeter:
         dispatch: its ``stats()`` gives ``busy_s``.
     """
 
-    def __init__(self, client: Any, dispatch: Any) -> None:
+    def __init__(self, client: Engines, dispatch: Workers) -> None:
         self._client, self._dispatch = client, dispatch
         self._last: Usage | None = None
 

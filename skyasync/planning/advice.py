@@ -84,12 +84,12 @@ def _doubles(start: int, most: int) -> Iterator[int]:
         yield start
 
 
-def _get(cfg: Any, key: str) -> Any:
+def _get(cfg: Config, key: str) -> Any:
     for name in key.split("."):
         cfg = getattr(cfg, name)
     return cfg
 
 
-def _set(cfg: Any, key: str, value: Any) -> None:
+def _set(cfg: Config, key: str, value: object) -> None:
     group, _, name = key.rpartition(".")
     setattr(_get(cfg, group), name, value)

@@ -37,7 +37,9 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from skyasync.config.schema import Config
 
 _ROUNDING = 1e-9  # so that a ratio of 0.1 ahead of 10 prompts is one prompt
 
@@ -78,14 +80,14 @@ class Limits:
             )
 
     @classmethod
-    def of(cls, cfg: Any, total: int, **rejecting: float) -> Limits:
+    def of(cls, cfg: Config, total: int, **rejecting: float) -> Limits:
         """Those of a ``skyasync.config.Config``."""
         trainer, generator = cfg.trainer, cfg.generator
         return cls(
             batch_size=trainer.train_batch_size,
             total=total,
             max_staleness=trainer.max_staleness,
-            bound=trainer.staleness_bound,
+            bound="mean" if trainer.staleness_bound == "mean" else "hard",
             generation_ratio=trainer.async_generation_ratio,
             generate_batch_size=generator.generate_batch_size,
             max_concurrent=generator.max_concurrent_rollouts,

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from skyasync.config.schema import Config
 from skyasync.plans import PLANS
 from skyasync.plans.admission import Admission, Batch, Limits
 from skyasync.rollout.types import Group
@@ -58,7 +59,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         "generator.max_concurrent_rollouts",
     )
 
-    def __init__(self, cfg: Any, *args: Any, **parts: Any) -> None:
+    def __init__(self, cfg: Config, *args: Any, **parts: Any) -> None:
         self.asynchronous = cfg.trainer.max_staleness > 0
         super().__init__(cfg, *args, **parts)
 

@@ -13,20 +13,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from skyasync.config.check import TASK_SOURCE
+from skyasync.config.schema import Config
 from skyasync.data.datasets import as_prompt
 from skyasync.data.sources import FILES, HUB, Row, check_file, rows
 from skyasync.errors import UserError, unknown
 from skyasync.preflight.parts import check_environment, check_installed
+from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
 
 LOOKED_AT = 3  # rows of a source whose columns are looked at
 PATIENCE_S = 1.0  # for finding a prompt that is short enough; all are tokenised once the processes start anyway
 
 
-def check_data(cfg: Any, known: dict[str, Iterable[Row]], *, train: bool, held_out: bool) -> list[Iterator[Prompt]]:
+def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, held_out: bool) -> list[Iterator[Prompt]]:
     """Raises ``UserError`` for the first thing that is wrong.
 
     Args:
@@ -43,7 +44,7 @@ def check_data(cfg: Any, known: dict[str, Iterable[Row]], *, train: bool, held_o
     return [_prompts(source, cfg, known) for source in (cfg.data.train_data if train else ())]
 
 
-def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Any, cfg: Any) -> None:
+def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Config) -> None:
     """Raises ``UserError`` if no training prompt is short enough; gives up where that takes long to find out."""
     from skyasync.rollout.chat import ChatTokenizer
 
@@ -60,7 +61,7 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Any, cfg: Any) -> 
         raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens; the shortest has {shortest}")
 
 
-def _check_source(source: str, cfg: Any, known: dict[str, Iterable[Row]]) -> None:
+def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> None:
     if source.startswith(TASK_SOURCE):
         return _check_task(source.removeprefix(TASK_SOURCE), cfg)
     if _is_function(source):
@@ -75,7 +76,7 @@ def _check_source(source: str, cfg: Any, known: dict[str, Iterable[Row]]) -> Non
     return None
 
 
-def _check_task(task: str, cfg: Any) -> None:
+def _check_task(task: str, cfg: Config) -> None:
     from skyasync.rewards import reasoning
     from skyasync.rewards.registry import REWARDS
 
@@ -96,7 +97,7 @@ def _task_names() -> set[str]:
     return {name for names in found for pair in names for name in pair} - {"", "composite"}
 
 
-def _first(source: str, cfg: Any, known: Mapping[str, Iterable[Row]]) -> list[Prompt] | None:
+def _first(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> list[Prompt] | None:
     """Its first prompts; None if only loading it would tell."""
     if Path(source).suffix not in FILES and source not in known:
         if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
@@ -110,7 +111,7 @@ def _is_function(source: str) -> bool:
     return place.endswith(".py") or (bool(colon) and "/" not in place)
 
 
-def _prompts(source: str, cfg: Any, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
+def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
     found = known[source] if source in known else _lines(source) if Path(source).suffix in FILES else ()
     for index, row in enumerate(found):
         yield as_prompt(index, dict(row), cfg)

@@ -6,13 +6,13 @@ import contextlib
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from skyasync.config.schema import TrainerConfig
 from skyasync.errors import UserError
 from skyasync.state.checkpoint import Checkpoints, refuse_other
 
 
-def check_folders(trainer: Any) -> None:
+def check_folders(trainer: TrainerConfig) -> None:
     """Raises ``UserError`` naming the key of a folder that cannot be written, or of a checkpoint of another run."""
     check_writable("trainer.runs_dir", trainer.runs_dir)
     for name in ("ckpt_path", "export_path"):

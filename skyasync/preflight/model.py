@@ -13,6 +13,7 @@ from typing import Any
 
 from skyasync.config.model_files import CONFIG, config_file, read_json
 from skyasync.config.sampling import sampling_groups
+from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.errors import UserError
 
 ANSWER_S = 2.0
@@ -21,7 +22,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
-def check_model(path: str, cfg: Any, *, key: str = MODEL, own_tokenizer: bool = False) -> None:
+def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool = False) -> None:
     """Raises ``UserError`` for a folder or a hub's model that cannot be trained with this configuration.
 
     Args:
@@ -88,7 +89,7 @@ def _check_heads(size: int, shape: dict[str, Any], path: str) -> None:
         )
 
 
-def _check_tokens(generator: Any, shape: dict[str, Any], path: str) -> None:
+def _check_tokens(generator: GeneratorConfig, shape: dict[str, Any], path: str) -> None:
     size = shape.get("vocab_size")
     if not isinstance(size, int):
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,14 +58,14 @@ def check_installed(registry: Registry, name: str) -> None:
         raise MissingExtraError(extra, extra)
 
 
-def plans_named_by(get_trainer: Any) -> list[type]:
+def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:
     """The plans that the code of an experiment's own factory names; none where it gets them otherwise."""
     code = getattr(get_trainer, "__code__", None)
     named = [get_trainer.__globals__.get(name) for name in code.co_names] if code else []
     return [found for found in named if isinstance(found, type) and issubclass(found, RayPPOTrainer)]
 
 
-def check_plan_class(plan: Any) -> None:
+def check_plan_class(plan: object) -> None:
     """It can be made, and what it overrides takes what the original takes."""
     if not hasattr(plan, "get_trainer"):
         raise UserError(f"plan {getattr(plan, '__name__', plan)} must be a subclass of RayPPOTrainer; found {plan!r}")
@@ -78,7 +78,7 @@ def check_plan_class(plan: Any) -> None:
                 _check_override(f"{holder.__name__}.{name}", method, original)
 
 
-def _check_override(what: str, method: Any, original: Any) -> None:
+def _check_override(what: str, method: Callable[..., object], original: Callable[..., object]) -> None:
     if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
         right = "async def" if inspect.iscoroutinefunction(original) else "def, not async def"
         raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
@@ -90,7 +90,7 @@ def _check_override(what: str, method: Any, original: Any) -> None:
                         f"{_names(original)}") from None  # fmt: skip
 
 
-def _names(function: Any) -> str:
+def _names(function: Callable[..., object]) -> str:
     return f"({', '.join(str(p).partition(':')[0] for p in inspect.signature(function).parameters.values())})"
 
 
@@ -110,7 +110,7 @@ def check_callbacks(classes: Iterator[type] | Sequence[type]) -> None:
                 raise UserError(f"callback {found.__name__} has no {name}: subclass skyasync.TrainerCallback")
 
 
-def _check_hook(what: str, method: Any, hook: Any) -> None:
+def _check_hook(what: str, method: Callable[..., object], hook: Callable[..., object]) -> None:
     if inspect.iscoroutinefunction(method):
         raise UserError(f"{what} must be def, not async def: nobody would await it")
     try:

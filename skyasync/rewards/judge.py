@@ -62,7 +62,7 @@ class _Verdict:
     name: str
     function: Callable[..., Any]
 
-    def __call__(self, **arguments: Any) -> Score:
+    def __call__(self, **arguments: object) -> Score:
         return as_score(self.name, self.function(**arguments))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError
@@ -16,7 +17,7 @@ from skyasync.rewards.registry import REWARDS, loading
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import math_verify
     except ModuleNotFoundError as error:
@@ -27,7 +28,7 @@ def _library() -> Any:
 
 @REWARDS.register("math_verify", extra="math-verify")
 @loading(_library)
-def math_verify(response: str, label: Any) -> float:
+def math_verify(response: str, label: object) -> float:
     """1 if an expression in the response equals the label's.
 
     Raises:

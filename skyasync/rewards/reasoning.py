@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError, unknown
@@ -56,7 +57,7 @@ def rows(task: str, options: Mapping[str, Any], seed: int, *, held_out: bool) ->
     ]
 
 
-def make(task: str, options: Mapping[str, Any], **more: Any) -> Any:
+def make(task: str, options: Mapping[str, Any], **more: object) -> Any:
     """The task's data set.
 
     Raises:
@@ -76,7 +77,7 @@ def make(task: str, options: Mapping[str, Any], **more: Any) -> Any:
         raise UserError(f"data.reasoning_gym.{task}: {error or 'a value that the task refuses'}") from error
 
 
-def _library() -> Any:
+def _library() -> ModuleType:
     try:
         import reasoning_gym.factory
     except ModuleNotFoundError as error:

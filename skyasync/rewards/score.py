@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
 
 from skyasync.errors import UserError, nearest
 
@@ -26,7 +25,7 @@ class Score:
     unjudged: bool = False
 
 
-def as_score(function: str, returned: Any) -> Score:
+def as_score(function: str, returned: object) -> Score:
     """A number, or a mapping with ``reward`` (or ``score``) and further numbers, which become metrics.
 
     Raises:
@@ -47,13 +46,13 @@ def as_score(function: str, returned: Any) -> Score:
     return Score(reward, numbers)
 
 
-def _number(what: str, value: Any, alternative: str = "") -> float:
+def _number(what: str, value: object, alternative: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
         raise UserError(f"{what} is {_shown(value)}: {hint}")
     return float(value)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

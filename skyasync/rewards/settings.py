@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyasync.config.domains import Domain, domains_of, judges
+from skyasync.config.schema import EnvironmentConfig
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards.panel import Member
@@ -31,7 +32,7 @@ class RewardSettings:
     registered: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, environment: Any) -> RewardSettings:
+    def of(cls, environment: EnvironmentConfig) -> RewardSettings:
         """From an ``EnvironmentConfig``."""
         return cls(
             tuple(environment.reward_funcs),
@@ -68,12 +69,12 @@ class RewardSettings:
         ]
 
 
-def env_settings(environment: Any) -> dict[str, Any]:
+def env_settings(environment: EnvironmentConfig) -> dict[str, Any]:
     """What environments are handed: the user's ``env_config``, and these settings."""
     return {**environment.env_config, ENV_KEY: RewardSettings.of(environment)}
 
 
-def settle_references(environment: Any) -> None:
+def settle_references(environment: EnvironmentConfig) -> None:
     """Files by their absolute path, and every function found once, before any process starts.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from skyasync.errors import UserError
 from skyasync.rewards.registry import REWARDS, quick
@@ -20,14 +19,14 @@ def final_number(text: str) -> str | None:
 
 @REWARDS.register("exact_match")
 @quick
-def exact_match(response: str, label: Any) -> float:
+def exact_match(response: str, label: object) -> float:
     """1 if the response is the label, leaving aside spaces and newlines around both."""
     return float(response.strip() == str(_known(label, "exact_match")).strip())
 
 
 @REWARDS.register("gsm8k")
 @quick
-def gsm8k(response: str, label: Any) -> float:
+def gsm8k(response: str, label: object) -> float:
     """1 if the last number behind ``####`` is the label, or the one behind ``####`` in the label."""
     truth = str(_known(label, "gsm8k"))
     return float(final_number(response) == (final_number(truth) or truth.strip().replace(",", "")))
@@ -40,7 +39,7 @@ def gsm8k_format(response: str) -> float:
     return float(response.count("####") == 1 and bool(_NUMBER_AT_THE_END.fullmatch(response[response.find("####") :])))
 
 
-def _known(label: Any, function: str) -> Any:
+def _known(label: object, function: str) -> object:
     if label is None:
         raise UserError(f"reward function {function} needs the right answer, and the row has none: set data.label_key")
     return label

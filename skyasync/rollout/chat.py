@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from skyasync.arrays import Ints, ints
 from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError
+from skyasync.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class ChatTokenizer:
             with the tokens that the tokenizer puts in front of any text (a beginning-of-sequence token).
     """
 
-    def __init__(self, tokenizer: Any, apply_chat_template: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, apply_chat_template: bool = True) -> None:
         self.tokenizer = tokenizer
         self._framed = apply_chat_template
         self._cache: dict[str, Ints] = {}  # by the conversation as JSON
@@ -51,7 +52,7 @@ class ChatTokenizer:
         """What an environment is given to begin with."""
         return conversation
 
-    def prompt(self, conversation: Any, tools: Tools = None) -> Ints:
+    def prompt(self, conversation: Conversation | str, tools: Tools = None) -> Ints:
         """The tokens that the model continues: the tools, the conversation and the opening of its own message.
 
         Raises:
@@ -64,10 +65,10 @@ class ChatTokenizer:
             if tools and not (self._framed and knows_tools(self.tokenizer)):
                 names = ", ".join(tool["function"]["name"] for tool in tools)
                 raise UserError(f"the environment has tools ({names}), but the model's chat template shows none")
-            self._cache[key] = ints(self._frame(conversation, tools, generation=True))
+            self._cache[key] = ints(self._frame(cast(Conversation, conversation), tools, generation=True))
         return self._cache[key]
 
-    def observation(self, messages: Any, action: Ints) -> list[int]:
+    def observation(self, messages: Conversation | str, action: Ints) -> list[int]:
         """The tokens between the model's message and its next one.
 
         An action that did not end its message (cut by length) is ended first.
@@ -75,6 +76,7 @@ class ChatTokenizer:
         Raises:
             UserError: if the template does not end a message with the tokenizer's end-of-sequence token.
         """
+        messages = cast(Conversation, messages)
         if not self._framed:
             return self.tokenizer.encode(_joined(messages), add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
@@ -129,7 +131,7 @@ class PlainText:
         apply_chat_template: false makes the prompt of the messages' texts alone.
     """
 
-    def __init__(self, tokenizer: Any, apply_chat_template: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, apply_chat_template: bool = True) -> None:
         self.tokenizer = tokenizer
         self._framed = apply_chat_template
 
@@ -140,11 +142,11 @@ class PlainText:
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
-    def prompt(self, text: Any, tools: Tools = None) -> Ints:
-        return ints(self.tokenizer.encode(text, add_special_tokens=not self._framed))
+    def prompt(self, text: Conversation | str, tools: Tools = None) -> Ints:
+        return ints(self.tokenizer.encode(cast(str, text), add_special_tokens=not self._framed))
 
-    def observation(self, text: Any, action: Ints) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+    def observation(self, text: Conversation | str, action: Ints) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(cast(str, text), add_special_tokens=False)
         return tokens
 
     def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
@@ -152,7 +154,7 @@ class PlainText:
         return _decoded(self.tokenizer, tokens, skip_special_tokens=False)
 
 
-def _decoded(tokenizer: Any, tokens: Ints, *, skip_special_tokens: bool) -> str:
+def _decoded(tokenizer: Tokenizer, tokens: Ints, *, skip_special_tokens: bool) -> str:
     """The tokens' text. Long ones go through the backend's call for several, which alone lets other threads run."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if len(tokens) < LONG or backend is None or tokenizer.clean_up_tokenization_spaces:
@@ -162,13 +164,13 @@ def _decoded(tokenizer: Any, tokens: Ints, *, skip_special_tokens: bool) -> str:
     return text
 
 
-def knows_tools(tokenizer: Any) -> bool:
+def knows_tools(tokenizer: Tokenizer) -> bool:
     """Whether the chat template shows tools to the model."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return "tools" in (template if isinstance(template, str) else json.dumps(template))
 
 
-def _text_of(message: Any) -> dict[str, str]:
+def _text_of(message: Mapping[str, Any]) -> dict[str, str]:
     """OpenAI's list of content parts as the text they make together, which is what templates expect.
 
     Raises:

@@ -1,6 +1,6 @@
 """Trajectories to tensors.
 
-Invariant: row order is group by group, sample by sample, sequence by sequence; see ``TrainingBatch`` for the layout.
+Invariant: row order is group by group, sample by sample, sequence by sequence; see ``RolloutBatch`` for the layout.
 Memory is touched only as rows are filled, in pieces, so that an event loop can have its turn in between: a large batch
 takes a tenth of a second and more.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from skyasync.arrays import TURN_TOKENS
 from skyasync.rollout.types import Group, Segment
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import RolloutBatch
 
 
-def collate(groups: Sequence[Group], pad_token_id: int = 0) -> TrainingBatch:
+def collate(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:
     """All trajectories of the groups as one right-padded batch; ``group_ids`` number the groups from 0."""
     columns = _Columns.blank(groups)
     for _ in columns.fill(groups, pad_token_id):
@@ -29,7 +29,7 @@ def collate(groups: Sequence[Group], pad_token_id: int = 0) -> TrainingBatch:
     return columns.batch(groups)
 
 
-async def collate_in_turns(groups: Sequence[Group], pad_token_id: int = 0) -> TrainingBatch:
+async def collate_in_turns(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:
     """``collate`` that lets other tasks run after each group, and within a large one."""
     columns = _Columns.blank(groups)
     for _ in columns.fill(groups, pad_token_id):
@@ -91,10 +91,10 @@ class _Columns:
         if pad_token_id:
             self.tokens[row, end:] = pad_token_id
 
-    def batch(self, groups: Sequence[Group]) -> TrainingBatch:
+    def batch(self, groups: Sequence[Group]) -> RolloutBatch:
         trajectories = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
         owners = [(i, g, t) for i, (g, t) in enumerate(trajectories) for _ in t.sequences]
-        return TrainingBatch(
+        return RolloutBatch(
             tokens=torch.from_numpy(self.tokens),
             attention_mask=torch.from_numpy(self.attention_mask),
             loss_mask=torch.from_numpy(self.loss_mask),

@@ -157,7 +157,7 @@ def _runs(mask: Numbers) -> Iterator[tuple[int, int]]:
     return pairwise(edges)
 
 
-def _numbers(name: str, values: Any, identity: TrajectoryId) -> Numbers:
+def _numbers(name: str, values: object, identity: TrajectoryId) -> Numbers:
     try:
         found = np.asarray(values)
         if not found.size:
@@ -170,14 +170,14 @@ def _numbers(name: str, values: Any, identity: TrajectoryId) -> Numbers:
     raise UserError(f"{identity}: {name} must be numbers, one per token: {problem}")
 
 
-def _whole_numbers(name: str, values: Any, identity: TrajectoryId) -> Ints:
+def _whole_numbers(name: str, values: object, identity: TrajectoryId) -> Ints:
     found = _numbers(name, values, identity)
     if found.dtype.kind == "f" and not (np.isfinite(found) & (found == np.floor(found))).all():
         raise UserError(f"{identity}: {name} must be whole numbers")
     return ints(found)
 
 
-def _per_token(name: str, values: Any, tokens: Ints, identity: TrajectoryId) -> Numbers:
+def _per_token(name: str, values: object, tokens: Ints, identity: TrajectoryId) -> Numbers:
     return _as_many(name, _numbers(name, values, identity), tokens, identity)
 
 
@@ -203,7 +203,7 @@ def _versions(output: GeneratorOutput, row: int, version: int, tokens: Ints, ide
     return _as_many("rollout_versions", versions, tokens, identity)
 
 
-def _rewards_per_token(reward: Any, mask: Numbers, tokens: Ints, identity: TrajectoryId) -> Numbers:
+def _rewards_per_token(reward: object, mask: Numbers, tokens: Ints, identity: TrajectoryId) -> Numbers:
     """Per response token; one number for the whole trajectory goes to its last action token, or else its last."""
     if isinstance(reward, Real):
         values, finite = np.zeros(len(tokens)), math.isfinite(reward)

@@ -12,13 +12,14 @@ from typing import Any
 
 from skyasync.algorithms.filters import cannot_be_inside
 from skyasync.arrays import Ints
+from skyasync.config.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.rollout.types import PromptId, Segment, Trajectory, TrajectoryId
 
 Decided = Callable[[Sequence[float], int], bool]
 
 
-def decider(dynamic_sampling: Any) -> Decided | None:
+def decider(dynamic_sampling: DynamicSamplingConfig) -> Decided | None:
     """From the rewards so far and the size of the group: it will be left out. None if that is not asked for."""
     cfg = dynamic_sampling
     if not cfg.early_end:

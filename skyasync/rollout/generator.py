@@ -24,6 +24,7 @@ from skyasync.rollout.contract import Generator, TrajectoryGenerator
 from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.requests import request_seed
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_no_room
+from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
@@ -47,7 +48,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         self,
         client: InferenceClient,
         environments: EnvPool,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         max_model_len: int,
         rules: EpisodeRules = EpisodeRules(),  # noqa: B008  (frozen)
         apply_chat_template: bool = True,

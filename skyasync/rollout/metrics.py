@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -117,7 +117,7 @@ def _staleness(groups: Sequence[Group], version: int, tokens_of: Counter[int]) -
     }
 
 
-def sample_records(groups: Sequence[Group], count: int, decode: Any) -> list[dict[str, Any]]:
+def sample_records(groups: Sequence[Group], count: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
     """The first samples of the first groups, readable by a person."""
     return [
         {

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from skyasync.config.sampling import evaluation
+from skyasync.config.schema import GeneratorConfig, SamplingConfig
 from skyasync.engines.protocol import SamplingParams
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, TrajectoryId
 
 
-def train_request(prompts: Sequence[Prompt], generator_cfg: Any) -> GeneratorInput:
+def train_request(prompts: Sequence[Prompt], generator_cfg: GeneratorConfig) -> GeneratorInput:
     """``n_samples_per_prompt`` trajectories per prompt, group by group."""
     count, sampling = generator_cfg.n_samples_per_prompt, sampling_params(generator_cfg.sampling_params)
     return _request(prompts, count, sampling, generator_cfg.max_turns, is_eval=False)
 
 
-def eval_request(prompts: Sequence[Prompt], generator_cfg: Any) -> GeneratorInput:
+def eval_request(prompts: Sequence[Prompt], generator_cfg: GeneratorConfig) -> GeneratorInput:
     count, sampling = generator_cfg.eval_n_samples_per_prompt, sampling_params(evaluation(generator_cfg))
     return _request(prompts, count, sampling, generator_cfg.max_turns, is_eval=True)
 
@@ -27,7 +27,7 @@ def eval_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [Prompt(PromptId(-1, p.id.row), p.messages, p.env_class, p.extras) for p in prompts]
 
 
-def sampling_params(cfg: Any) -> SamplingParams:
+def sampling_params(cfg: SamplingConfig) -> SamplingParams:
     return SamplingParams(
         max_tokens=cfg.max_generate_length,
         min_tokens=cfg.min_tokens,

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from skyasync.arrays import Ints
+from skyasync.config.schema import Config
 from skyasync.rollout.types import Segment, Trajectory, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class EpisodeRules:
     spread: bool = True
 
     @staticmethod
-    def of(cfg: Any) -> EpisodeRules:
+    def of(cfg: Config) -> EpisodeRules:
         """Those of a run."""
         generator, environment = cfg.generator, cfg.environment
         return EpisodeRules(
@@ -105,7 +105,7 @@ def tell_of_no_room(trajectory: Trajectory, max_model_len: int) -> None:
     )  # fmt: skip
 
 
-def _warn_once(kind: str, message: str, *args: Any) -> None:
+def _warn_once(kind: str, message: str, *args: object) -> None:
     if kind not in _warned:
         _warned.add(kind)
         log.warning(message, *args)

@@ -7,13 +7,39 @@ folder whose tokenizer is of no model's own class, but the ``tokenizers`` librar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, cast, overload
+
+
+class Tokenizer(Protocol):
+    """What the library asks of a tokenizer: a Hugging Face one does, and so does one of your own with these."""
+
+    chat_template: str | None
+    clean_up_tokenization_spaces: bool
+    eos_token: str | None
+    eos_token_id: int
+
+    def __len__(self) -> int: ...
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **more: bool) -> str: ...
+    @overload
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: Literal[True] = True, add_generation_prompt: bool = False, return_dict: Literal[False],
+    ) -> list[int]: ...  # fmt: skip
+    @overload
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: Literal[False], add_generation_prompt: bool = False,
+    ) -> str: ...  # fmt: skip
+
 
 GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
 
 
-def quick_tokenizer(folder: str) -> Any:
+def quick_tokenizer(folder: str) -> Tokenizer:
     """What ``tokenizer.json`` and the chat template make, without the classes of models: for counting tokens."""
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
@@ -26,7 +52,7 @@ def quick_tokenizer(folder: str) -> Any:
         logging.set_verbosity(before)
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a folder or of a model on the hub."""
     if _is_generic(Path(path)):
         from transformers import PreTrainedTokenizerFast
@@ -34,7 +60,7 @@ def load_tokenizer(path: str) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(path)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    return cast(Tokenizer, AutoTokenizer.from_pretrained(path))
 
 
 def _is_generic(folder: Path) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from skyasync.rollout.contract import TrajectoryGenerator
 from skyasync.rollout.types import GeneratorInput, Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.engines import VirtualClient
 from skyasync.trainer import RayPPOTrainer
+
+if TYPE_CHECKING:  # a simulation does without torch
+    from skyasync.workers.batch import TrainingBatch
 
 _MIX = 0x9E3779B97F4A7C15
 _PROMPT = Segment("prompt", ints([0]))
@@ -119,11 +122,11 @@ class Simulated(RayPPOTrainer):
     def count_ages(self) -> None:
         self.ages: Counter[int] = Counter()
 
-    async def prepare(self, groups: list[Group]) -> Any:
-        return VirtualBatch([self._count(group) for group in groups])
+    async def prepare(self, groups: list[Group]) -> TrainingBatch:
+        return cast("TrainingBatch", VirtualBatch([self._count(group) for group in groups]))
 
-    async def forward_backward(self, part: Any, *, complete: bool = True) -> None:
-        await cast(VirtualWorkers, self.dispatch).train(sum(part.tokens))
+    async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
+        await cast(VirtualWorkers, self.dispatch).train(sum(cast(VirtualBatch, part).tokens))
 
     async def optimizer_step(self) -> dict[str, float]:
         return {}
@@ -132,7 +135,7 @@ class Simulated(RayPPOTrainer):
         """The response tokens of a group."""
         tokens = 0
         for trajectory in group.trajectories:
-            for version, count in self.generator.tokens.pop(trajectory.id).items():
+            for version, count in cast(VirtualGenerator, self.generator).tokens.pop(trajectory.id).items():
                 self.ages[self.global_step - version] += count
                 tokens += count
         return tokens

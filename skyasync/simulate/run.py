@@ -62,7 +62,7 @@ class _Steps(TrainerCallback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
-    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: object, metrics: dict[str, float]) -> None:
         kept = ("idle/trainer", "idle/engines", "time/generate_s", "time/step_s")
         self.rows.append({name: metrics[name] for name in kept})
 

@@ -15,7 +15,7 @@ from skyasync.rollout.types import Group
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.algorithms.kl import AdaptiveKLController, FixedKLController
     from skyasync.training.phases import Metrics
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
 
 
 def filter_groups(algorithm: AlgorithmConfig, groups: list[Group]) -> list[Group]:
@@ -36,11 +36,10 @@ def drop_truncated(algorithm: AlgorithmConfig, groups: list[Group], metrics: Met
     return [group for group in kept if group.trajectories]
 
 
-def shape_rewards(algorithm: AlgorithmConfig, batch: TrainingBatch, metrics: Metrics) -> TrainingBatch:
+def shape_rewards(algorithm: AlgorithmConfig, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
     """Truncation, length penalty, scale, clip, normalisation; truncated responses leave the loss, if asked for."""
     from skyasync.algorithms.shaping import overlong_filter, shape_rewards
 
-    assert batch.rewards is not None and batch.truncated is not None
     before = batch.rewards
     batch.rewards = shape_rewards(
         algorithm, before, batch.loss_mask, truncated=batch.truncated, group_ids=batch.group_ids,
@@ -57,18 +56,23 @@ def shape_rewards(algorithm: AlgorithmConfig, batch: TrainingBatch, metrics: Met
 def penalize_rewards(
     algorithm: AlgorithmConfig,
     controller: FixedKLController | AdaptiveKLController,
-    batch: TrainingBatch,
+    batch: ScoredBatch,
     metrics: Metrics,
-) -> TrainingBatch:
-    """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
+) -> ScoredBatch:
+    """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``.
+
+    Raises:
+        ValueError: if the batch lacks the log-probabilities that it takes.
+    """
     if not algorithm.use_kl_in_reward:
         return batch
     from skyasync.algorithms.kl import penalize_rewards
 
-    assert batch.rewards is not None and batch.proximal_logprobs is not None
-    assert batch.reference_logprobs is not None
+    proximal, reference = batch.proximal_logprobs, batch.reference_logprobs
+    if proximal is None or reference is None:
+        raise ValueError("a KL penalty in the reward takes proximal_logprobs and reference_logprobs")
     batch.rewards, kl = penalize_rewards(
-        batch.rewards, batch.proximal_logprobs, batch.reference_logprobs, batch.loss_mask,
+        batch.rewards, proximal, reference, batch.loss_mask,
         coef=controller.value, estimator=algorithm.kl_estimator_type, bound=algorithm.kl_clamp,
     )  # fmt: skip
     metrics |= {"reward/kl": float(kl), "reward/kl_coef": controller.value}
@@ -76,12 +80,12 @@ def penalize_rewards(
     return batch
 
 
-def advantages(algorithm: AlgorithmConfig, batch: TrainingBatch) -> TrainingBatch:
-    """Fill ``batch.advantages`` from ``batch.rewards``."""
+def advantages(algorithm: AlgorithmConfig, batch: ScoredBatch) -> TrainingBatch:
+    """The batch with advantages, which are made of ``batch.rewards``."""
     from skyasync.algorithms.advantages import compute_advantages
+    from skyasync.workers.batch import TrainingBatch
 
-    assert batch.rewards is not None
-    batch.advantages, _ = compute_advantages(
+    found, _ = compute_advantages(
         algorithm, batch.rewards, batch.loss_mask, batch.group_ids, trajectory_ids=batch.trajectory_ids
     )
-    return batch
+    return batch.to_stage(TrainingBatch, advantages=found)

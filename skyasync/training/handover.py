@@ -14,15 +14,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Protocol
 
 from skyasync.cleanup import afterwards
 from skyasync.config.schema import Config
+from skyasync.engines.protocol import PauseMode
 from skyasync.errors import UserError
 from skyasync.rollout.gate import Gate
 from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress
 from skyasync.weight_sync.turns import DeviceTurns
+
+
+class WeightSyncing(Protocol):
+    """The way of the weights; see ``skyasync.weight_sync.sync.WeightSync``."""
+
+    async def sync(self, version: int) -> object: ...
+    async def verify(self, version: int) -> dict[str, float]: ...
+
+
+class Client(Protocol):
+    """What is asked of the engines while weights are on their way to them."""
+
+    async def cut(self) -> None: ...
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
 
 
 class HandOver:
@@ -33,8 +49,8 @@ class HandOver:
         turns: whose turn it is on devices that engines and policy share; None where they have their own.
     """
 
-    def __init__(self, cfg: Config, client: Any, progress: Progress, phases: Phases) -> None:
-        self.weight_sync: Any = None
+    def __init__(self, cfg: Config, client: Client, progress: Progress, phases: Phases) -> None:
+        self.weight_sync: WeightSyncing
         self.turns: DeviceTurns | None = None
         self._cfg, self._client, self._progress, self._phases = cfg.trainer, client, progress, phases
         self._gate = Gate()  # where rollouts for training can be kept out of the engines

@@ -23,7 +23,7 @@ from skyasync.training.progress import Progress
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from torch import Tensor
 
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
     from skyasync.workers.protocol import WorkerDispatch
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ class Hooks(Protocol):
 
     def filter_groups(self, groups: list[Group]) -> list[Group]: ...
     def drop_truncated(self, groups: list[Group]) -> list[Group]: ...
-    async def ask_roles(self, batch: TrainingBatch) -> TrainingBatch: ...
-    def shape_rewards(self, batch: TrainingBatch) -> TrainingBatch: ...
-    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch: ...
-    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch: ...
+    async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch: ...
+    def shape_rewards(self, batch: RolloutBatch) -> RolloutBatch: ...
+    def apply_reward_kl_penalty(self, batch: ScoredBatch) -> ScoredBatch: ...
+    def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch: ...
 
 
 class Learner:
@@ -59,7 +59,7 @@ class Learner:
         self.updates = 0
         self._cfg, self._progress, self._phases, self._length = cfg.trainer, progress, phases, length
         self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step
-        self._parts: list[TrainingBatch] = []  # trained in this training step
+        self._parts: list[UpdateBatch] = []  # trained in this training step
         self._denominator = 0.0  # of the loss, where the parts' weights lack it
 
     # ---------------------------------------------------------------- prepare
@@ -74,10 +74,9 @@ class Learner:
         groups = hooks.drop_truncated(groups if self._length.refilling else self._filtered(groups, hooks))
         if not groups:
             return None
-        batch = hooks.shape_rewards(await hooks.ask_roles(await collate_in_turns(groups)))
-        batch = await self._with_logprobs(batch)
-        batch = hooks.apply_reward_kl_penalty(batch)
-        return hooks.compute_advantages_and_returns(batch)
+        sampled = hooks.shape_rewards(await hooks.ask_roles(await collate_in_turns(groups)))
+        scored = hooks.apply_reward_kl_penalty(await self._scored(sampled))
+        return with_advantages(hooks.compute_advantages_and_returns(scored))
 
     def _filtered(self, groups: list[Group], hooks: Hooks) -> list[Group]:
         kept, metrics = hooks.filter_groups(groups), self._phases.metrics
@@ -86,16 +85,19 @@ class Learner:
             metrics["dynamic_sampling/rejected"] = rejected + len(groups) - len(kept)
         return kept
 
-    async def _with_logprobs(self, batch: TrainingBatch) -> TrainingBatch:
+    async def _scored(self, sampled: RolloutBatch) -> ScoredBatch:
         """Add the log-probabilities that the objective needs and that an update does not give for free.
 
         With one update per batch the policy before the update is the proximal one, and the update has its
         log-probabilities anyway. Behind an update of the same step that policy is gone, and the engines' own
         log-probabilities are what is left of it.
         """
+        from skyasync.workers.batch import ScoredBatch
+
+        batch = sampled.to_stage(ScoredBatch)
         groups = len(batch.group_ids.unique())
         needs, early = self.objective.needs, self.objective.needs_before_update
-        if "behaviour" in needs and batch.behaviour_logprobs is not None:
+        if "behaviour" in needs:
             self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
         if "reference" in needs:
             with self._phases.timed("reference"):
@@ -132,21 +134,27 @@ class Learner:
             complete: the part is its whole mini-batch, so its loss weights are final. If not, the next optimizer step
                 divides by the denominator that all parts before it have together, and the gradient is the same.
         """
+        batch = self._weighted(part, complete)
+        if self.updates and self._approximates:  # in the first one the current policy is the proximal
+            batch.approximated_version = self._progress.step + 1
+        elif self.updates and not complete and batch.proximal_logprobs is None:
+            batch.proximal_logprobs = batch.behaviour_logprobs
+        await self.dispatch.forward_backward(batch)
+        part.proximal_logprobs = batch.proximal_logprobs  # for whoever trains on it again
+        self._parts.append(batch)
+
+    def _weighted(self, part: TrainingBatch, complete: bool) -> UpdateBatch:
         from skyasync.algorithms.reductions import loss_numerators, loss_weights
+        from skyasync.workers.batch import UpdateBatch
 
         algorithm, ids = self._cfg.algorithm, part.trajectory_ids
         if complete:
-            part.loss_weights = loss_weights(algorithm, part.loss_mask, part.group_ids, trajectory_ids=ids)
-            part.selection = self.objective.prepare(part).get("selection")
-        else:
-            part.loss_weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)
-            self._denominator += denominator
-        if self.updates and self._approximates:  # in the first one the current policy is the proximal
-            part.approximated_version = self._progress.step + 1
-        elif self.updates and not complete and part.proximal_logprobs is None:
-            part.proximal_logprobs = part.behaviour_logprobs
-        await self.dispatch.forward_backward(part)
-        self._parts.append(part)
+            weights = loss_weights(algorithm, part.loss_mask, part.group_ids, trajectory_ids=ids)
+            selection = self.objective.prepare(part).get("selection")
+            return part.to_stage(UpdateBatch, loss_weights=weights, selection=selection)
+        weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)
+        self._denominator += denominator
+        return part.to_stage(UpdateBatch, loss_weights=weights)
 
     async def optimizer_step(self) -> Metrics:
         """Change the weights by the gradient that ``forward_backward`` has added up; returns the workers' metrics."""
@@ -174,7 +182,7 @@ class Learner:
         from skyasync.algorithms.off_policy import off_policy_metrics, stuck_ratio
 
         proximal, behaviour, mask = batch.proximal_logprobs, batch.behaviour_logprobs, batch.loss_mask
-        if proximal is None or behaviour is None or batch.versions is None or behaviour[mask].isnan().any():
+        if proximal is None or behaviour[mask].isnan().any():
             return {}
         staleness = self._progress.step - batch.versions
         weights = self.objective.correction_weights(batch) if "behaviour" in self.objective.needs else None
@@ -185,8 +193,19 @@ class Learner:
         return metrics
 
 
-def joined(parts: list[TrainingBatch]) -> TrainingBatch:
-    """Batches one below the other."""
+def with_advantages(batch: ScoredBatch) -> TrainingBatch:
+    """What the hook returned: it may have made the next stage, or set ``batch.advantages`` on what it was given."""
     from skyasync.workers.batch import TrainingBatch
 
-    return parts[0] if len(parts) == 1 else TrainingBatch.concatenate(parts)
+    if isinstance(batch, TrainingBatch):
+        return batch
+    if not hasattr(batch, "advantages"):
+        raise UserError("compute_advantages_and_returns must set batch.advantages, and returned a batch without them")
+    return batch.to_stage(TrainingBatch)
+
+
+def joined(parts: list[UpdateBatch]) -> UpdateBatch:
+    """Batches one below the other."""
+    from skyasync.workers.batch import UpdateBatch
+
+    return parts[0] if len(parts) == 1 else UpdateBatch.concatenate(parts)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.usage import UsageMeter
+from skyasync.observe.trackers import Tracker
+from skyasync.observe.usage import Engines, UsageMeter, Workers
 from skyasync.rollout.metrics import rollout_metrics, sample_records
 from skyasync.rollout.repeats import repeat_metrics, repeat_warning, repeats_of
 from skyasync.rollout.types import Group
@@ -28,14 +28,14 @@ class Reporting:
         run_dir: where samples are written; None where a run has no folder.
     """
 
-    def __init__(self, tracker: Any, callbacks: Sequence[TrainerCallback] | None, samples: int) -> None:
+    def __init__(self, tracker: Tracker, callbacks: Sequence[TrainerCallback] | None, samples: int) -> None:
         self.tracker, self.callbacks = tracker, list(callbacks or [])
         self.last_metrics: Metrics = {}
         self.run_dir: RunDirectory | None = None
         self._samples, self._trained = samples, 0
         self._usage: UsageMeter | None = None
 
-    async def start(self, client: Any, dispatch: Any) -> None:
+    async def start(self, client: Engines, dispatch: Workers) -> None:
         """From here on the parts' work is measured."""
         self._usage = UsageMeter(client, dispatch)
         await self._usage.start()
@@ -62,7 +62,7 @@ class Reporting:
         self.tracker.log(metrics, step=step)
         self.last_metrics = {**self.last_metrics, **metrics}
 
-    def tell(self, event: str, *args: Any) -> None:
+    def tell(self, event: str, *args: object) -> None:
         """Call the method of this name on every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(*args)

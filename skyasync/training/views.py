@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.observe.run_dir import RunDirectory
@@ -18,8 +18,10 @@ from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
 from skyasync.training.reporting import Reporting
 
-if TYPE_CHECKING:  # torch is imported when training starts
+if TYPE_CHECKING:
     from skyasync.algorithms.kl import AdaptiveKLController, FixedKLController
+    from skyasync.observe.trackers import Tracker
+    from skyasync.training.handover import WeightSyncing  # torch is imported when training starts
     from skyasync.workers.protocol import WorkerDispatch
 
 T = TypeVar("T")
@@ -86,7 +88,7 @@ class Views:
         return self.reporting.callbacks
 
     @property
-    def tracker(self) -> Any:
+    def tracker(self) -> Tracker:
         """Receives ``log(metrics, step)``."""
         return self.reporting.tracker
 
@@ -101,7 +103,7 @@ class Views:
         return self.learner.dispatch
 
     @property
-    def weight_sync(self) -> Any:
+    def weight_sync(self) -> WeightSyncing:
         """The way of the weights to the engines."""
         return self.handover.weight_sync
 

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import ModelConfig
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import B, TokenBatch
 from skyasync.workers.limits import MICRO_BATCH_TOKENS
 from skyasync.workers.loading import load_sharded
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
@@ -124,7 +124,7 @@ class ModelWorker(Worker):
                 module.set_gradient_divide_factor(1.0)
         return wrapper
 
-    def logprobs(self, batch: TrainingBatch, plain: bool = False) -> Tensor:
+    def logprobs(self, batch: TokenBatch, plain: bool = False) -> Tensor:
         """Log-probability of each loss token, ``[batch, length]`` on the CPU, zero elsewhere; no gradient.
 
         ``plain``: of the model's own distribution, whatever was sampled from.
@@ -154,7 +154,7 @@ class ModelWorker(Worker):
     def _move(self, device: torch.device) -> None:
         move_weights(self.model, device)
 
-    def _micro_batches(self, batch: TrainingBatch, max_rows: int) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
         pieces = MicroBatches(
             batch,
@@ -195,13 +195,13 @@ def sharded_afterwards(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-def put_rows(result: Tensor, micro: MicroBatch, logprobs: Tensor) -> None:
+def put_rows(result: Tensor, micro: MicroBatch[Any], logprobs: Tensor) -> None:
     """Write a micro-batch's log-probabilities into their rows of the batch's, ``[batch, length]`` on the CPU."""
     kept = logprobs[: len(micro.rows), : result.shape[1]].float().cpu()
     result[micro.rows, : kept.shape[1]] = kept
 
 
-def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TrainingBatch:
+def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     """Every token but the first of each sequence is a loss token; no groups."""
     lengths = torch.tensor([len(s) for s in sequences])
     mask = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
@@ -209,18 +209,13 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TrainingBatch:
     tokens[mask] = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
     loss_mask = mask.clone()
     loss_mask[:, :1] = False
-    return TrainingBatch(tokens, mask, loss_mask, group_ids=torch.arange(len(sequences)))
+    return TokenBatch(tokens, mask, loss_mask, group_ids=torch.arange(len(sequences)))
 
 
-def empty_micro_batch(like: TrainingBatch) -> MicroBatch:
+def empty_micro_batch(like: B) -> MicroBatch[B]:
     """One row without a loss token: it takes part in every collective and adds nothing."""
 
-    def blank(tensor: Tensor | int | None) -> Tensor | int | None:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return torch.zeros((1, 2) if tensor.dim() == 2 else (1,), dtype=tensor.dtype)
-
-    row = TrainingBatch(**{name: blank(value) for name, value in vars(like).items()})  # type: ignore[arg-type]
+    row = like.each(lambda tensor: torch.zeros((1, 2) if tensor.dim() == 2 else (1,), dtype=tensor.dtype))
     row.attention_mask[:] = True
     (piece,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
     return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)

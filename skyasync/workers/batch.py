@@ -1,70 +1,63 @@
-"""The tensors that training sees.
+"""The tensors that training sees, in the stages that a step makes of them.
 
 Invariant: every per-token tensor is ``[batch, length]``, right-padded, aligned with ``tokens``: entry t
 belongs to token t, and entry 0 (which nothing predicts) is never a loss token. Everything that needs the
 whole batch (loss weights, advantages) is computed before a batch is split, so that splitting it over
-micro-batches or ranks cannot change the gradient.
+micro-batches or ranks cannot change the gradient. A batch has all that its stage promises:
+
+    TokenBatch ◁─ RolloutBatch ──▶ ScoredBatch ──▶ TrainingBatch ──▶ UpdateBatch
+    what a model    as collated      proximal and     advantages       loss weights
+    is asked of                      reference                         of a mini-batch
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
+B = TypeVar("B", bound="TokenBatch")
+
 
 @dataclass
-class TrainingBatch:
-    """One training batch; see the module's invariant for the layout.
-
-    Shapes are ``[batch, length]`` unless stated. ``versions`` is -1 where no policy computed the token.
-    ``loss_weights`` carry the reduction: the loss of a batch is ``(loss_weights * token_loss).sum()``.
-    """
+class TokenBatch:
+    """Rows of tokens: enough to ask a model for log-probabilities. Shapes are ``[batch, length]`` unless stated."""
 
     tokens: Tensor  # int64
     attention_mask: Tensor  # bool
     loss_mask: Tensor  # bool
     group_ids: Tensor  # int64 [batch]: samples of one prompt share one
     trajectory_ids: Tensor | None = None  # int64 [batch]: rows of one trajectory share one; None: a row each
-    behaviour_logprobs: Tensor | None = None
-    versions: Tensor | None = None  # int32
-    truncated: Tensor | None = None  # bool [batch]: the response did not end by itself
-    rewards: Tensor | None = None  # each reward on the token that earned it
-    proximal_logprobs: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-    advantages: Tensor | None = None
-    loss_weights: Tensor | None = None
-    approximated_version: int | None = None  # that this update makes, where the proximal policy is interpolated
-    selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    @staticmethod
-    def concatenate(parts: Sequence[TrainingBatch]) -> TrainingBatch:
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Batches one below the other, padded to the longest; groups and trajectories keep apart."""
         length = max(part.tokens.shape[1] for part in parts)
-        columns: dict[str, Any] = {}
-        for name in (f.name for f in fields(TrainingBatch)):
-            values = [getattr(part, name) for part in parts]
-            if all(isinstance(value, Tensor) for value in values):
-                values = _apart(values) if name.endswith("_ids") else values
-                columns[name] = torch.cat([_padded(value, length) for value in values])
-        return TrainingBatch(**columns)
+        whole = copy(parts[0])
+        for name in vars(whole):
+            values = [value for part in parts if isinstance(value := getattr(part, name, None), Tensor)]
+            values = _apart(values) if name.endswith("_ids") else values
+            known = len(values) == len(parts)
+            setattr(whole, name, torch.cat([_padded(value, length) for value in values]) if known else None)
+        return whole
 
-    def select(self, rows: Tensor) -> TrainingBatch:
+    def select(self, rows: Tensor) -> Self:
         """The given rows (int64 ``[n]``), in that order."""
-        return self._each(lambda tensor: tensor[rows])
+        return self.each(lambda tensor: tensor[rows])
 
-    def trim(self) -> TrainingBatch:
+    def trim(self) -> Self:
         """Drop the columns in which every row is padding."""
         length = int(self.attention_mask.sum(1).max()) if len(self) else 0
-        return self._each(lambda tensor: tensor[:, :length] if tensor.dim() == 2 else tensor)
+        return self.each(lambda tensor: tensor[:, :length] if tensor.dim() == 2 else tensor)
 
-    def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[TrainingBatch, int]]:
+    def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[Self, int]]:
         """Pieces of whole groups, in order, and how many groups each has: ``first``, then ``size`` at a time.
 
         ``size=0`` gives the whole batch as one piece.
@@ -76,17 +69,68 @@ class TrainingBatch:
             yield self.select(chosen.nonzero().squeeze(1)), len(groups[:count])
             groups, count = groups[count:], size
 
-    def split(self, size: int) -> Iterator[TrainingBatch]:
+    def split(self, size: int) -> Iterator[Self]:
         """Consecutive pieces of at most ``size`` rows."""
         for start in range(0, len(self), size):
             yield self.select(torch.arange(start, min(start + size, len(self))))
 
-    def _each(self, function: Callable[[Tensor], Tensor]) -> TrainingBatch:
-        chosen: dict[str, Any] = {}
-        for name in (f.name for f in fields(self)):
-            value = getattr(self, name)
-            chosen[name] = function(value) if isinstance(value, Tensor) else value
-        return TrainingBatch(**chosen)
+    def each(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The batch with each of its tensors, also those that a hook has added, replaced by what is made of it."""
+        changed = copy(self)
+        vars(changed).update({name: function(v) for name, v in vars(self).items() if isinstance(v, Tensor)})
+        return changed
+
+    def to_stage(self, stage: type[B], **more: Tensor | None) -> B:
+        """The same batch at a later stage, with what that one adds; what a hook has added besides stays with it.
+
+        Raises:
+            TypeError: if something that the stage promises is missing.
+        """
+        values = {**vars(self), **more}
+        result = stage(**{f.name: values.pop(f.name) for f in fields(stage) if f.name in values})
+        vars(result).update(values)
+        return result
+
+
+@dataclass(kw_only=True)
+class RolloutBatch(TokenBatch):
+    """Trajectories as they were sampled and rewarded. ``versions`` is -1 where no policy computed the token."""
+
+    behaviour_logprobs: Tensor
+    versions: Tensor  # int32
+    truncated: Tensor  # bool [batch]: the response did not end by itself
+    rewards: Tensor  # each reward on the token that earned it
+
+
+@dataclass(kw_only=True)
+class ScoredBatch(RolloutBatch):
+    """With the log-probabilities of the trainer's own models, where the objective asks for them.
+
+    Without ``proximal_logprobs`` the current policy is the proximal one, and the update fills them in; without
+    ``reference_logprobs`` nothing is compared with a reference model.
+    """
+
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class TrainingBatch(ScoredBatch):
+    """A whole batch that is ready to be trained on, or mini-batches of it."""
+
+    advantages: Tensor
+
+
+@dataclass(kw_only=True)
+class UpdateBatch(TrainingBatch):
+    """A mini-batch, or a part of one, as the workers get it.
+
+    ``loss_weights`` carry the reduction: the loss of a batch is ``(loss_weights * token_loss).sum()``.
+    """
+
+    loss_weights: Tensor
+    selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
+    approximated_version: int | None = None  # that this update makes, where the proximal policy is interpolated
 
 
 def _apart(identities: Sequence[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import POLICY, ROLES
@@ -33,7 +34,7 @@ class Group(Protocol):
     @property
     def busy_s(self) -> float: ...
     async def start(self, cfg: Config, total_steps: int = 0) -> None: ...
-    async def on_rows(self, method: str, batch: TrainingBatch) -> Tensor | None: ...
+    async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None: ...
     async def call(self, method: str, *args: Any) -> list[Any]: ...
     async def call_first(self, method: str, *args: Any) -> Any: ...
     def kill(self) -> None: ...
@@ -50,6 +51,12 @@ class Dispatch:
         self._cfg, self._groups = cfg, groups
         self._broadcast: Broadcast | None = None
 
+    def set_threads(self, threads: int) -> None:
+        """CPU threads of each policy rank; call before ``start``."""
+        trainer = self._cfg.trainer
+        trainer = replace(trainer, policy=replace(trainer.policy, threads=threads))
+        self._cfg = replace(self._cfg, trainer=trainer)
+
     async def start(self, total_steps: int = 0) -> None:
         """Load what the roles hold. ``cfg.trainer.policy.model.path`` is a folder or hub name.
 
@@ -65,13 +72,13 @@ class Dispatch:
 
     # ---------------------------------------------------------------- any role
 
-    async def ask(self, role: str, method: str, batch: TrainingBatch) -> Tensor:
+    async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
         """What a role's workers say of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
 
         They are sent tokens, masks and groups, and the columns that the role's entry names.
         """
-        columns = {name: getattr(batch, name) for name in ROLES[role].columns}
-        asked = TrainingBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids, **columns)
+        asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
+        vars(asked).update({name: getattr(batch, name) for name in ROLES[role].columns})
         answer = await self._group(role).on_rows(method, asked)
         assert answer is not None, f"{method} of the role {role} returns nothing"
         return answer
@@ -80,7 +87,7 @@ class Dispatch:
         """The same call on every rank of a role; results by rank."""
         return await self._group(role).call(method, *args)
 
-    async def forward_backward(self, batch: TrainingBatch, role: str = POLICY) -> None:
+    async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
         before = await self._group(role).on_rows("forward_backward", batch)
         if role == POLICY and batch.proximal_logprobs is None:
             batch.proximal_logprobs = before
@@ -90,10 +97,10 @@ class Dispatch:
     ) -> dict[str, float]:
         return (await self.call(role, "optimizer_step", schedule_step, scale))[0]
 
-    async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self.ask(POLICY, "logprobs", batch)
 
-    async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self.ask("reference", "logprobs", batch)
 
     def _group(self, role: str) -> Group:

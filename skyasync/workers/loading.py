@@ -73,7 +73,7 @@ def _from_slices(path: str, empty: PreTrainedModel, dtype: torch.dtype, shard: S
     """By transformers' own loader, with our sharding in the place where it would apply its own."""
     wrappers: list[TokenLogprobs] = []
 
-    def prepare(settings: DistributedConfig, device_map: Any = None) -> tuple[DistributedConfig, Any, None]:
+    def prepare(settings: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, Any, None]:
         return settings, device_map, None
 
     def distribute(model: PreTrainedModel, settings: DistributedConfig, mesh: None) -> PreTrainedModel:

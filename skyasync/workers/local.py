@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY, ROLES
 
@@ -32,7 +32,7 @@ class LocalGroup:
     async def start(self, cfg: Config, total_steps: int = 0) -> None:
         """Nothing: it is loaded when it is made."""
 
-    async def on_rows(self, method: str, batch: TrainingBatch) -> Tensor | None:
+    async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
         return await self.call_first(method, batch)
 
     async def call(self, method: str, *args: Any) -> list[Any]:

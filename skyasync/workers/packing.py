@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import B, TokenBatch
 from skyasync.workers.limits import MIN_SAVED_TOKENS
 
 
@@ -67,11 +68,11 @@ class Layout:
 
 
 @dataclass
-class MicroBatch:
+class MicroBatch(Generic[B]):
     """``rows`` (int64, into the batch that was packed), the batch of these rows, and its layout."""
 
     rows: Tensor
-    batch: TrainingBatch
+    batch: B
     layout: Layout
 
 
@@ -85,7 +86,7 @@ class _Bundles:
     counts: Tensor  # per bundle, in rows
 
 
-class MicroBatches:
+class MicroBatches(Generic[B]):
     """A batch cut into micro-batches of similar widths. How it is cut is settled at once, which is cheap; each
     micro-batch is built when the iteration comes to it.
 
@@ -96,9 +97,7 @@ class MicroBatches:
         hidden_size: of the model; with it goes the price of attention against that of the linear layers.
     """
 
-    def __init__(
-        self, batch: TrainingBatch, *, max_tokens: int, max_rows: int = 0, share_prefixes: bool, hidden_size: int
-    ) -> None:
+    def __init__(self, batch: B, *, max_tokens: int, max_rows: int = 0, share_prefixes: bool, hidden_size: int) -> None:
         self._batch = batch
         lengths = batch.attention_mask.sum(1)
         bundles = _one_row_each(lengths)
@@ -114,7 +113,7 @@ class MicroBatches:
     def __len__(self) -> int:
         return len(self._cuts)
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[MicroBatch[B]]:
         bundles = self._bundles
         by_bundle = torch.argsort(bundles.bundle, stable=True)
         starts = bundles.counts.cumsum(0) - bundles.counts
@@ -140,7 +139,7 @@ def _one_row_each(lengths: Tensor) -> _Bundles:
     return _Bundles(rows, torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
 
 
-def _by_group(batch: TrainingBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:
+def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:
     """Rows of a group together, as many as is cheapest."""
     group, group_sizes = torch.unique(batch.group_ids, return_inverse=True, return_counts=True)[1:]
     order = torch.argsort(group, stable=True)
@@ -179,7 +178,7 @@ def _numbered(keys: list[list[int]], own: list[int], room: list[int]) -> Tensor:
     return torch.tensor(numbers)
 
 
-def _common_prefix(batch: TrainingBatch, lengths: Tensor, group: Tensor, first_of_group: Tensor) -> Tensor:
+def _common_prefix(batch: TokenBatch, lengths: Tensor, group: Tensor, first_of_group: Tensor) -> Tensor:
     """Tokens that all rows of a group share from the start, per row; loss tokens are never shared."""
     columns = torch.arange(batch.tokens.shape[1])
     same = batch.tokens == batch.tokens[first_of_group[group]]
@@ -218,7 +217,7 @@ def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
     return torch.arange(int(counts.sum())) + torch.repeat_interleave(starts - before, counts)
 
 
-def _layout(batch: TrainingBatch, bundle: Tensor, prefix: Tensor) -> Layout:
+def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     """Rows that come bundle by bundle, ``bundle`` counting from 0; ``prefix`` is shared within a bundle."""
     lengths = batch.attention_mask.sum(1)
     counts = torch.bincount(bundle)

@@ -13,7 +13,7 @@ from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import TokenScores
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.trained import NonFiniteError, Totals, TrainedWorker
@@ -34,7 +34,7 @@ class PolicyWorker(TrainedWorker):
         super().__init__(*args, **kwargs)
         self.objective = Objective(self.cfg.trainer.algorithm)
 
-    def update_policy(self, batch: TrainingBatch, schedule_step: int | None = None) -> dict[str, float]:
+    def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.
 
         Missing ``proximal_logprobs`` are filled in.
@@ -44,7 +44,7 @@ class PolicyWorker(TrainedWorker):
             batch.proximal_logprobs = before
         return self.optimizer_step(schedule_step)
 
-    def forward_backward(self, batch: TrainingBatch) -> Tensor | None:
+    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         """Add the gradient of this rank's rows to what has been added up since the last optimizer step.
 
         Returns:
@@ -55,10 +55,10 @@ class PolicyWorker(TrainedWorker):
             raise ValueError("a training batch needs loss_weights and advantages")
         return super().forward_backward(batch)
 
-    def _fills(self, batch: TrainingBatch) -> bool:
+    def _fills(self, batch: UpdateBatch) -> bool:
         return batch.proximal_logprobs is None
 
-    def _backward(self, micro: MicroBatch, totals: Totals) -> Tensor:
+    def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
         """Returns the current log-probabilities, ``[rows, length]``."""
         batch = micro.batch
         scores: TokenScores = self.model(micro.layout.to(self.device), with_entropy="entropy" in self.objective.needs)
@@ -82,7 +82,7 @@ class PolicyWorker(TrainedWorker):
         totals.add(loss, mask, maps)
         return current.detach()
 
-    def _proximal(self, batch: TrainingBatch, current: Tensor) -> Tensor:
+    def _proximal(self, batch: UpdateBatch, current: Tensor) -> Tensor:
         if batch.proximal_logprobs is not None:
             return self._here(batch.proximal_logprobs)
         if batch.approximated_version is None:

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 
 
 class WorkerDispatch(Protocol):
     """The roles of a run as one object, however many ranks each has (``skyasync.workers.roles``)."""
 
-    async def ask(self, role: str, method: str, batch: TrainingBatch) -> Tensor:
+    async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
         """What a role says of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
 
         Its workers are sent tokens, masks, groups, and the columns that the role's entry names.
@@ -24,13 +24,13 @@ class WorkerDispatch(Protocol):
     async def call(self, role: str, method: str, *args: Any) -> list[Any]:
         """The same call on every rank of a role; results by rank."""
 
-    async def policy_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probability of each loss token under the current policy, ``[batch, length]``, 0 elsewhere."""
 
-    async def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
+    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The same under the frozen reference model."""
 
-    async def forward_backward(self, batch: TrainingBatch, role: str = "policy") -> None:
+    async def forward_backward(self, batch: UpdateBatch, role: str = "policy") -> None:
         """Add the gradient of these rows to what has been added up since the last optimizer step.
 
         A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is filled in.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 
@@ -112,7 +112,7 @@ class RankGroup:
     def busy_s(self) -> float:
         return self._finished_s + (time.monotonic() - self._since if self._running else 0.0)
 
-    async def on_rows(self, method: str, batch: TrainingBatch) -> Tensor | None:
+    async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
         """Each rank's call with its rows; what they return in the batch's order, if they return anything."""
         shards = split_for_ranks(batch, self.ranks)
         pieces = await self.call_each(method, [batch.select(rows).trim() for rows in shards])
@@ -122,7 +122,7 @@ class RankGroup:
         """The same call on every rank; results by rank."""
         return await self._gather([actor.call.remote(method, *args) for actor in self._alive()])
 
-    async def call_each(self, method: str, shards: Sequence[TrainingBatch]) -> list[Any]:
+    async def call_each(self, method: str, shards: Sequence[TokenBatch]) -> list[Any]:
         """One shard per rank; results by rank."""
         actors = self._alive()
         puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in shards])
@@ -174,7 +174,7 @@ class RankGroup:
         return [task.result() for task in tasks]
 
 
-def joined(batch: TrainingBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
+def joined(batch: TokenBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
     """Values of the shards in the batch's rows: per token, ``[batch, length]``, or per row, ``[batch]``."""
     if pieces[0].dim() == 1:
         scores = torch.zeros(len(batch))
@@ -191,7 +191,7 @@ async def _result(reference: Any) -> Any:
     return await reference
 
 
-def split_for_ranks(batch: TrainingBatch, ranks: int) -> list[Tensor]:
+def split_for_ranks(batch: TokenBatch, ranks: int) -> list[Tensor]:
     """Rows (int64) for each rank: about equally many tokens, samples of a prompt together where possible.
 
     A rank may get no rows if there are fewer rows than ranks.

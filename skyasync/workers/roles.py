@@ -14,6 +14,7 @@ from typing import Any
 
 from skyasync.config.algorithm import KL
 from skyasync.config.conditions import holds
+from skyasync.config.schema import Config
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 
@@ -48,33 +49,33 @@ class Role:
     columns: tuple[str, ...] = ()
     gpu: bool = True
 
-    def wanted(self, cfg: Any) -> bool:
+    def wanted(self, cfg: Config) -> bool:
         """Whether a run of this configuration has it."""
         return not self.when or holds(self.when, cfg)
 
-    def shares(self, cfg: Any) -> bool:
+    def shares(self, cfg: Config) -> bool:
         """Whether it is on the policy's devices."""
         return bool(self.beside) and holds(self.beside, cfg)
 
-    def size(self, cfg: Any) -> int:
+    def size(self, cfg: Config) -> int:
         """How many ranks it has."""
         entry = ROLES[POLICY] if self.shares(cfg) else self
         return prod(attrgetter(key)(cfg) for key in entry.ranks)
 
-    def settings(self, cfg: Any) -> Any:
+    def settings(self, cfg: Config) -> Any:
         """Its section; None where it has none."""
         return attrgetter(self.section)(cfg) if self.section else None
 
-    def own_model(self, cfg: Any) -> Any:
+    def own_model(self, cfg: Config) -> Any:
         """The ``ModelConfig`` of its section, which may lack a path; None where it has none."""
         return getattr(self.settings(cfg), "model", None)
 
-    def model(self, cfg: Any) -> Any:
+    def model(self, cfg: Config) -> Any:
         """The ``ModelConfig`` of what it loads."""
         own = self.own_model(cfg)
         return own if own is not None and own.path else ROLES[POLICY].own_model(cfg)
 
-    def threads(self, cfg: Any) -> int:
+    def threads(self, cfg: Config) -> int:
         """CPU threads of each of its ranks; 0 where nothing says."""
         return getattr(self.settings(cfg), "threads", 0) or ROLES[POLICY].settings(cfg).threads
 
@@ -125,6 +126,6 @@ def register_role(role: Role) -> None:
     ROLES[role.name] = replace(role, worker=worker)
 
 
-def wanted_roles(cfg: Any) -> list[Role]:
+def wanted_roles(cfg: Config) -> list[Role]:
     """The roles that a run of this configuration has, the policy first."""
     return [role for role in ROLES.values() if role.wanted(cfg)]

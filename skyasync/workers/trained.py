@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.offload import move_moments
 from skyasync.workers.packing import MicroBatch
@@ -41,7 +41,7 @@ class TrainedWorker(ModelWorker):
         self.step = 0
         self._totals = Totals()  # since the last optimizer step
 
-    def _backward(self, micro: MicroBatch, totals: Totals) -> Tensor:
+    def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
         """Add a micro-batch's gradient, and to ``totals`` what becomes a metric.
 
         Returns:
@@ -49,7 +49,7 @@ class TrainedWorker(ModelWorker):
         """
         raise NotImplementedError
 
-    def _fills(self, batch: TrainingBatch) -> bool:
+    def _fills(self, batch: UpdateBatch) -> bool:
         """Whether ``forward_backward`` returns what ``_backward`` does, as the batch lacks it."""
         return False
 
@@ -80,7 +80,7 @@ class TrainedWorker(ModelWorker):
             [g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), eps=settings.eps, fused=True
         )
 
-    def forward_backward(self, batch: TrainingBatch) -> Tensor | None:
+    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         """Add the gradient of this rank's rows to what has been added up since the last optimizer step.
 
         Returns:

@@ -6,11 +6,12 @@ Invariant: a call reaches all ranks of a role in the same order, one at a time.
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import ray
 import torch
 
+from skyasync.config.schema import Config
 from skyasync.workers.roles import ROLES
 
 LOOPBACK = "127.0.0.1"
@@ -34,7 +35,7 @@ class Worker:
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: Config,
         rank: int = 0,
         world_size: int = 1,
         device: str = "cpu",

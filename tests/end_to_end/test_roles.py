@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skyasync import BasePPOExp, RayPPOTrainer
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import RolloutBatch
 from skyasync.workers.roles import ROLES, Role, register_role
 from skyasync.workers.worker import Worker
 from tests.end_to_end.runs import Train
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.slow
 class LengthWorker(Worker):
     """Scores the lengths of responses."""
 
-    def lengths(self, batch: TrainingBatch) -> torch.Tensor:
+    def lengths(self, batch: RolloutBatch) -> torch.Tensor:
         return batch.loss_mask.sum(1).float()
 
 
 class RewardsLength(RayPPOTrainer):
     """Half a point for each token."""
 
-    async def ask_roles(self, batch: TrainingBatch) -> TrainingBatch:
+    async def ask_roles(self, batch: RolloutBatch) -> TrainingBatch:
         found = await self.dispatch.ask("lengths", "lengths", batch)
         self.metrics["lengths/mean"] = found.mean().item()
         last = batch.loss_mask.cumsum(1).argmax(1)

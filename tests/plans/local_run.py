@@ -18,7 +18,7 @@ from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.local import LocalDispatch
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -37,11 +37,11 @@ class RecordingDispatch(LocalDispatch):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        self.batches: list[TrainingBatch] = []
+        self.batches: list[UpdateBatch] = []
 
     async def start(self, total_steps: int = 0) -> None: ...
 
-    async def forward_backward(self, batch: TrainingBatch) -> None:
+    async def forward_backward(self, batch: UpdateBatch) -> None:
         self.batches.append(batch)
         await super().forward_backward(batch)
 

@@ -12,7 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyasync.config.schema import Config
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from tests.workers.processes import Ranks
 
 VOCABULARY = 96
@@ -57,7 +57,7 @@ def config_for(path: str) -> Config:
     return cfg
 
 
-def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_response: int = 9) -> TrainingBatch:
+def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_response: int = 9) -> UpdateBatch:
     """Grouped samples with a shared prompt per group; some have two actions with an observation between."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -77,12 +77,15 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(r) for r in rows])
     loss_mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
-    return TrainingBatch(
+    return UpdateBatch(
         tokens=tokens,
         attention_mask=torch.arange(tokens.shape[1]) < lengths[:, None],
         loss_mask=loss_mask,
         group_ids=torch.arange(groups).repeat_interleave(samples),
         behaviour_logprobs=torch.where(loss_mask, -2.0, 0.0),
+        versions=torch.where(loss_mask, 0, -1),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        rewards=torch.zeros(tokens.shape),
         advantages=torch.randn(len(rows), 1, generator=generator) * loss_mask,
         loss_weights=loss_mask.float() / loss_mask.sum(),
     )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import joined, split_for_ranks
 from tests.workers.processes import Rank, Ranks
@@ -49,7 +49,7 @@ class RanksDispatch:
 
     async def start(self, total_steps: int = 0) -> None: ...
 
-    async def forward_backward(self, batch: TrainingBatch) -> None:
+    async def forward_backward(self, batch: UpdateBatch) -> None:
         shards = split_for_ranks(batch, self._ranks.count)
         self.rows.append([len(rows) for rows in shards])
         letters = [pickle.dumps(batch.select(rows).trim()) for rows in shards]

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from skyasync.config.schema import Config
 from skyasync.weight_sync.shared_memory import read_weights
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.ranks import WorkerPlacement, split_for_ranks
@@ -26,7 +26,7 @@ def in_process(cfg: Config) -> PolicyWorker:
     return worker
 
 
-def split(batch: TrainingBatch, ranks: int) -> list[list[int]]:
+def split(batch: TokenBatch, ranks: int) -> list[list[int]]:
     return [rows.tolist() for rows in split_for_ranks(batch, ranks)]
 
 
@@ -59,7 +59,7 @@ def test_a_rank_may_get_no_rows() -> None:
     assert sorted(map(len, split(make_batch(groups=1, samples=1), 2))) == [0, 1]
 
 
-async def update(dispatch: RayWorkerDispatch, batch: TrainingBatch) -> dict[str, float]:
+async def update(dispatch: RayWorkerDispatch, batch: UpdateBatch) -> dict[str, float]:
     """One optimizer step, counted by the workers."""
     await dispatch.forward_backward(batch)
     return await dispatch.optimizer_step()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
 from skyasync.workers import offload
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from tests.workers.conftest import config_for, make_batch
@@ -72,7 +72,7 @@ def started(cfg: Config) -> Elsewhere:
     return worker
 
 
-def batches() -> list[TrainingBatch]:
+def batches() -> list[UpdateBatch]:
     return [make_batch(seed=seed) for seed in range(3)]
 
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch
 from skyasync.workers.model import TokenLogprobs, load_causal_lm
 from skyasync.workers.packing import MicroBatches, plain_layout
 from tests.workers.conftest import make_batch
 
 
-def pack(batch: TrainingBatch, max_tokens: int = 4096, max_rows: int = 0, share: bool = True, hidden: int = 32) -> list:
+def pack(batch: TokenBatch, max_tokens: int = 4096, max_rows: int = 0, share: bool = True, hidden: int = 32) -> list:
     return list(MicroBatches(batch, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share, hidden_size=hidden))
 
 
@@ -61,7 +61,7 @@ def test_a_batch_of_384k_tokens_is_cut_in_little_time_and_without_its_masks() ->
     mask = torch.ones_like(tokens, dtype=torch.bool)
     loss_mask = mask.clone()
     loss_mask[:, :2_000] = False
-    batch = TrainingBatch(tokens, mask, loss_mask, group_ids=torch.arange(groups).repeat_interleave(samples))
+    batch = TokenBatch(tokens, mask, loss_mask, group_ids=torch.arange(groups).repeat_interleave(samples))
     began = time.process_time()
     pieces = MicroBatches(batch, max_tokens=16_384, share_prefixes=True, hidden_size=4_096)
     first = next(iter(pieces))
@@ -85,7 +85,7 @@ def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     loss_mask = mask.clone()
     loss_mask[:, :2] = False
-    batch = TrainingBatch(tokens, mask, loss_mask, group_ids=torch.zeros(8, dtype=torch.int64))
+    batch = TokenBatch(tokens, mask, loss_mask, group_ids=torch.zeros(8, dtype=torch.int64))
     assert all(m.layout.owners is None for m in pack(batch))
 
 

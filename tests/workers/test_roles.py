@@ -15,7 +15,7 @@ from skyasync.cluster.placement import plan_slots
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.registry import user_parts
-from skyasync.workers.batch import TrainingBatch
+from skyasync.workers.batch import TokenBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.ranks import WorkerPlacement
@@ -31,8 +31,10 @@ class LengthWorker(Worker):
 
     unit, awake = 1.0, True
 
-    def lengths(self, batch: TrainingBatch) -> torch.Tensor:
-        assert batch.advantages is None and batch.behaviour_logprobs is not None, "only what the entry names is sent"
+    def lengths(self, batch: TokenBatch) -> torch.Tensor:
+        assert not hasattr(batch, "advantages") and hasattr(batch, "behaviour_logprobs"), (
+            "only what the entry names is sent"
+        )
         return batch.loss_mask.sum(1) * self.unit
 
     def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:

@@ -59,7 +59,7 @@ class LogitEdits:
         if self._penalties is not None:
             self._penalties.count(tokens)
 
-    def _index(self, values: Any) -> Tensor:
+    def _index(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
 
     def _add_lists(self, logits: Tensor) -> None:

@@ -35,7 +35,9 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the constructor has done it."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         n = len(self.columns)
         slots = torch.arange(n, device=self.columns.device)
         self.keys[slots, :, self.columns] = key_states[:, :, 0]
