@@ -27,11 +27,10 @@ class LengthWorker(Worker):
 class RewardsLength(RayPPOTrainer):
     """Half a point for each token."""
 
-    async def ask_roles(self, batch: RolloutBatch) -> TrainingBatch:
+    async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch:
         found = await self.dispatch.ask("lengths", "lengths", batch)
         self.metrics["lengths/mean"] = found.mean().item()
         last = batch.loss_mask.cumsum(1).argmax(1)
-        assert batch.rewards is not None
         batch.rewards[torch.arange(len(batch)), last] += found / 2
         return batch
 
