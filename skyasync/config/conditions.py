@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from skyasync.config.help import written
+from skyasync.config.values import written
 
 
 def holds(condition: str, cfg: Any) -> bool:

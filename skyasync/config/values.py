@@ -162,6 +162,19 @@ def free(node: yaml.Node) -> Any:
     return text
 
 
+def written(value: Any) -> str:
+    """A value in the command line's spelling."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {written(entry)}" for name, entry in value.items()) + "}"
+    return str(value) if value != "" else "''"
+
+
 def type_name(expected: Any) -> str:
     """An annotation in words: "int", "list of str", "float or null"."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
