@@ -17,6 +17,7 @@ _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _DEFAULT = re.compile(rf"\$\{{({_NAME}):?=(.*)\}}", re.DOTALL)
 _ARRAY = re.compile(rf"\$\{{({_NAME})\[[@*]\]\}}")
+_SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _OPENING, _CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 _LEADING = ("then", "else", "elif", "do")
 _PREFIXES = ("export", "declare", "local", "readonly")
