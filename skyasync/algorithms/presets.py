@@ -79,7 +79,7 @@ _preset(
     kl_loss_coef=0.01, **_EVEN, **_K1_REWARD,
 )  # fmt: skip
 _preset(
-    "openrlhf_async", "OpenRLHF's asynchronous recipe: IcePop on [0.5, 5], REINFORCE++ baseline, k2 as a small KL loss.",
+    "openrlhf_async", "OpenRLHF's asynchronous recipe: IcePop on [0.5, 5], REINFORCE++ baseline, small k2 loss.",
     {"policy.optimizer_config.adam_betas": [0.9, 0.95]},
     policy_loss_type="ppo", loss_reduction="token_mean", advantage_estimator="reinforce++_baseline",
     off_policy_correction="icepop", icepop_low=0.5, icepop_high=5.0, use_kl_loss=True, kl_estimator_type="k2",

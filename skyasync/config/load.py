@@ -24,13 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from skyasync.config.check import check_config
 from skyasync.config.command_line import Assignment, CommandLine, read_command_line, read_file
-from skyasync.config.help import print_help, written
+from skyasync.config.help import print_help
 from skyasync.config.keys import Key, Keys
 from skyasync.config.peers import Around, value_hint
 from skyasync.config.peers.convert import Value
 from skyasync.config.schema import Config
 from skyasync.config.suggest import unknown_key
-from skyasync.config.values import WrongTypeError, convert, escape, free, from_python
+from skyasync.config.values import WrongTypeError, convert, escape, free, from_python, written
 from skyasync.errors import UserError, unknown
 
 C = TypeVar("C")
@@ -208,12 +208,12 @@ def _check_values(config: DictConfig, settings: Sequence[Setting], keys: Keys) -
         key = keys[path]
         try:
             value = OmegaConf.select(config, path, throw_on_resolution_failure=True)
+            elements = list(value) if OmegaConf.is_list(value) else [value]
         except OmegaConfBaseException as error:
             problems.append(f"{source}{path}: {_broken_reference(error)}")
             continue
         if value == keys[path].default:
             continue
-        elements = value if OmegaConf.is_list(value) else [value]
         problems += [
             f"{source}{path}={written(element)}: {p}{_spelled(path, element)}"
             for element in elements

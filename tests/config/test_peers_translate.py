@@ -163,14 +163,14 @@ def test_units_and_kinds_that_other_keys_decide() -> None:
 
 def test_a_shell_script_is_read_as_a_shell_would() -> None:
     text = """
-    A=1; B='$A'; : "${C:=3}" ; D=${E:-$C}  # not this
+    H=${NOT_SET:-"${A:-h}/i"}; A=1; B='$A'; : "${C:=3}" ; D=${E:-$C}  # not this
     LIST=(--x "$A" --y '#z'  # nor this
        --w $((C * (A + 1))))
     export F="a b"
     if [ "$A" = 1 ]; then G=yes; else G=no; fi
-    run "${LIST[@]}" $B "$F" ${D} $G $@ | tee log
+    run "${LIST[@]}" $B "$F" ${D} $G $H ${NOT_SET} $@ | tee log
     """
-    words = ["run", "--x", "1", "--y", "#z", "--w", "6", "$A", "a b", "3", "yes"]
+    words = ["run", "--x", "1", "--y", "#z", "--w", "6", "$A", "a b", "3", "yes", "h/i", "${NOT_SET}"]
     assert words in shell.commands(text, environment={})
 
 
@@ -232,6 +232,12 @@ def test_values_of_secret_keys_are_not_repeated() -> None:
     text = translated(Recipe({"stats_logger.wandb.wandb_api_key": "hush", "seed": 1}), "areal")
     assert "stats_logger.wandb.wandb_api_key" in text
     assert "hush" not in text
+
+
+def test_what_a_shell_would_fill_in_stays_as_text_and_is_said(tmp_path: Path) -> None:
+    text = translated(Recipe({"data.prompt_dataset": "${ROOT}/sums", "train.seed": 1}), "openrlhf")
+    assert ours(text, tmp_path).data.train_data == ["${ROOT}/sums"]
+    assert "to be written by hand:\n#   data.prompt_dataset=${ROOT}/sums" in text
 
 
 def test_nothing_is_translated_that_the_loader_would_refuse() -> None:

@@ -79,6 +79,7 @@ WRONG = [
     ("--trainer.seed=3", "unknown option --trainer.seed: settings are key=value without dashes; write trainer.seed="),
     ("--async_queue_size=3", "did you mean trainer.async_queue_size?"),
     ("data.train_data=['a','b'", "data.train_data: cannot read \"['a','b'\": a bracket or quote does not close"),
+    ("data.train_data=['${no.such}']", "data.train_data: Interpolation key 'no.such' not found"),
     ("trainer.run_name=${no.such}", "trainer.run_name: Interpolation key 'no.such' not found"),
     ("environment.env_config.size=${no.such}", "environment.env_config.size: Interpolation key 'no.such' not found"),
     ("trainer.run_name=${", "(a literal ${ is written \\${)"),

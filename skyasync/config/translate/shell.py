@@ -17,6 +17,10 @@ _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _DEFAULT = re.compile(rf"\$\{{({_NAME}):?=(.*)\}}", re.DOTALL)
 _ARRAY = re.compile(rf"\$\{{({_NAME})\[[@*]\]\}}")
+#: What is quoted, a variable with all that its braces hold, or plain text.
+_PARTS = re.compile(
+    r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\$\{(?:[^{}]|\$\{[^{}]*\})*\}|(?:\\.|\$(?!\{)|[^'\"\\$])+|.", re.DOTALL
+)
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _OPENING, _CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 _LEADING = ("then", "else", "elif", "do")
@@ -120,7 +124,7 @@ def _expanded(raw: str, variables: Mapping[str, str | list[str]]) -> list[str]:
 
 def _unquoted(raw: str, variables: Mapping[str, str | list[str]]) -> str:
     """Quotes off, variables put in wherever single quotes do not forbid it."""
-    parts = re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|(?:\\.|[^'\"\\])+|.", raw, re.DOTALL)
+    parts = _PARTS.findall(raw)
     result = ""
     for part in parts:
         if len(part) > 1 and part[0] == part[-1] == "'":
@@ -137,10 +141,10 @@ def _put_in(text: str, variables: Mapping[str, str | list[str]]) -> str:
         name, fallback = match[1] or match[4], match[3]
         found = variables.get(name)
         if found is None or (not found and match[2]):  # ${a:-b} is b where a is empty, ${a-b} is not
-            return _put_in(fallback, variables) if fallback is not None else match[0]
+            return _put_in(fallback.strip('"'), variables) if fallback is not None else match[0]
         return " ".join(found) if isinstance(found, list) else found
 
-    text = re.sub(rf"\$\{{({_NAME})(?:(:?)-([^{{}}]*))?\}}|\$({_NAME})", value, text)
+    text = re.sub(rf"\$\{{({_NAME})(?:(:?)-((?:[^{{}}]|\$\{{[^{{}}]*\}})*))?\}}|\$({_NAME})", value, text)
     return re.sub(
         r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)", lambda match: _arithmetic(match[1], variables) or match[0], text
     )

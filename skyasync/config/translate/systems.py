@@ -65,6 +65,8 @@ def skyrl(draft: Draft) -> None:
             draft.put("trainer.plan", "one_step_off")
     elif "trainer.plan" not in draft.ours:
         draft.put("trainer.plan", "fully_async")
+    if draft.value(f"{A}overlong_buffer.len"):
+        draft.put(f"{A}overlong_buffer.max_len", draft.value(f"{SAMPLING}.max_generate_length"))
     if draft.value("environment.env_class") == "reward":
         draft.put("environment.reward_funcs", ["gsm8k"], "environment.env_class")
     _kl(draft, bool(draft.value(f"{A}use_kl_loss")), draft.number(f"{A}kl_loss_coef"), named=True)

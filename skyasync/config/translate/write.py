@@ -17,7 +17,7 @@ from skyasync.config.peers.convert import BATCH, Value
 from skyasync.config.translate.draft import Draft, Setting, begin
 from skyasync.config.translate.recipe import Recipe
 from skyasync.config.translate.systems import FINISH
-from skyasync.config.values import written
+from skyasync.config.values import escape, written
 from skyasync.errors import UserError
 
 #: Keys whose values are not repeated.
@@ -157,7 +157,15 @@ def _tree(draft: Draft) -> Iterator[str]:
 
 
 def _yaml(value: Value) -> str:
+    value = _literal(value)
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False).strip()[1:-1]
+
+
+def _literal(value: Value) -> Value:
+    """What a shell or their loader would have filled in stays text, not a reference of ours."""
+    if isinstance(value, list):
+        return [_literal(entry) for entry in value]
+    return escape(value) if isinstance(value, str) else value
 
 
 def _origin(draft: Draft, setting: Setting, path: str) -> str:
