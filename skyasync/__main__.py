@@ -16,7 +16,14 @@ def plan(argv: Sequence[str]) -> None:
     main(argv=[DRY_RUN, *argv])
 
 
-VERBS: dict[str, Callable[[Sequence[str]], object]] = {"plan": plan}
+def translate(argv: Sequence[str]) -> None:
+    """Another system's recipe as our configuration; see ``skyasync.config.translate``."""
+    from skyasync.config.translate import translate as print_translation
+
+    print_translation(argv)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], object]] = {"plan": plan, "translate": translate}
 """Each takes the arguments behind it. A verb is one word; settings are key=value."""
 
 

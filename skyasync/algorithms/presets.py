@@ -79,19 +79,25 @@ _preset(
     kl_loss_coef=0.01, **_EVEN, **_K1_REWARD,
 )  # fmt: skip
 _preset(
-    "openrlhf_async", "OpenRLHF's asynchronous recipe: IcePop on [0.5, 5], REINFORCE++ baseline, KL loss with k2.",
+    "openrlhf_async", "OpenRLHF's asynchronous recipe: IcePop on [0.5, 5], REINFORCE++ baseline, small k2 loss.",
+    {"policy.optimizer_config.adam_betas": [0.9, 0.95]},
     policy_loss_type="ppo", loss_reduction="token_mean", advantage_estimator="reinforce++_baseline",
     off_policy_correction="icepop", icepop_low=0.5, icepop_high=5.0, use_kl_loss=True, kl_estimator_type="k2",
-    kl_loss_coef=0.001, **_WIDE,
+    kl_loss_coef=1e-5, reward_clip=10.0, **_EVEN,
+)  # fmt: skip
+_preset(
+    "skyrl", "SkyRL's defaults: GRPO with a KL loss, no correction but ours where a plan is asynchronous.",
+    {"policy.optimizer_config.weight_decay": 0.01},
+    policy_loss_type="ppo", loss_reduction="token_mean", kl_loss_coef=0.001, **_EVEN, **_GROUP_BASELINE, **_K3_LOSS,
 )  # fmt: skip
 _preset(
     "areal", "AReaL (Fu et al. 2025): decoupled PPO, behaviour weights above 5 dropped, mean staleness (eta) 4.",
     {"plan": "fully_async", "max_staleness": 4, "staleness_bound": "mean"},
     policy_loss_type="decoupled_ppo", behave_imp_weight_cap=5.0, loss_reduction="token_mean",
-    advantage_estimator="normalized", reward_norm_mean="group", reward_norm_std="group", **_EVEN,
+    advantage_estimator="normalized", reward_norm_mean="group", reward_norm_std="group", reward_clip=20.0, **_EVEN,
 )  # fmt: skip
 
-_ROLL: dict[str, Any] = {"loss_reduction": "token_mean", **_GROUP_BASELINE}
+_ROLL: dict[str, Any] = {"loss_reduction": "sequence_mean", **_GROUP_BASELINE}
 _preset("roll_ppo", "ROLL pg_variant=ppo.", policy_loss_type="ppo", **_EVEN, **_ROLL)
 _preset("roll_vanilla", "ROLL pg_variant=vanilla: REINFORCE.", policy_loss_type="vanilla", **_ROLL)
 _preset(
@@ -105,6 +111,6 @@ _preset(
 _preset("roll_topr", "ROLL pg_variant=topr.", policy_loss_type="topr", **_ROLL)
 _preset(
     "roll_cispo", "ROLL pg_variant=cispo, clipped on both sides.",
-    policy_loss_type="cispo", cispo__cispo_eps_clip_low=0.2, cispo__cispo_eps_clip_high=0.2, **_ROLL,
+    policy_loss_type="cispo", cispo__cispo_eps_clip_low=0.1, cispo__cispo_eps_clip_high=0.1, **_ROLL,
 )  # fmt: skip
 _preset("roll_kimi15", "ROLL pg_variant=kimi15.", policy_loss_type="kimi15", kimi15_tau=0.1, **_ROLL)

@@ -1,4 +1,4 @@
-"""``python -m skyasync.config`` prints ``docs/configuration.md``: all keys, and other libraries' names for them."""
+"""``python -m skyasync.config`` prints ``docs/configuration.md``: all keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from skyasync.config.help import allowed_text, default_text
 from skyasync.config.keys import Key, Keys
-from skyasync.config.peers import PEERS
 from skyasync.config.schema import Config
 from skyasync.config.values import type_name
 
@@ -60,7 +59,7 @@ cfg = load_config(["mine.strength=0.7"], schema=MyConfig)
 
 def markdown(keys: Keys) -> str:
     """The page, ending in one newline."""
-    return "\n".join([_INTRODUCTION, *_key_tables(keys), *_peer_table()]) + "\n"
+    return "\n".join([_INTRODUCTION, *_key_tables(keys), *_peer_note()]) + "\n"
 
 
 def _key_tables(keys: Keys) -> Iterator[str]:
@@ -78,11 +77,10 @@ def _row(key: Key) -> str:
     return _cells(f"`{key.name}`", type_name(key.type), f"`{default}`", meaning)
 
 
-def _peer_table() -> Iterator[str]:
-    yield from ("", "## Coming from another library", "", "The loader names our key when it meets one of these.", "")
-    yield from ("| theirs | library | ours | |", "|---|---|---|---|")
-    for peer in PEERS:
-        yield _cells(f"`{peer.theirs}`", peer.library, f"`{peer.ours}`", peer.note)
+def _peer_note() -> Iterator[str]:
+    yield from ("", "## Coming from another library", "")
+    yield "Keys and values of SkyRL, OpenRLHF, ROLL, AReaL, verl and TRL are recognised and answered with ours: see"
+    yield "[coming_from.md](coming_from.md). `python -m skyasync translate run.sh` turns a whole recipe into ours."
 
 
 def _cells(*cells: str) -> str:

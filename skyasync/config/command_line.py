@@ -12,8 +12,9 @@ from pathlib import Path
 import yaml
 
 from skyasync.config.keys import Keys
+from skyasync.config.peers import Around
 from skyasync.config.suggest import unknown_key
-from skyasync.config.values import parse
+from skyasync.config.values import Value, free, parse
 from skyasync.errors import nearest
 
 
@@ -28,12 +29,16 @@ class Assignment:
 
 @dataclass
 class CommandLine:
-    """``help`` is the group that ``--help`` names ("" for everything), None if help is not asked for."""
+    """``help`` is the group that ``--help`` names ("" for everything), None if help is not asked for.
+
+    ``around`` is all that the arguments say, for hints.
+    """
 
     assignments: list[Assignment] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     help: str | None = None
     problems: list[str] = field(default_factory=list)
+    around: Around = field(default_factory=Around)
 
 
 def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
@@ -41,6 +46,7 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
     line = CommandLine()
     given: dict[str, str] = {}
     arguments = list(argv)
+    line.around = around = _around(argv, keys)
     while arguments:
         argument = arguments.pop(0)
         option, equals, text = argument.partition("=")
@@ -53,8 +59,8 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
                 line.problems.append("--config needs a file: --config FILE.yaml")
         elif argument.startswith("-"):
             if not equals and _is_value(arguments):
-                arguments.pop(0)  # the value of an option we do not have
-            line.problems.append(_unknown_option(option, keys))
+                text = arguments.pop(0)  # the value of an option we do not have
+            line.problems.append(_unknown_option(option, text, keys, around))
         else:
             problem = _override(argument, keys, given, line.assignments)
             if problem:
@@ -66,12 +72,31 @@ def _is_value(arguments: list[str]) -> bool:
     return bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("-")
 
 
-def _unknown_option(option: str, keys: Keys) -> str:
+def _around(argv: Sequence[str], keys: Keys) -> Around:
+    """All that the arguments say, whoever's keys they are: some units depend on other keys."""
+    said: dict[str, Value] = {}
+    for argument, following in zip(argv, [*argv[1:], ""], strict=False):
+        path, equals, text = argument.partition("=")
+        if equals or argument.startswith("--"):
+            said[path.lstrip("-+~")] = _value(text if equals else following)
+    return Around(said, said, {key.path: key.default for key in keys})
+
+
+def _value(text: str) -> Value:
+    try:
+        value: Value = free(parse(text))
+    except yaml.YAMLError:
+        return text
+    return value
+
+
+def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:
     close = nearest(option, ("--config", "--help"), count=1)
     if close:
         return f"unknown option {option}: did you mean {close[0]}?"
     path = option.lstrip("-")
-    way_out = f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys)
+    # A flag without a value is switched on.
+    way_out = f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys, _value(text or "true"), around)
     return f"unknown option {option}: settings are key=value without dashes; {way_out}"
 
 

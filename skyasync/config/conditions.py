@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from skyasync.config.help import written
 from skyasync.config.schema import Config
+from skyasync.config.values import written
 
 
 def holds(condition: str, cfg: Config) -> bool:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from skyasync.config.keys import Key, Keys
 from skyasync.config.suggest import nearest_keys
-from skyasync.config.values import type_name
+from skyasync.config.values import type_name, written
 from skyasync.errors import UserError, nearest
 
 _USAGE = "usage: [--config FILE.yaml] [--help [GROUP]] [key=value ...]"
@@ -75,19 +75,6 @@ def _values_text(key: Key) -> str:
         return f"One of: {', '.join(map(written, options))}{other}."
     bounds = key.bounds()
     return f"{bounds[0].upper()}{bounds[1:]}." if bounds else ""
-
-
-def written(value: object) -> str:
-    """A value in the command line's spelling."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value is None:
-        return "null"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(written, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {written(entry)}" for name, entry in value.items()) + "}"
-    return str(value) if value != "" else "''"
 
 
 def _top(keys: Keys) -> list[str]:

@@ -24,11 +24,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from skyasync.config.check import check_config
 from skyasync.config.command_line import Assignment, CommandLine, read_command_line, read_file
-from skyasync.config.help import print_help, written
+from skyasync.config.help import print_help
 from skyasync.config.keys import Key, Keys
+from skyasync.config.peers import Around, value_hint
 from skyasync.config.schema import Config
 from skyasync.config.suggest import unknown_key
-from skyasync.config.values import WrongTypeError, convert, escape, from_python
+from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, written
 from skyasync.errors import UserError, unknown
 
 C = TypeVar("C")
@@ -135,7 +136,9 @@ def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems
     default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
 
     def typed(assignments: Sequence[Assignment]) -> list[Setting]:
-        settings = [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
+        settings = [
+            setting for assignment in assignments for setting in _typed(assignment, keys, problems, line.around)
+        ]
         # A free mapping as a whole comes before its entries, whatever their order.
         return sorted(settings, key=lambda setting: setting.path not in keys)
 
@@ -164,21 +167,21 @@ def _preset(settings: Sequence[Setting], keys: Keys, problems: list[str]) -> lis
     return [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
 
 
-def _typed(assignment: Assignment, keys: Keys, problems: list[str]) -> list[Setting]:
+def _typed(assignment: Assignment, keys: Keys, problems: list[str], around: Around | None = None) -> list[Setting]:
     """The assignment as a typed setting: one, or none and a problem."""
     path, where = assignment.path, assignment.where
     key = keys.holder(path)
     if path in keys.groups:
         problems.append(f"{where}{path} is a group, not a key: set one of its keys, see --help {path}")
     elif key is None:
-        problems.append(where + unknown_key(path, keys))
+        problems.append(where + unknown_key(path, keys, free(assignment.node), around))
     else:
         try:
             # An entry of a free mapping may be anything.
             return [Setting(path, convert(assignment.node, key.type if path == key.path else Any), where)]
         except WrongTypeError as error:
             allowed = f" (allowed: {', '.join(map(written, key.choices))})" if key.choices else ""
-            problems.append(f"{where}{path}: {error}{allowed}")
+            problems.append(f"{where}{path}: {error}{allowed}{_spelled(path, free(assignment.node))}")
     return []
 
 
@@ -204,14 +207,24 @@ def _check_values(config: DictConfig, settings: Sequence[Setting], keys: Keys) -
         key = keys[path]
         try:
             value = OmegaConf.select(config, path, throw_on_resolution_failure=True)
+            elements = list(value) if OmegaConf.is_list(value) else [value]
         except OmegaConfBaseException as error:
             problems.append(f"{source}{path}: {_broken_reference(error)}")
             continue
         if value == keys[path].default:
             continue
-        elements = value if OmegaConf.is_list(value) else [value]
-        problems += [f"{source}{path}={written(element)}: {p}" for element in elements if (p := _problem(key, element))]
+        problems += [
+            f"{source}{path}={written(element)}: {p}{_spelled(path, element)}"
+            for element in elements
+            if (p := _problem(key, element))
+        ]
     return problems
+
+
+def _spelled(path: str, value: Value) -> str:
+    """Whose word a wrong value is, if it is another system's."""
+    hint = value_hint(path, value)
+    return f"; {hint}" if hint else ""
 
 
 def _missing(settings: Sequence[Setting], keys: Keys) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 
 from skyasync.config.keys import Keys
-from skyasync.config.peers import find_peer
+from skyasync.config.peers import Around, key_hint
+from skyasync.config.peers.hints import UNSAID
 
 #: Below this similarity a key is no help.
 _CUTOFF = 0.6
@@ -16,23 +17,28 @@ _CUTOFF = 0.6
 _MARGIN = 0.03
 
 
-def unknown_key(path: str, keys: Keys) -> str:
-    """What to say about a key that the schema does not have."""
+def unknown_key(path: str, keys: Keys, value: object = UNSAID, around: Around | None = None) -> str:
+    """What to say about a key that the schema does not have; ``value`` and ``around`` as for ``key_hint``."""
     start = f"unknown key {path!r}"
+    hint = key_hint(path, value, around)
+    if hint:
+        return f"{start}: {hint}{_our_own(path, hint, keys)}"
     parent = _parent_key(path, keys)
     if parent:
         return f"{start}: {parent} is a value, not a group; write {parent}=VALUE"
-    peer = find_peer(path)
-    if peer and peer.ours in keys and path != peer.ours:
-        if peer.ours.endswith(f".{peer.theirs}"):
-            return f"{start}: did you mean {peer.ours}?"
-        note = f" ({peer.note})" if peer.note else ""
-        return f"{start}: that is how {peer.library} spells it; here it is {peer.ours}{note}"
     close = nearest_keys(path, keys)
     if close:
         return f"{start}: did you mean {' or '.join(close)}?"
     group = _known_group(path, keys)
     return f"{start}: see --help {group}" if group else f"{start}: see --help for all keys"
+
+
+def _our_own(path: str, hint: str, keys: Keys) -> str:
+    """Keys of ours of the same name that mean something else."""
+    own = [key.path for key in keys if key.path.endswith(f".{path}")]
+    if not own or any(name in hint for name in own):
+        return ""
+    return f"; {' and '.join(own)} {'are other keys' if own[1:] else 'is another key'}"
 
 
 def nearest_keys(path: str, keys: Keys, count: int = 2) -> list[str]:

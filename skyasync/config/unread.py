@@ -12,10 +12,10 @@ from typing import Any
 
 from skyasync.config import conditions
 from skyasync.config.algorithm import KL, AlgorithmConfig
-from skyasync.config.help import written
 from skyasync.config.keys import Key, Keys
 from skyasync.config.rules import Plan, functions
 from skyasync.config.schema import Config
+from skyasync.config.values import written
 
 _ALGORITHM = "trainer.algorithm."
 

@@ -11,9 +11,12 @@ import enum
 import re
 import types
 import typing
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
+
+#: What a YAML text can hold.
+Value: TypeAlias = "bool | int | float | str | list[Value] | dict[str, Value] | None"
 
 _INT = re.compile(r"[-+]?\d+(_\d+)*")
 _FLOAT = re.compile(r"[-+]?((\d+(_\d+)*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -142,12 +145,12 @@ def _mapping(node: yaml.Node, expected: object, name_type: object, element: obje
     return {name.value if as_text else free(name): convert(value, element) for name, value in node.value}
 
 
-def free(node: yaml.Node) -> object:
+def free(node: yaml.Node) -> Value:
     """The value that the text itself suggests, for keys of any type."""
     if isinstance(node, yaml.SequenceNode):
         return [free(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {free(name): free(value) for name, value in node.value}
+        return typing.cast(dict[str, Value], {free(name): free(value) for name, value in node.value})
     text = node.value
     if node.style is not None:
         return text
@@ -160,6 +163,19 @@ def free(node: yaml.Node) -> object:
     if _FLOAT.fullmatch(text) or _SPECIAL_FLOAT.fullmatch(text):
         return float(text.replace(".inf", "inf").replace(".nan", "nan"))
     return text
+
+
+def written(value: object) -> str:
+    """A value in the command line's spelling."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {written(entry)}" for name, entry in value.items()) + "}"
+    return str(value) if value != "" else "''"
 
 
 def type_name(expected: object) -> str:

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from skyasync.config.help import written
+from skyasync.config.values import written
 from skyasync.planning.plan import MemoryPlan, Place
 
 _PLAIN_WIDTH = 100

@@ -1,4 +1,4 @@
-"""Help, the written page and the table of foreign keys say what the loader does."""
+"""Help and the written pages say what the loader does."""
 
 import subprocess
 import sys
@@ -8,12 +8,10 @@ import pytest
 
 from skyasync.config import Config, ConfigError, load_config
 from skyasync.config.keys import Keys
-from skyasync.config.peers import PEERS
-from skyasync.config.suggest import unknown_key
 from skyasync.errors import UserError
 
 KEYS = Keys.of(Config)
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def help_text(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -55,24 +53,14 @@ def test_every_key_has_a_sentence() -> None:
     assert [key.path for key in KEYS if not key.doc.strip().endswith(".")] == []
 
 
-def test_every_foreign_key_leads_to_a_key_that_exists_and_is_not_ours_itself() -> None:
-    assert [peer for peer in PEERS if peer.ours not in KEYS] == []
-    assert [peer for peer in PEERS if peer.theirs in KEYS] == []
-    assert len({peer.theirs for peer in PEERS}) == len(PEERS)
-
-
-@pytest.mark.parametrize("peer", PEERS, ids=[peer.theirs for peer in PEERS])
-def test_meeting_a_foreign_key_names_ours(peer: object) -> None:
-    assert peer.ours in unknown_key(peer.theirs, KEYS)  # type: ignore[attr-defined]
-
-
 def test_no_key_is_both_given_and_refused_for_a_foreign_name() -> None:
     with pytest.raises(ConfigError, match="that is how verl spells it"):
         load_config(["trainer.seed=1", "actor_rollout_ref.actor.optim.lr=1e-6"])
 
 
-def test_the_written_page_is_current() -> None:
-    made = subprocess.run(
-        [sys.executable, "-m", "skyasync.config"], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert PAGE.read_text() == made.stdout, "run: python -m skyasync.config > docs/configuration.md"
+@pytest.mark.parametrize(
+    ("module", "page"), [("skyasync.config", "configuration.md"), ("skyasync.config.peers", "coming_from.md")]
+)
+def test_the_written_page_is_current(module: str, page: str) -> None:
+    made = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True, timeout=60)
+    assert (DOCS / page).read_text() == made.stdout, f"run: python -m {module} > docs/{page}"

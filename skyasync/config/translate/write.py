@@ -1,0 +1,183 @@
+"""From a draft to YAML that loads, with a comment for what has no place in it.
+
+Invariant: what is written has been loaded; a setting that contradicts another one is left out, and said.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from skyasync.config.peers import Row, tables
+from skyasync.config.peers.convert import BATCH
+from skyasync.config.translate.draft import Draft, Setting, begin
+from skyasync.config.translate.recipe import Recipe
+from skyasync.config.translate.systems import FINISH
+from skyasync.config.values import Value, escape, written
+from skyasync.errors import UserError
+
+#: Keys whose values are not repeated.
+_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+_MINI = "trainer.policy_mini_batch_size"
+
+
+def translated(recipe: Recipe, system: str) -> str:
+    """The recipe of a system (a name of ``SYSTEMS``) as our YAML, with comments."""
+    draft = begin(tables()[system], recipe)
+    FINISH[system](draft)
+    _tidy(draft)
+    _settle(draft)
+    return "\n".join(_lines(draft)) + "\n"
+
+
+def _tidy(draft: Draft) -> None:
+    """Defaults there that are ours as well go; updates of the whole batch are written as 0."""
+    if draft.value("trainer.plan") != "sync" and draft.value("trainer.placement.colocate_all"):
+        draft.drop(
+            "trainer.placement.colocate_all", f"plan {draft.value('trainer.plan')}: engines and policy work at once"
+        )
+    if draft.number(_MINI) >= draft.number(BATCH):
+        setting = draft.ours[_MINI]
+        draft.put(_MINI, 0, *setting.theirs)
+    for path, setting in list(draft.ours.items()):
+        key = draft.keys.holder(path)
+        if key and key.path == path and not setting.given and setting.value == key.default:
+            draft.ours.pop(path)
+        elif key and key.type == list[str] and isinstance(setting.value, str):
+            draft.ours[path] = Setting([setting.value], setting.theirs, setting.given)
+
+
+def _settle(draft: Draft) -> None:
+    """Leave out what the loader refuses, the first key of each problem, until it takes the rest."""
+    while problems := _problems(draft):
+        found = [(problem, path) for problem in problems if (path := _named(problem, draft))]
+        if not found:
+            raise UserError("\n".join(problems))
+        problem, path = found[0]
+        draft.drop(path, problem)
+
+
+def _problems(draft: Draft) -> list[str]:
+    from skyasync.config.load import ConfigError, load_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "translated.yaml"
+        file.write_text("\n".join(_tree(draft)) + "\n", encoding="utf-8")
+        try:
+            load_config(["--config", str(file)])
+        except ConfigError as error:
+            return [
+                problem.partition("translated.yaml:")[2].partition(": ")[2] or problem for problem in error.problems
+            ]
+    return []
+
+
+def _named(problem: str, draft: Draft) -> str:
+    """The key of ours that a problem names first; one that they did not give rather than one that they did."""
+    places = {path: problem.find(path) for path in draft.ours if path in problem}
+    first = sorted(places, key=lambda path: (draft.ours[path].given, places[path], -len(path)))
+    return first[0] if first else ""
+
+
+def _lines(draft: Draft) -> Iterator[str]:
+    title = draft.table.title
+    yield f"# Made from a recipe of {title} by python -m skyasync translate."
+    if draft.recipe.branches:
+        yield "# The script's conditions were not evaluated: its first branches count. Check what they set."
+    yield from _tree(draft)
+    yield from _comments(draft, f"Keys of {title} without a counterpart here:", draft.left)
+    yield from _comments(draft, f"Keys of {title} that need no setting here:", _unset(draft))
+    yield from _comments(draft, "Values that a shell fills in, to be written by hand:", _open(draft))
+    yield from _comments(draft, f"Not known as keys of {title}:", dict.fromkeys(draft.unknown, ""))
+
+
+def _unset(draft: Draft) -> dict[str, str]:
+    """Keys that became no setting of ours and are no loss."""
+    used = {name for setting in draft.ours.values() for name in setting.theirs} | {*draft.left}
+    decided = {name: f"other keys decide about {path}" for name, path in draft.carried.items()}
+    whys = decided | draft.silent
+    return {name: whys[name] for name in draft.given if name in whys and name not in used}
+
+
+def _open(draft: Draft) -> dict[str, str]:
+    return {name: "" for setting in draft.ours.values() for name in setting.theirs if "$" in str(setting.value)}
+
+
+def _comments(draft: Draft, heading: str, entries: dict[str, str]) -> Iterator[str]:
+    if entries:
+        yield from ("", f"# {heading}")
+    for name, why in entries.items():
+        shown = name in draft.given and not _SECRET.search(name)
+        value = f"={_one_line(draft.given[name])}" if shown else ""
+        yield f"#   {name}{value}{f': {why}' if why else ''}"
+
+
+def _one_line(value: Value) -> str:
+    text = " ".join(written(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _order(draft: Draft) -> dict[str, int]:
+    """Where a key or a group stands in the schema: a group where its first key does."""
+    order: dict[str, int] = {}
+    for at, key in enumerate(draft.keys):
+        parts = key.path.split(".")
+        for depth in range(len(parts)):
+            order.setdefault(".".join(parts[: depth + 1]), at)
+    return order
+
+
+def _tree(draft: Draft) -> Iterator[str]:
+    """The settings as nested YAML in the schema's order, each with the keys that it came from."""
+    order = {key.path: at for at, key in enumerate(draft.keys)}
+
+    def place(path: str) -> tuple[int, ...]:
+        parts = path.split(".")
+        groups = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+        firsts = [
+            min((at for p, at in order.items() if p == g or p.startswith(f"{g}.")), default=10**6) for g in groups
+        ]
+        return tuple(firsts)
+
+    open_groups: list[str] = []
+    for path in sorted(draft.ours, key=lambda path: (place(path), path)):
+        *groups, name = path.split(".")
+        shared = 0
+        while shared < min(len(groups), len(open_groups)) and groups[shared] == open_groups[shared]:
+            shared += 1
+        for depth in range(shared, len(groups)):
+            yield f"{'  ' * depth}{groups[depth]}:"
+        open_groups = groups
+        setting = draft.ours[path]
+        yield f"{'  ' * len(groups)}{name}: {_yaml(setting.value)}{_origin(draft, setting, path)}"
+
+
+def _yaml(value: Value) -> str:
+    value = _literal(value)
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False).strip()[1:-1]
+
+
+def _literal(value: Value) -> Value:
+    """What a shell or their loader would have filled in stays text, not a reference of ours."""
+    if isinstance(value, list):
+        return [_literal(entry) for entry in value]
+    return escape(value) if isinstance(value, str) else value
+
+
+def _origin(draft: Draft, setting: Setting, path: str) -> str:
+    given = [name for name in setting.theirs if name in draft.given]
+    if given:
+        return f"  # {', '.join(given)}{_note(draft, given, path)}"
+    return f"  # {draft.table.title}'s default" if setting.theirs else "  # follows from the others"
+
+
+def _note(draft: Draft, given: list[str], path: str) -> str:
+    """What differs, where the note speaks of this value."""
+    row: Row | None = draft.table.find(given[0])
+    if row and row.note.startswith(written(draft.given[given[0]])) and path == row.targets[0].path:
+        return f": {row.note}"
+    return ""
