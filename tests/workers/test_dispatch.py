@@ -116,7 +116,17 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-4)
 
-        await dispatch.save(tmp_path / "two")
+        await dispatch.begin_save(tmp_path / "behind")
+        while await dispatch.saved() is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        files = await dispatch.save(tmp_path / "two")
+        assert files.keys() == {path.name for path in (tmp_path / "behind").iterdir()}
+        assert await dispatch.verify(tmp_path / "two", files) == []
+        (tmp_path / "behind" / min(files)).write_bytes(b"")
+        assert len(await dispatch.verify(tmp_path / "behind", files)) >= 1
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match="Not a directory"):  # the disk's fault: the ranks go on
+            await dispatch.save(tmp_path / "file" / "policy")
         await dispatch.export(tmp_path / "export")
         further = await update(dispatch, make_batch(seed=2))
     finally:
