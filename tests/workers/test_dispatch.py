@@ -120,10 +120,11 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         while await dispatch.saved() is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         files = await dispatch.save(tmp_path / "two")
-        assert files.keys() == {path.name for path in (tmp_path / "behind").iterdir()}
+        behind = tmp_path / "behind"
+        assert files.keys() == {f"policy/{path.name}" for path in (behind / "policy").iterdir()}
         assert await dispatch.verify(tmp_path / "two", files) == []
-        (tmp_path / "behind" / min(files)).write_bytes(b"")
-        assert len(await dispatch.verify(tmp_path / "behind", files)) >= 1
+        (behind / min(files)).write_bytes(b"")
+        assert len(await dispatch.verify(behind, files)) >= 1
         (tmp_path / "file").touch()
         with pytest.raises(OSError, match="Not a directory"):  # the disk's fault: the ranks go on
             await dispatch.save(tmp_path / "file" / "policy")
