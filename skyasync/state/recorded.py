@@ -14,6 +14,7 @@ from typing import Any
 
 from skyasync.config.help import written
 from skyasync.config.keys import Keys
+from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.state.checkpoint import CONFIG
 
@@ -30,12 +31,12 @@ _SHAPE = (
 )  # fmt: skip
 
 
-def record(cfg: Any) -> dict[str, Any]:
+def record(cfg: Config) -> dict[str, Any]:
     """What is written into a checkpoint; JSON knows all of it, or its text."""
     return {"config": asdict(cfg), "model": _shape(cfg.trainer.policy.model.path)}
 
 
-def check_recorded(folder: Path, cfg: Any) -> list[str]:
+def check_recorded(folder: Path, cfg: Config) -> list[str]:
     """What has changed since a checkpoint was made, ``key: old -> new``; nothing if it does not say.
 
     Raises:
