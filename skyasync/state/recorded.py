@@ -65,7 +65,7 @@ def _refuse(folder: Path, made_with: Mapping[str, Any], here: Mapping[str, Any])
 
 
 def _other_model(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
-    path = _at(here, MODEL)
+    path = str(_at(here, MODEL, ""))
     now = _shape(path)
     for name in before.keys() & now.keys():
         yield f"{name} of {MODEL} ({path})", now[name], before[name], "its weights do not fit into this model"
@@ -101,11 +101,13 @@ def _said(entries: Mapping[str, Any], name: str) -> str:
 
 
 def _proportions(config: Mapping[str, Any]) -> dict[str, Any]:
-    domains = _at(config, "environment.domains", {}) or {}
+    domains = _at(config, "environment.domains", {})
+    if not isinstance(domains, Mapping):
+        return {}
     return {name: entry["proportion"] for name, entry in domains.items() if entry and entry.get("proportion")}
 
 
-def _at(config: Any, path: str, default: Any = None) -> Any:
+def _at(config: object, path: str, default: object = None) -> object:
     for part in path.split("."):
         if not isinstance(config, Mapping) or part not in config:
             return default

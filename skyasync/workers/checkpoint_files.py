@@ -34,7 +34,7 @@ class _SummingFiles(FileSystem):
         self.sums: Sums = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with manifest.summed(Path(path), self.sums, Path(path).name) as file:
             yield cast(io.IOBase, file)
 
