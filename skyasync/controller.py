@@ -8,18 +8,22 @@ part is shut down, and the first error is what the user sees.
 | the driver | the controller's ``run``          | its end or error; polls for progress meanwhile      |
 | ``run``    | the trainer's ``train``           | its end or error; ``stop`` cancels it               |
 | shutdown   | every part's own shutdown         | each part, or ``GRACE_S``, after which it is killed |
+| SIGTERM    | as shutdown, with a save before   | the same, or ``trainer.sigterm_grace_s``            |
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.cleanup import afterwards
 from skyasync.config.schema import Config, TrainerConfig
-from skyasync.errors import UserError
+from skyasync.errors import Terminated, UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, ProgressView
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.processes.calls import START_S
@@ -101,12 +105,20 @@ class Controller:
             self._recorder.phase(self._trainer.phase_name)
         return self._recorder.report(seen)
 
-    async def stop(self) -> None:
-        """Cancel training and wait until every part is shut down."""
+    async def stop(self, saving: bool = False) -> int:
+        """Cancel training and wait until every part is shut down; the step that has been saved, 0 if none has.
+
+        Args:
+            saving: finish the update under way and save it, whatever ``ckpt_on_exit`` says.
+        """
         self._stopped = True
+        if saving and self._trainer is not None:
+            self._trainer.saving.save_on_exit()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        saving_part = getattr(self._trainer, "saving", None)
+        return saving_part.saved_step if saving_part is not None else 0
 
 
 def run_in_controller(experiment: Experiment, *, progress: bool) -> dict[str, float] | None:
@@ -119,11 +131,19 @@ def run_in_controller(experiment: Experiment, *, progress: bool) -> dict[str, fl
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from skyasync.cluster.placement import release
-
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
     controller: Any = actor_class.remote(experiment, user_parts())
+    with _hearing_sigterm() as heard:
+        return _run(ray, controller, experiment, progress, heard)
+
+
+def _run(
+    ray: Any, controller: Any, experiment: Experiment, progress: bool, heard: threading.Event
+) -> dict[str, float] | None:
+    from skyasync.cluster.placement import release
+
+    trainer = experiment.cfg.trainer
     try:
         _await_process(ray, controller)
         running = controller.run.remote()
@@ -137,21 +157,55 @@ def run_in_controller(experiment: Experiment, *, progress: bool) -> dict[str, fl
             raise error.cause from None
         raise
     except KeyboardInterrupt:
-        if experiment.cfg.trainer.ckpt_on_exit:
+        if heard.is_set():  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
+            raise Terminated(_saved_in_time(ray, controller, trainer)) from None
+        if trainer.ckpt_on_exit:
             print("stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)")
         raise
     finally:
         try:
-            with contextlib.suppress(Exception):
-                ray.get(controller.stop.remote(), timeout=_patience_s(experiment.cfg.trainer))
+            if not heard.is_set():
+                with contextlib.suppress(Exception):
+                    ray.get(controller.stop.remote(), timeout=_patience_s(trainer))
         finally:
             ray.kill(controller)
             release(experiment.placement_name)
 
 
+@contextlib.contextmanager
+def _hearing_sigterm() -> Iterator[threading.Event]:
+    """SIGTERM interrupts what is inside, once, and is noted; Ray, whose handler this replaces, would end at once."""
+    heard = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        yield heard
+        return
+
+    def terminate(number: int, frame: Any) -> None:
+        if not heard.is_set():
+            heard.set()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _saved_in_time(ray: Any, controller: Any, trainer: TrainerConfig) -> str:
+    """Let the run save, for as long as it may; what came of that, in words."""
+    try:
+        step = ray.get(controller.stop.remote(saving=True), timeout=trainer.sigterm_grace_s)
+    except Exception as error:  # whatever it is, the process is to end
+        late = isinstance(error, ray.exceptions.GetTimeoutError)
+        problem = f"it took more than {trainer.sigterm_grace_s:g} s (trainer.sigterm_grace_s)" if late else repr(error)
+        return f": the run was not saved, {problem}"
+    return f": the newest checkpoint is of step {step}, go on with trainer.resume_mode=latest" if step else ""
+
+
 def _patience_s(trainer: TrainerConfig) -> float:
-    """How long the controller may take to stop: its parts' shutdown, and what ``ckpt_on_exit`` finishes before it."""
-    return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit else 0)
+    """How long the controller may take to stop: its parts' shutdown, and what is saved before it."""
+    return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit or trainer.ckpt_async else 0)
 
 
 def _await_process(ray: Any, controller: Any) -> None:

@@ -12,6 +12,10 @@ class UserError(Exception):
     """Bad input from the user. The command line prints its message alone, without a traceback."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come, from a scheduler or a machine that ends: as Ctrl-C, with a limit and a line of its own."""
+
+
 class MissingExtraError(UserError):
     """An optional package is not installed; the message carries the command that adds it."""
 

@@ -22,6 +22,7 @@ from skyasync.config.check import config_warnings
 from skyasync.config.frozen import freeze
 from skyasync.config.load import dump_config
 from skyasync.config.paths import model_path, refuse_foreign_checkpoints
+from skyasync.config.resume import Resume, checkpoints_of
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute
@@ -31,7 +32,7 @@ from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.devices import without_gpus
-from skyasync.preflight.folders import check_folders
+from skyasync.preflight.folders import check_folders, check_resuming
 from skyasync.preflight.model import check_model
 from skyasync.preflight.parts import check_callbacks, check_parts, plans_named_by
 from skyasync.registry import absolute_reference
@@ -268,7 +269,8 @@ class BasePPOExp:
         self._settle_models()
         if self._is_ours("get_tokenizer") and Path(trainer.policy.model.path, "tokenizer.json").is_file():
             check_lengths(prompts, quick_tokenizer(trainer.policy.model.path), self.cfg)
-        self.run_dir = RunDirectory(trainer.runs_dir, name, resume=trainer.resume_mode == "latest")
+        check_resuming(self.cfg)
+        self.run_dir = RunDirectory(trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer)))
         self.run_dir.save_config(dump_config(self.cfg))
         freeze(self.cfg)
 
@@ -294,6 +296,8 @@ class BasePPOExp:
         for name in ("ckpt_path", "export_path"):
             if getattr(trainer, name):
                 setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
+        if folder := Resume.of(trainer).folder:
+            trainer.resume_mode = str(folder.resolve())
         for name in ("train_data", "val_data"):
             setattr(cfg.data, name, [absolute(source) for source in getattr(cfg.data, name)])
         settle_references(cfg.environment)

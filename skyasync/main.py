@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
-from skyasync.errors import UserError, headline
+from skyasync.errors import Terminated, UserError, headline
 
 if TYPE_CHECKING:
     from skyasync.experiment import BasePPOExp
@@ -44,6 +44,9 @@ def main(
         return _run(_experiment(experiment_class)(_configuration(arguments, schema, fixed)))
     except UserError as error:
         exit_with(error)
+    except Terminated as end:
+        print(f"terminated by SIGTERM{end}", file=sys.stderr)
+        raise SystemExit(143) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None

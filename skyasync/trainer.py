@@ -122,7 +122,7 @@ class RayPPOTrainer(Views):
         self.learner = Learner(cfg, self.progress, self.phases, self.length)
         self.handover = HandOver(cfg, inference_engine_client, self.progress, self.phases)
         self.refill = Refill(cfg, self.prompts, self.progress, self.length)
-        self.saving = Saving(cfg, len(train_dataset), self.progress, self.phases, self.learner)
+        self.saving = Saving(cfg, self.prompts, self.progress, self.phases, self.learner)
         self.reporting = Reporting(tracker, callbacks, cfg.trainer.save_samples)
         self._plan_runs = False
         self._refuse_what_cannot_work()
@@ -182,6 +182,7 @@ class RayPPOTrainer(Views):
                 async with self.phases.limited("export"):
                     await self.dispatch.export(Path(self.cfg.trainer.export_path))
             self.reporting.tell("on_train_end", self)
+            self.saving.check_end()
             self.phases.name = "finished"
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
@@ -296,6 +297,8 @@ class RayPPOTrainer(Views):
         if self._due(self.cfg.trainer.eval_interval) or is_last:
             metrics |= await self.evaluate()
         self.reporting.tell("on_step_end", self, metrics)
+        metrics |= await self.saving.arrived()
+        self._tell_of_checkpoints()
         if self._due(self.cfg.trainer.ckpt_interval) or (is_last and self.cfg.trainer.ckpt_interval):
             await self.save_checkpoint()
         self.reporting.log(metrics, self.global_step)
@@ -316,12 +319,18 @@ class RayPPOTrainer(Views):
         self.reporting.tell("on_evaluate", self, metrics)
         return metrics
 
-    async def save_checkpoint(self) -> Path | None:
-        """Model, optimizer, data position and versions; complete or absent."""
-        folder = await self.saving.save()
-        if folder is not None:
-            self.reporting.tell("on_checkpoint", self, folder)
+    async def save_checkpoint(self, *, patient: bool = True) -> Path | None:
+        """Model, optimizer, data position and versions; complete or absent.
+
+        The folder, if there is one now: with ``ckpt_async`` it comes later, and callbacks are told then.
+        """
+        folder = await self.saving.save(patient=patient)
+        self._tell_of_checkpoints()
         return folder
+
+    def _tell_of_checkpoints(self) -> None:
+        while self.saving.complete:
+            self.reporting.tell("on_checkpoint", self, self.saving.complete.pop(0))
 
     # ---------------------------------------------------------------- hooks for algorithms
 
@@ -404,14 +413,18 @@ class RayPPOTrainer(Views):
 
     async def _save_on_exit(self) -> None:
         """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""
+        self.phases.name = "saving"
+        async with self.phases.limited("checkpoint"):
+            await self.saving.arrived(wait=True)
+        self._tell_of_checkpoints()
         if self.saving.wanted_on_exit:
-            self.phases.name = "saving"
-            await self.save_checkpoint()
+            await self.save_checkpoint(patient=False)
             if self.global_step >= self.phases.step:  # trained, but its end was not reached
                 self.reporting.log(self.metrics, self.global_step)
 
     async def _close(self) -> None:
         try:
+            await self.saving.close()
             self.tracker.close()
         finally:
             self.phases.timeline.close()

@@ -1,6 +1,7 @@
 """The process that trains, without Ray: whatever ends a run, every part is shut down and the first error is told."""
 
 import asyncio
+import signal
 
 import pytest
 
@@ -151,3 +152,14 @@ async def test_a_tracker_is_closed_also_if_no_trainer_comes_to_run():
     with pytest.raises(ConnectionError, match="no environments"):
         await Controller(experiment, {}).run()
     assert experiment.mine.closed == 1
+
+
+def test_sigterm_interrupts_once_and_is_told_from_ctrl_c():
+    before = signal.getsignal(signal.SIGTERM)
+    with controller._hearing_sigterm() as heard:
+        assert not heard.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert heard.is_set()
+        signal.raise_signal(signal.SIGTERM)  # while the run saves
+    assert signal.getsignal(signal.SIGTERM) is before

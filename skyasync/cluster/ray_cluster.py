@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from skyasync.cluster.placement import missing, plan_slots, too_small
@@ -55,7 +56,7 @@ def start_on_loopback(**options: Any) -> None:
     """
     import ray
 
-    with _loopback_only():
+    with _loopback_only(), _groups_of_their_own():
         ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, **options)
 
 
@@ -93,6 +94,23 @@ def _start(cfg: Config, roles: Sequence[Role]) -> None:
     start_on_loopback(
         num_cpus=max(os.cpu_count() or 1, len(bundles)), object_store_memory=None if has_gpus else SMALL_OBJECT_STORE
     )
+
+
+@contextmanager
+def _groups_of_their_own() -> Iterator[None]:
+    """Signals for the program's process group, as schedulers and terminals send them, do not end Ray under the run.
+
+    The kernel still ends Ray's processes with the program's.
+    """
+    from ray._private import services as ray_services
+
+    services: Any = ray_services
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from skyasync.config.agents import check_agents
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.domains import check_domains, check_weights
 from skyasync.config.groups import check_groups
+from skyasync.config.resume import Resume
 from skyasync.config.rules import (
     Plan,
     check_admission,
@@ -107,10 +108,12 @@ def _check_devices(cfg: Config) -> Iterator[str]:
 
 def _check_resuming(cfg: Config) -> Iterator[str]:
     trainer = cfg.trainer
-    if trainer.resume_mode == "latest" and not trainer.run_name and not trainer.ckpt_path:
+    resume = Resume.of(trainer)
+    if resume.wanted and not resume.folder and not trainer.run_name and not trainer.ckpt_path:
         yield (
-            "trainer.resume_mode=latest finds nothing in a run folder whose name is made anew at every start: set "
-            "trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its checkpoints"
+            f"trainer.resume_mode={trainer.resume_mode} finds nothing in a run folder whose name is made anew "
+            f"at every start: set trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its "
+            f"checkpoints"
         )
 
 

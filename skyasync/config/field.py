@@ -23,6 +23,7 @@ def key(
     below: float | None = None,
     registry: str = "",
     open_ended: bool = False,
+    pattern: str = "",
     when: str = "",
     infinite: bool = False,
 ) -> Any:
@@ -30,8 +31,9 @@ def key(
 
     Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
     where the allowed names are registered; with ``open_ended`` a ``module:attribute`` reference (or, for paths,
-    any string) is accepted as well. ``when`` (see ``conditions``) says which other keys it takes for this one to be
-    read: set without them it is refused. Numbers must be finite unless ``infinite``.
+    any string) is accepted as well, and beside ``choices`` what matches the whole of ``pattern``. ``when`` (see
+    ``conditions``) says which other keys it takes for this one to be read: set without them it is refused. Numbers
+    must be finite unless ``infinite``.
     """
     metadata = {
         "doc": doc,
@@ -42,6 +44,7 @@ def key(
         "below": below,
         "registry": registry,
         "open_ended": open_ended,
+        "pattern": pattern,
         "when": when,
         "infinite": infinite,
     }

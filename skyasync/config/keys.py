@@ -33,6 +33,7 @@ class Key:
     below: float | None = None
     registry: str = ""
     open_ended: bool = False
+    pattern: str = ""
     when: str = ""
     infinite: bool = False
 

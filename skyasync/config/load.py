@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import sys
 from collections.abc import Sequence
 from math import isinf
@@ -241,6 +242,8 @@ def _problem(key: Key, value: object) -> str:
         if isinf(value) and not key.infinite:
             return "must be finite"
     if not (key.choices or key.registry) or (key.open_ended and isinstance(value, str) and ":" in value):
+        return ""
+    if key.pattern and isinstance(value, str) and re.fullmatch(key.pattern, value):
         return ""
     try:
         options = key.options()

@@ -143,12 +143,31 @@ class TrainerConfig(Settings):
         "",
         "Folder of the checkpoints; empty is <run folder>/checkpoints.",
         open_ended=True,
-        when=f"{_CHECKPOINTS} or trainer.resume_mode=latest",
+        when=f"{_CHECKPOINTS} or not trainer.resume_mode=none",
+    )
+    ckpt_async: bool = key(
+        False,
+        "Write checkpoints while training goes on, of a copy in host memory; the next one waits for the former.",
+        when=_CHECKPOINTS,
+    )
+    ckpt_patience: int = key(
+        3,
+        "Checkpoints in a row that the disk does not take (it is full, or may not be written) before the run ends.",
+        low=1,
+        when=_CHECKPOINTS,
+    )
+    sigterm_grace_s: float = key(
+        25.0,
+        "Seconds that a run has from SIGTERM to its end: the update under way is finished and saved.",
+        above=0.0,
+        when=_CHECKPOINTS,
     )
     resume_mode: str = key(
         "none",
-        "Start anew, or go on from the newest checkpoint in ckpt_path if there is one.",
+        "Start anew, or go on from the newest checkpoint in ckpt_path if there is one; or from the one of a step (a "
+        "number) or in a folder (a path with a slash), which there must be.",
         choices=("none", "latest"),
+        pattern=r"\d+|.*/.*",
     )
     export_path: str = key(
         "", "Write the final policy here as a Hugging Face folder; empty writes none.", open_ended=True

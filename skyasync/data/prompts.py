@@ -7,14 +7,19 @@ a batch may run over the end of an epoch, and the last batch may be smaller.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import xxhash
 
 from skyasync.config.schema import TrainerConfig
 from skyasync.data.mixture import Order
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
+
+DIGEST_ROWS = 256  # evenly spaced; enough to tell other data, and quick on millions of rows
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,14 @@ class PromptStream:
         cursor = self.cursor(position, ahead)
         while (batch := cursor.take(self._batch_size)).prompts:
             yield batch
+
+    def digest(self) -> str:
+        """Of what some of the rows say, the same wherever they come from; system prompts are settings and left out."""
+        said = xxhash.xxh3_64()
+        for row in range(0, self.rows, max(1, self.rows // DIGEST_ROWS)):
+            messages = [message for message in self._dataset[row].messages if message.get("role") != "system"]
+            said.update(json.dumps(messages, sort_keys=True, default=lambda value: type(value).__name__).encode())
+        return said.hexdigest()
 
     def prompt(self, position: int) -> Prompt:
         epoch, offset = self._order.at(position)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,25 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a crash leaves either the old or the new content."""
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)  # of a full disk's space
+        raise
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Add rows to the file: all of them, or, if the disk does not take them, none."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            written, data = 0, "".join(map(encode, rows)).encode()
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def _decode(line: str) -> Row | None:

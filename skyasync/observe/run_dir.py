@@ -105,8 +105,7 @@ class RunDirectory:
         if not self._samples_rewound:
             jsonl.keep_rows(self.samples, lambda row: row["step"] < step)
             self._samples_rewound = True
-        with self.samples.open("a", encoding="utf-8") as file:
-            file.writelines(jsonl.encode({"step": step, **record}) for record in records)
+        jsonl.append_rows(self.samples, ({"step": step, **record} for record in records))
 
 
 def _existing(path: Path) -> Path:

@@ -1,7 +1,8 @@
 """Where metrics go.
 
 Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged parts of
-it, and is complete on disk after every call. A tracker that fails is reported once and stops nobody.
+it, and is complete on disk after every call. A tracker that fails is reported once, until it works
+again, and stops nobody. What a full disk does not take of ``metrics.jsonl`` is written as soon as there is room.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class MultiTracker:
         for name, tracker in self._trackers:
             try:
                 call(tracker)
+                self._failed.discard(name)
             except Exception as error:  # whatever a tracker's service raises, training goes on
                 if name not in self._failed:
                     logger.warning("tracker %s failed, the run goes on: %s: %s", name, type(error).__name__, error)
@@ -117,7 +119,9 @@ class JsonlTracker:
     def __init__(self, context: TrackerContext) -> None:
         self._path = context.run_dir.metrics
         self._last: jsonl.Row | None = None
-        self._offset = 0  # in bytes: where the last line begins
+        self._before: list[jsonl.Row] = []  # rows before the last that the disk has not taken
+        self._taken = True  # the last row
+        self._offset = 0  # in bytes: where the last line begins, or the first of those
 
     def log(self, metrics: Metrics, step: int) -> None:
         if self._last is None:
@@ -129,7 +133,10 @@ class JsonlTracker:
         elif step == self._last["step"]:
             self._write_last({**self._last, **news})
         else:
-            self._offset = self._path.stat().st_size
+            if self._taken:
+                self._before, self._offset = [], self._path.stat().st_size
+            else:
+                self._before.append(self._last)
             self._write_last(news)
 
     def close(self) -> None:
@@ -146,11 +153,12 @@ class JsonlTracker:
         return settled[-1]
 
     def _write_last(self, row: jsonl.Row) -> None:
+        self._last, self._taken = row, False
         with self._path.open("r+b") as file:
             file.seek(self._offset)
-            file.write(jsonl.encode(row).encode())
+            file.write("".join(map(jsonl.encode, [*self._before, row])).encode())
             file.truncate()
-        self._last = row
+        self._taken = True
 
 
 @TRACKERS.register("console")

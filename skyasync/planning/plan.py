@@ -222,9 +222,7 @@ class _Parts:
         if self.cfg.trainer.placement.colocate_all:
             always["offloaded policy"] = here * sum(held(self.shape, self.rank).values())
         phases = {"training": always, "hand-over": always | self._hand_over()}
-        if self._saves:
-            copies = here * sum(held(self.shape, self.rank).values())
-            phases["checkpoint"] = always | {"checkpoint": copies}
+        phases = self._with_checkpoint(phases, always, here * sum(held(self.shape, self.rank).values()))
         return _fullest("host", nodes, self.machine.host_memory, phases)
 
     def _host_without_gpus(self) -> Place:
@@ -243,8 +241,8 @@ class _Parts:
             }.items()
         }
         phases["hand-over"] = always | _named(idle, "policy", ranks) | self._hand_over()
-        if self._saves:
-            phases["checkpoint"] = always | _named(idle, "policy", ranks) | {"checkpoint": ranks * sum(idle.values())}
+        between = always | _named(idle, "policy", ranks)
+        phases = self._with_checkpoint(phases, between, ranks * sum(idle.values()))
         return _fullest("host", 1, self.machine.host_memory, phases)
 
     def _processes(self, workers: int, engines: int) -> Lines:
@@ -262,6 +260,14 @@ class _Parts:
             "gathered weights": on_host + gathered,
             "weights in shared memory": self.shape.parameters * self.rank.b,
         }
+
+    def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, copies: int) -> dict[str, Lines]:
+        """Phases of a host on which checkpoints are put together ``between`` steps, or beside every phase."""
+        if not self._saves:
+            return phases
+        if self.cfg.trainer.ckpt_async:
+            phases = {phase: lines | {"checkpoint": copies} for phase, lines in phases.items()}
+        return phases | {"checkpoint": between | {"checkpoint": copies}}
 
     @property
     def _saves(self) -> bool:

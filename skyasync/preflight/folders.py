@@ -7,21 +7,30 @@ import json
 import tempfile
 from pathlib import Path
 
-from skyasync.config.schema import TrainerConfig
+from skyasync.config.resume import Resume, checkpoints_of
+from skyasync.config.schema import Config, TrainerConfig
 from skyasync.errors import UserError
-from skyasync.state.checkpoint import Checkpoints, refuse_other
+from skyasync.state.checkpoint import STATE, Checkpoints, refuse_other
+from skyasync.state.choice import choose
+from skyasync.state.recorded import check_recorded
 
 
 def check_folders(trainer: TrainerConfig) -> None:
-    """Raises ``UserError`` naming the key of a folder that cannot be written, or of a checkpoint of another run."""
+    """Raises ``UserError`` naming the key of a folder that cannot be written."""
     check_writable("trainer.runs_dir", trainer.runs_dir)
     for name in ("ckpt_path", "export_path"):
         if getattr(trainer, name):
             check_writable(f"trainer.{name}", getattr(trainer, name))
-    if trainer.resume_mode == "latest":
-        folder = Path(trainer.ckpt_path or Path(trainer.runs_dir).expanduser() / trainer.run_name / "checkpoints")
-        if found := Checkpoints(folder).latest():
-            refuse_other(found, "seed", json.loads((found / "state.json").read_text())["seed"], trainer.seed)
+
+
+def check_resuming(cfg: Config) -> None:
+    """Raises ``UserError`` if a named checkpoint is not there, or damaged at a glance, or of another run."""
+    resume, checkpoints = Resume.of(cfg.trainer), Checkpoints(checkpoints_of(cfg.trainer))
+    if not resume.wanted:
+        return
+    if folder := choose(resume, checkpoints, skip=lambda *_: None):  # which is told when it is loaded
+        refuse_other(folder, "seed", json.loads((folder / STATE).read_text())["seed"], cfg.trainer.seed)
+        check_recorded(folder, cfg)
 
 
 def check_writable(key: str, folder: str) -> None:

@@ -1,21 +1,30 @@
 """Checkpoints that are whole or absent.
 
-Invariant: a folder named ``step_<k>`` is complete: it is written under another name and renamed last.
-``state.json`` in it holds the step, the policy version and the position in the prompt stream.
+Invariant: a folder named ``step_<k>`` was complete, and on the disk, when it got that name: it is written under
+another, its files and folders are synced, and it is renamed last. ``manifest.json`` in it says what every file must
+hold; ``state.json`` the step, the policy version and the position in the prompt stream; ``config.json`` the settings.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from skyasync.errors import UserError
+from skyasync.state import manifest
+from skyasync.state.manifest import FileSum, Sums
 
+log = logging.getLogger(__name__)
+
+STATE, CONFIG = "state.json", "config.json"
 _UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
+_LISTED = "manifest"  # in state.json: there is one, so that without it the folder is damaged
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class TrainState:
     """What a run needs to go on, besides the workers' own state.
 
     All prompts before ``position`` have been trained, and those in ``ahead``, which overtook others;
-    ``seed`` and ``dataset_size`` guard against resuming other data.
+    ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
     """
 
     step: int
@@ -32,6 +41,7 @@ class TrainState:
     dataset_size: int
     kl_coef: float = 0.0  # of an adaptive controller
     ahead: list[int] = field(default_factory=list)
+    data: str = ""  # a digest of what the prompts say
 
 
 class Checkpoints:
@@ -39,45 +49,152 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self.folder, self._keep = folder, keep
+        self.damaged: set[Path] = set()  # as far as is known
+        self._swept = False
 
-    async def save(self, state: TrainState, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write a checkpoint; ``write(folder)`` adds the workers' state."""
-        final = self.folder / f"step_{state.step:06d}"
-        unfinished = final.with_name(final.name + _UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        await write(unfinished)
-        (unfinished / "state.json").write_text(json.dumps(asdict(state), indent=2))
-        _replace(unfinished, final)
-        self._prune()
-        return final
+    async def save(
+        self,
+        state: TrainState,
+        write: Callable[[Path], Awaitable[Mapping[str, FileSum] | None]],
+        config: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint; ``write(folder)`` adds the workers' state, and says what it wrote if it knows.
+
+        Whatever goes wrong, nothing is left of it and the checkpoints before are as they were.
+        """
+        with self.unfinished(state.step) as folder:
+            return folder.finish(state, await write(folder.path), config)
+
+    def unfinished(self, step: int) -> Unfinished:
+        """A new checkpoint to be filled; without ``finish`` nothing remains of it."""
+        if not self._swept:  # what a run that was killed has left
+            for left in [*self.folder.glob(f"step_*{_UNFINISHED}"), *self.folder.glob(f"step_*{_DISCARDED}")]:
+                shutil.rmtree(left, ignore_errors=True)
+            self._swept = True
+        return Unfinished(self.folder / _name(step), self._written)
 
     def latest(self) -> Path | None:
-        """The complete checkpoint that was written last."""
-        found = self._complete()
-        return found[-1] if found else None
+        """The checkpoint that was written last and shows no damage at a glance; what shows some is told."""
+        for folder in self.newest_first():
+            if not (problem := glance(folder)):
+                return folder
+            self.skip(folder, problem)
+        return None
 
-    def _complete(self) -> list[Path]:
+    def newest_first(self) -> list[Path]:
+        """All that were complete once, damaged or not."""
         if not self.folder.is_dir():
             return []
-        found = (p for p in self.folder.glob("step_*") if (p / "state.json").is_file() and not p.suffix)
-        return sorted(found, key=lambda p: ((p / "state.json").stat().st_mtime_ns, p.name))
+        found = [p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix]
+        return sorted(found, key=lambda p: (_written_ns(p), p.name), reverse=True)
 
-    def _prune(self) -> None:
+    def of_step(self, step: int) -> Path:
+        """The folder of a step's checkpoint.
+
+        Raises:
+            UserError: if there is none, naming those there are.
+        """
+        if (folder := self.folder / _name(step)).is_dir():
+            return folder
+        steps = sorted(int(name) for p in self.newest_first() if (name := p.name.removeprefix("step_")).isdigit())
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+        raise UserError(f"trainer.resume_mode={step}: {self.folder} has no checkpoint of that step ({there})")
+
+    def skip(self, folder: Path, problem: str) -> None:
+        """A checkpoint is damaged: told in a line, and no more counted among those to keep."""
+        log.warning("checkpoint %s is damaged and left out: %s", folder, problem)
+        self.damaged.add(folder)
+
+    def _written(self, folder: Path) -> None:
+        self.damaged.discard(folder)
         if self._keep:
-            for old in self._complete()[: -self._keep]:
+            whole = [old for old in self.newest_first() if old not in self.damaged]
+            for old in whole[self._keep :]:
                 _discard(old)
 
 
-def load_state(folder: Path, *, seed: int, dataset_size: int) -> TrainState:
+class Unfinished:
+    """A checkpoint under another name, in a ``with`` block; ``path`` is the folder to be filled."""
+
+    def __init__(self, final: Path, written: Callable[[Path], None]) -> None:
+        self.path = final.with_name(final.name + _UNFINISHED)
+        self._final, self._written = final, written
+
+    def __enter__(self) -> Unfinished:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)  # nothing is left of it unless it was renamed
+
+    def finish(
+        self, state: TrainState, written: Mapping[str, FileSum] | None = None, config: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Add what the controller knows, make sure that all is on the disk, and give it its name.
+
+        Args:
+            written: of files that are synced already; the others are read.
+        """
+        sums: Sums = dict(written or {})
+        for path in (path for path in self.path.rglob("*") if path.is_file()):
+            if (name := path.relative_to(self.path).as_posix()) not in sums:
+                manifest.sync_file(path)
+                sums[name] = manifest.sum_of(path)
+        if missing := list(manifest.misfits(self.path, sums)):
+            raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
+        texts = {STATE: asdict(state) | {_LISTED: manifest.NAME}, CONFIG: config}
+        for name, values in texts.items():
+            if values is not None:
+                with manifest.summed(self.path / name, sums, name) as file:
+                    file.write(json.dumps(values, indent=2, default=str).encode())
+        manifest.write(self.path, sums)
+        _replace(self.path, self._final)
+        self._written(self._final)
+        return self._final
+
+
+def glance(folder: Path) -> str:
+    """What is wrong with a checkpoint, "" if nothing is; of its large files only the sizes are compared."""
+    try:
+        values = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        listed = values.get(_LISTED)
+    except FileNotFoundError:
+        return f"{STATE} is missing" if folder.is_dir() else "there is no such folder"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{STATE} cannot be read: {getattr(error, 'strerror', None) or 'it is no JSON object'}"
+    if not (listed or (folder / manifest.NAME).exists()):
+        return ""  # of a version that wrote none
+    try:
+        sums = manifest.read(folder)
+    except FileNotFoundError:
+        return f"{manifest.NAME} is missing"
+    except (OSError, ValueError) as error:
+        return f"{manifest.NAME} cannot be read: {error}"
+    small = {name: entry for name, entry in sums.items() if "/" not in name and name.endswith(".json")}
+    return next(manifest.damage(folder, small), "") or next(manifest.misfits(folder, sums), "")
+
+
+def load_state(folder: Path, *, seed: int, dataset_size: int, data: str = "") -> TrainState:
     """The state in a checkpoint.
+
+    Args:
+        data: a digest of the prompts; compared where both know it.
 
     Raises:
         UserError: if it belongs to another seed or dataset: the prompts would not be the right ones.
     """
-    state = TrainState(**json.loads((folder / "state.json").read_text()))
+    values = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    known = {entry.name for entry in fields(TrainState)}
+    state = TrainState(**{name: value for name, value in values.items() if name in known})
     for name, here in (("seed", seed), ("dataset_size", dataset_size)):
         refuse_other(folder, name, getattr(state, name), here)
+    if state.data and data and state.data != data:
+        raise UserError(
+            f"checkpoint {folder} was made with other prompts than data.train_data has now (digest {state.data}, this "
+            f"run has {data}): its position among them would be wrong; resume with the same data, or set "
+            f"trainer.resume_mode=none"
+        )
     return state
 
 
@@ -90,15 +207,33 @@ def refuse_other(folder: Path, name: str, made_with: int, here: int) -> None:
         )
 
 
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _written_ns(folder: Path) -> int:
+    try:
+        return (folder / STATE).stat().st_mtime_ns
+    except OSError:
+        return folder.stat().st_mtime_ns
+
+
 def _replace(unfinished: Path, final: Path) -> None:
-    if final.exists():
-        _discard(final)
+    """The new folder takes the name; one that had it goes first, and is removed when the new one is safe."""
+    former = _set_aside(final) if final.exists() else None
     os.replace(unfinished, final)
+    manifest.sync_folder(final.parent)
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)
 
 
 def _discard(folder: Path) -> None:
     """Take the name away first: a folder half removed is no checkpoint any more."""
-    discarded = folder.with_name(folder.name + _DISCARDED)
-    shutil.rmtree(discarded, ignore_errors=True)
-    os.replace(folder, discarded)
-    shutil.rmtree(discarded, ignore_errors=True)
+    shutil.rmtree(_set_aside(folder), ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    aside = folder.with_name(folder.name + _DISCARDED)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    return aside

@@ -33,6 +33,7 @@ class Reporting:
         self.last_metrics: Metrics = {}
         self.run_dir: RunDirectory | None = None
         self._samples, self._trained = samples, 0
+        self._samples_failed = False  # which is told once, until they are written again
         self._usage: UsageMeter | None = None
 
     async def start(self, client: Engines, dispatch: Workers) -> None:
@@ -56,7 +57,14 @@ class Reporting:
         """These groups were trained in this step; a few samples of them are written down."""
         self._trained = sum(len(group.trajectories) for group in groups)
         if self.run_dir is not None and self._samples and decode is not None:
-            self.run_dir.write_samples(step, sample_records(list(groups), self._samples, decode))
+            records = sample_records(list(groups), self._samples, decode)
+            try:
+                self.run_dir.write_samples(step, records)
+                self._samples_failed = False
+            except OSError as error:
+                if not self._samples_failed:
+                    log.warning("the samples of step %d were not written, and the run goes on: %s", step, error)
+                self._samples_failed = True
 
     def log(self, metrics: Metrics, step: int) -> None:
         self.tracker.log(metrics, step=step)

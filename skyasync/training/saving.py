@@ -7,30 +7,56 @@ other data the run does not go on. It is always the state between two steps, nev
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
+from skyasync.data.prompts import PromptStream
+from skyasync.errors import UserError
+from skyasync.state import manifest
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
+from skyasync.state.choice import choose, refusal
+from skyasync.state.recorded import check_recorded, record
 from skyasync.training.learner import Learner
-from skyasync.training.phases import Phases
+from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
 
 
 class Saving:
     """The checkpoints of a run.
 
+    | who waits                 | for what                                   | woken by                           |
+    |---------------------------|--------------------------------------------|------------------------------------|
+    | ``save``                  | the files; with ``ckpt_async`` their copy  | the workers                        |
+    | ``save`` (``ckpt_async``) | the checkpoint before                      | its task, or ``step_timeout_s``    |
+    | the task                  | the files                                  | the workers, asked every ``POLL_S``|
+    | the end of the run        | the last task                              | its end; ``close`` cancels it      |
+
     Attributes:
         checkpoints: where they lie; None where a run keeps none.
+        complete: those that are new since somebody took them from here.
     """
 
-    def __init__(self, cfg: Config, dataset_size: int, progress: Progress, phases: Phases, learner: Learner) -> None:
+    def __init__(
+        self, cfg: Config, prompts: PromptStream, progress: Progress, phases: Phases, learner: Learner
+    ) -> None:
         self.checkpoints: Checkpoints | None = None
-        self._cfg, self._dataset_size = cfg.trainer, dataset_size
+        self.complete: list[Path] = []
+        self._config, self._cfg, self._prompts = cfg, cfg.trainer, prompts
         self._progress, self._phases, self._learner = progress, phases, learner
         self._saved_step = 0  # in the newest checkpoint, or where the run began
+        self._asked = False  # to save on exit, while the run goes on
         self._between_steps = True  # false while a step changes weights and position, and if it failed at that
+        self._failures, self._problem = 0, ""  # in a row, and what the last of them was
+        self._behind: asyncio.Task[Path] | None = None  # writes while training goes on
+        self._behind_step, self._behind_s = 0, 0.0
 
     async def whole(self, step: Coroutine[Any, Any, None]) -> None:
         """Await what changes weights and position together.
@@ -42,8 +68,8 @@ class Saving:
 
     async def uninterrupted(self, step: Coroutine[Any, Any, None]) -> None:
         """Await what may change the weights before its end; with ``ckpt_on_exit`` a cancellation waits for that."""
-        if self._cfg.ckpt_on_exit:
-            await _to_its_end(asyncio.create_task(step))
+        if self._cfg.ckpt_on_exit or self._cfg.ckpt_interval:
+            await self._to_its_end(asyncio.create_task(step))
         else:
             await step
 
@@ -54,34 +80,74 @@ class Saving:
     @property
     def wanted_on_exit(self) -> bool:
         """A run that ends now should leave a checkpoint of its last whole step, and has none of it yet."""
-        return self._cfg.ckpt_on_exit and self._between_steps and self._progress.step > self._saved_step
+        return self._saves_on_exit and self._between_steps and self._progress.step > self._saved_step
 
-    async def save(self) -> Path | None:
-        """Model, optimizer, data position and versions; complete or absent. The folder, if there is one."""
+    def save_on_exit(self) -> None:
+        """From here on as with ``ckpt_on_exit``, if this run keeps checkpoints: its machine is taken from it."""
+        self._asked = self._cfg.ckpt_interval > 0
+
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint, or where the run began."""
+        return self._saved_step
+
+    @property
+    def _saves_on_exit(self) -> bool:
+        return self._cfg.ckpt_on_exit or self._asked
+
+    async def save(self, *, patient: bool = True) -> Path | None:
+        """Model, optimizer, data position and versions; complete or absent. The folder, if there is one now.
+
+        Args:
+            patient: a disk that does not take it is a warning until it is the ``ckpt_patience``-th in a row.
+
+        Raises:
+            UserError: if it is one too many.
+        """
         if self.checkpoints is None:
             return None
-        progress, dispatch = self._progress, self._learner.dispatch
-        state = TrainState(
-            step=progress.step,
-            position=progress.position,
-            seed=self._cfg.seed,
-            dataset_size=self._dataset_size,
-            kl_coef=self._learner.kl_controller.value,
-            ahead=sorted(progress.ahead),
-        )
         with self._phases.timed("checkpoint"):
             async with self._phases.limited("checkpoint"):
-                folder = await self.checkpoints.save(state, dispatch.save)
-        self._saved_step = progress.step
-        return folder
+                self._phases.metrics.update(await self.arrived(wait=True, patient=patient))
+                state = self._state()
+                if self._cfg.ckpt_async and patient:
+                    await self._begin(self.checkpoints, state)
+                    return None
+                writing = self.checkpoints.save(state, self._learner.dispatch.save, record(self._config))
+                return await self._settle(writing, state.step, patient)
+
+    async def arrived(self, *, wait: bool = False, patient: bool = True) -> Metrics:
+        """Take note of a checkpoint that was written behind training, if it is done: what it took, and its error."""
+        if self._behind is None or not (wait or self._behind.done()):
+            return {}
+        task, step = self._behind, self._behind_step
+        await asyncio.wait([task])
+        self._behind = None
+        await self._settle(task, step, patient)
+        return {"checkpoint/write_s": self._behind_s}
+
+    async def close(self) -> None:
+        """Nothing is left of a checkpoint that is still being written."""
+        if self._behind is not None:
+            self._behind.cancel()
+            await asyncio.wait([self._behind])
+            self._behind = None
+
+    def check_end(self) -> None:
+        """Raises UserError if the newest checkpoint that was due is missing: a run that seems well would hide it."""
+        if self._problem:
+            raise UserError(f"the run has ended, but {self._problem}")
 
     async def resume(self) -> bool:
-        """Go on from the newest checkpoint, if that is wanted and there is one."""
-        folder = self.checkpoints.latest() if self.checkpoints else None
-        if self._cfg.resume_mode == "none" or folder is None:
+        """Go on from the checkpoint that is wanted, if there is one."""
+        resume = Resume.of(self._cfg)
+        if self.checkpoints is None or not resume.wanted:
             return False
-        state = load_state(folder, seed=self._cfg.seed, dataset_size=self._dataset_size)
         async with self._phases.limited("loading of the checkpoint"):
+            folder = await self._whole(resume, self.checkpoints)
+            if folder is None:
+                return False
+            state = self._admitted(folder)
             await self._learner.dispatch.load(folder)
         if self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self._learner.kl_controller.value = state.kl_coef
@@ -89,16 +155,104 @@ class Saving:
         self._saved_step = state.step
         return True
 
+    async def _whole(self, resume: Resume, checkpoints: Checkpoints) -> Path | None:
+        """The checkpoint that is wanted and in which every byte is as it was written."""
+        while folder := choose(resume, checkpoints):
+            sums = manifest.read(folder) if (folder / manifest.NAME).exists() else {}
+            if not sums:
+                log.warning("checkpoint %s has no %s: its files cannot be checked", folder, manifest.NAME)
+                return folder
+            large = {name: entry for name, entry in sums.items() if "/" in name or not name.endswith(".json")}
+            wrong = await self._learner.dispatch.verify(folder, large)  # the others were read at a glance
+            if not wrong:
+                return folder
+            if resume.named:
+                raise refusal(folder, wrong[0])
+            checkpoints.skip(folder, wrong[0])
+        return None
 
-async def _to_its_end(task: asyncio.Task[None]) -> None:
-    """The task's result or error; if this is cancelled, the task goes on and ends first. A second time ends it too."""
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
+    def _admitted(self, folder: Path) -> TrainState:
+        """The state of a checkpoint that this run may go on from; what has changed since is said."""
+        changes = check_recorded(folder, self._config)
+        state = load_state(folder, seed=self._cfg.seed, dataset_size=self._prompts.rows, data=self._prompts.digest())
+        log.warning("going on from %s, behind step %d", folder, state.step)
+        for line in changes:
+            log.warning("changed since that checkpoint: %s", line)
+        return state
+
+    def _state(self) -> TrainState:
+        return TrainState(
+            step=self._progress.step,
+            position=self._progress.position,
+            seed=self._cfg.seed,
+            dataset_size=self._prompts.rows,
+            kl_coef=self._learner.kl_controller.value,
+            ahead=sorted(self._progress.ahead),
+            data=self._prompts.digest(),
+        )
+
+    async def _begin(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        """Returns when there is a copy to be written."""
+        copied = asyncio.Event()
+        self._behind_step = state.step
+        self._behind = asyncio.create_task(self._write_behind(checkpoints, state, copied))
+        self._behind.add_done_callback(lambda _: copied.set())
+        await copied.wait()
+
+    async def _write_behind(self, checkpoints: Checkpoints, state: TrainState, copied: asyncio.Event) -> Path:
+        dispatch, began = self._learner.dispatch, self._phases.now()
+        with checkpoints.unfinished(state.step) as unfinished:
+            await dispatch.begin_save(unfinished.path)
+            copied.set()
+            while (files := await dispatch.saved()) is None:  # noqa: ASYNC110  (it is in other processes)
+                await asyncio.sleep(POLL_S)
+            folder = unfinished.finish(state, files, record(self._config))
+        self._behind_s = self._phases.now() - began
+        return folder
+
+    async def _settle(
+        self, writing: Coroutine[Any, Any, Path] | asyncio.Task[Path], step: int, patient: bool
+    ) -> Path | None:
+        """The folder that was written; None if the disk did not take it and the run goes on."""
         try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.cancel()
+            folder = await writing
+        except TimeoutError:  # an OSError too, and none of the disk's
             raise
-        task.result()
-        raise
+        except OSError as error:
+            self._fail(step, error, patient)
+            return None
+        self._saved_step, self._failures, self._problem = step, 0, ""
+        self.complete.append(folder)
+        return folder
+
+    async def _to_its_end(self, task: asyncio.Task[None]) -> None:
+        """The task's result or error; if this is cancelled, and the run saves on exit, the task ends first. A second
+        time ends it too."""
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not self._saves_on_exit:
+                task.cancel()
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            task.result()
+            raise
+
+    def _fail(self, step: int, error: OSError, patient: bool) -> None:
+        self._failures += 1
+        newest = f"the newest is of step {self._saved_step}" if self._saved_step else "there is none yet"
+        self._problem = f"the checkpoint of step {step} could not be saved: {error} ({newest})"
+        if not patient:
+            raise UserError(self._problem) from error
+        if self._failures >= self._cfg.ckpt_patience:
+            raise UserError(
+                f"{self._problem}; that is {self._failures} in a row (trainer.ckpt_patience): make room or another "
+                f"trainer.ckpt_path, and go on with trainer.resume_mode=latest"
+            ) from error
+        log.warning(
+            "%s; the run goes on, failure %d of %d in a row (trainer.ckpt_patience)",
+            self._problem, self._failures, self._cfg.ckpt_patience,
+        )  # fmt: skip

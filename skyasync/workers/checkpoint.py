@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,9 +30,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from skyasync.errors import UserError
+from skyasync.workers.checkpoint_files import Behind, Writer
+from skyasync.workers.saved import Saved
 
 STEP = "step"
 RANDOM = "random_state"
+NO_GROUP = "torch.distributed is disabled"
 FILE_BYTES = 1 << 27
 """A file is put together in memory before it is written (twice over), so a shard goes into files of this size."""
 
@@ -64,18 +67,31 @@ def _optimizer_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -
     return dict(get_optimizer_state_dict(model, optimizer))
 
 
-def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
+def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> Saved:
     """Every rank writes its shard of everything that the next optimizer step depends on.
 
     Args:
         folder: must not hold another checkpoint.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    moments = _optimizer_state(model, optimizer)["state"] if optimizer.state else {}
-    state = _tensors(model, moments, step)
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files(state), save_distributed=True)
+    state = _state(model, optimizer, step)
+    writer = Writer(folder, _files(state))
     with _quietly():
-        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+        return writer.saved(lambda: dcp.save(state, storage_writer=writer.storage, no_dist=not dist.is_initialized()))
+
+
+def begin(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path, group: dist.ProcessGroup | None
+) -> Behind:
+    """As ``save``, of a copy in host memory, which is made before this returns; a thread writes it."""
+    state = _state(model, optimizer, step)
+    warnings.filterwarnings("ignore", message=NO_GROUP)  # for good: the thread warns later
+    with _quietly():
+        return Behind(state, Writer(folder, _files(state)), group)
+
+
+def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
+    moments = _optimizer_state(model, optimizer)["state"] if optimizer.state else {}
+    return _tensors(model, moments, step)
 
 
 def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -91,7 +107,8 @@ def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path)
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"no policy checkpoint in {folder}")
     reader = HuggingFaceStorageReader(str(folder))
-    saved = reader.read_metadata().state_dict_metadata.keys()
+    metadata = reader.read_metadata().state_dict_metadata
+    saved = metadata.keys()
     optimizer.state.clear()
     optimizer.zero_grad()
     kept = _optimizer_state(model, optimizer)
@@ -100,7 +117,16 @@ def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path)
     state = _tensors(model, moments, step=0)
     if strange := sorted(saved ^ state.keys()):
         where = "the checkpoint" if strange[0] in saved else "the policy"
-        raise UserError(f"{folder} was saved by another model, or another version: only {where} has {strange[0]}")
+        raise UserError(
+            f"{folder} was saved by another model (trainer.policy.model.path), or another version: only {where} has "
+            f"{strange[0]}"
+        )
+    for name, value in state.items():
+        if name != RANDOM and (size := getattr(metadata[name], "size", value.shape)) != value.shape:
+            raise UserError(
+                f"{folder} was saved by another model (trainer.policy.model.path): {name} is {list(size)} there and "
+                f"{list(value.shape)} in the policy"
+            )
     with _quietly():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     set_optimizer_state_dict(model, optimizer, kept | {"state": moments}, options=StateDictOptions(strict=False))
@@ -138,7 +164,7 @@ def _quietly() -> Iterator[None]:
     """Without the warning that one rank needs no process group, and a debug line per tensor (on Ray's stderr)."""
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=NO_GROUP)
         yield
 
 

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.state.manifest import Sums
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import POLICY, ROLES
+from skyasync.workers.saved import Saved, files_of
 
 
 class Group(Protocol):
@@ -145,10 +147,29 @@ class Dispatch:
     def _on_the_policys_devices(self) -> list[Group]:
         return [group for name, group in self._groups.items() if name == POLICY or ROLES[name].shares(self._cfg)]
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path) -> Sums:
+        sums: Sums = {}
         for role in self._trained():
-            await self.call(role, "save", str(folder / role))
-            _check_arrived(folder / role)
+            sums |= _arrived(folder / role, await self.call(role, "save", str(folder / role)))
+        return sums
+
+    async def begin_save(self, folder: Path) -> None:
+        self._saving = folder
+        for role in self._trained():
+            await self.call(role, "begin_save", str(folder / role))
+
+    async def saved(self) -> Sums | None:
+        sums: Sums = {}
+        for role in self._trained():
+            ranks = await self.call(role, "saved")
+            if None in ranks:
+                return None
+            sums |= _arrived(self._saving / role, ranks)
+        return sums
+
+    async def verify(self, folder: Path, sums: Sums) -> list[str]:
+        """What is wrong with a checkpoint's files, in words; the policy's ranks read all of them."""
+        return [problem for rank in await self.call(POLICY, "verify", str(folder), sums) for problem in rank]
 
     async def load(self, folder: Path) -> None:
         for role in self._trained():
@@ -192,9 +213,12 @@ class RayWorkerDispatch(Dispatch):
         self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
 
 
-def _check_arrived(folder: Path) -> None:
+def _arrived(folder: Path, ranks: Sequence[Saved | None]) -> Sums:
+    """The files of all ranks of a role, by path from the checkpoint's folder; they can be seen from here."""
+    files = files_of(ranks)
     if not folder.is_dir() or not any(folder.iterdir()):
         raise UserError(
             f"the {folder.name}'s processes wrote {folder} on another machine, where this one cannot see it: "
             f"trainer.ckpt_path must be a folder that all nodes share"
         )
+    return {f"{folder.name}/{name}": entry for name, entry in files.items()}

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from skyasync.state.manifest import Sums
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 
@@ -65,8 +66,24 @@ class WorkerDispatch(Protocol):
     async def onload(self) -> None:
         """Bring it back to the devices, bit for bit."""
 
-    async def save(self, folder: Path) -> None:
-        """Write model and optimizer state of each role that trains into ``folder/<role>``."""
+    async def save(self, folder: Path) -> Sums | None:
+        """Write model and optimizer state of each role that trains into ``folder/<role>``.
+
+        Returns:
+            What the files must hold that are synced by now, by path from ``folder``.
+
+        Raises:
+            OSError: if the disk does not take them. The models are as they were, and may go on.
+        """
+
+    async def begin_save(self, folder: Path) -> None:
+        """As ``save``, but of a copy of the state: this returns when it is made. One at a time."""
+
+    async def saved(self) -> Sums | None:
+        """What ``save`` would have returned, or raised, of what was begun; None while it is being written."""
+
+    async def verify(self, folder: Path, sums: Sums) -> list[str]:
+        """What is wrong with a checkpoint's files, in words. Each is read."""
 
     async def load(self, folder: Path) -> None:
         """What ``save`` wrote there."""

@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from skyasync.state import manifest
+from skyasync.state.manifest import Sums
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.offload import move_moments
 from skyasync.workers.packing import MicroBatch
+from skyasync.workers.saved import Saved
 from skyasync.workers.schedule import learning_rate
 
 
@@ -40,6 +44,7 @@ class TrainedWorker(ModelWorker):
         super().__init__(*args, **kwargs)
         self.step = 0
         self._totals = Totals()  # since the last optimizer step
+        self._checkpoint_group: dist.ProcessGroup | None = None
 
     def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
         """Add a micro-batch's gradient, and to ``totals`` what becomes a metric.
@@ -171,9 +176,26 @@ class TrainedWorker(ModelWorker):
         super()._move(device)
         move_moments(self.optimizer, device)
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str) -> Saved:
         """Model, optimizer, step and random state, sharded; all ranks call it with the same empty folder."""
-        checkpoint.save(self.model.model, self.optimizer, self.step, Path(folder))
+        return checkpoint.save(self.model.model, self.optimizer, self.step, Path(folder))
+
+    def begin_save(self, folder: str) -> None:
+        """As ``save``, but of a copy, while other calls go on."""
+        if self._checkpoint_group is None and dist.is_initialized():
+            # Of its own: in the group that trains, its messages would get between the others' in no fixed order.
+            self._checkpoint_group = dist.new_group(backend="gloo")
+        self._behind = checkpoint.begin(
+            self.model.model, self.optimizer, self.step, Path(folder), self._checkpoint_group
+        )
+
+    def saved(self) -> Saved | None:
+        return self._behind.saved()
+
+    def verify(self, folder: str, sums: Sums) -> list[str]:
+        """What is wrong with a checkpoint's files, in words; each rank reads its share of them."""
+        mine = dict(sorted(sums.items())[self.rank :: self.world_size])
+        return list(manifest.damage(Path(folder), mine))
 
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""

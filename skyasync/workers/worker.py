@@ -13,6 +13,7 @@ import torch
 
 from skyasync.config.schema import Config
 from skyasync.workers.roles import ROLES
+from skyasync.workers.saved import Saved
 
 LOOPBACK = "127.0.0.1"
 
@@ -75,9 +76,20 @@ class Worker:
     def onload(self) -> None:
         """Undo ``offload``."""
 
-    def save(self, folder: str) -> None:
-        """Write what training changes into an empty folder. Asked of a role that trains."""
+    def save(self, folder: str) -> Saved | None:
+        """Write what training changes into an empty folder. Asked of a role that trains.
+
+        What the disk does not take may be an answer (``Saved.problem``): an error ends all ranks.
+        """
         raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learnt")
+
+    def begin_save(self, folder: str) -> None:
+        """As ``save``, while other calls go on, if the worker can do that; ``saved`` tells when it is done."""
+        self._saved = self.save(folder) or Saved()
+
+    def saved(self) -> Saved | None:
+        """Of the last ``begin_save``; None while it is being written."""
+        return self._saved
 
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""

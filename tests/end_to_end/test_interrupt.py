@@ -59,6 +59,35 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         goes_on_from(saved[-1], train)
 
 
+def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
+    train: Train, tmp_path: Path, models: dict[str, str]
+) -> None:
+    """As schedulers end a job. ``ckpt_on_exit`` is not set: that the run keeps checkpoints is enough."""
+    run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
+    keeps = [*STREAMED[:2], "trainer.ckpt_interval=1000"]
+    with output.open("w") as terminal:
+        program = subprocess.Popen(
+            [sys.executable, "-m", "skyasync", *arguments(*keeps, runs=tmp_path, model=models["tied"])],
+            env={**outside_environment(), "MARK": mark}, cwd=Path(__file__).parents[2],
+            stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        metrics = run.folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output)
+        os.killpg(program.pid, signal.SIGTERM)
+        assert program.wait(timeout=40) == 143, output.read_text()
+    finally:
+        program.kill()
+    (folder,) = run.folder.glob("checkpoints/step_*")
+    step = int(folder.name.removeprefix("step_"))
+    lines = output.read_text().rstrip().splitlines()
+    newest = f"the newest checkpoint is of step {step}"
+    assert lines[-1] == f"terminated by SIGTERM: {newest}, go on with trainer.resume_mode=latest"
+    assert "Traceback" not in output.read_text() and "raylet" not in output.read_text()
+    assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
+    goes_on_from(step, train)
+
+
 def hears_ctrl_c() -> None:
     """As in a terminal, also where the tests run in the background of a shell, whose programs ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -4,6 +4,7 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.observe import RunDirectory, default_run_name
+from tests.full_disk import files_end_at
 
 
 def test_a_taken_name_gets_a_number(tmp_path):
@@ -54,6 +55,23 @@ def test_a_resumed_run_replaces_the_samples_of_redone_steps(tmp_path):
     assert [(row["step"], row["text"]) for row in rows] == [
         (1, "old 1"), (1, "also 1"), (2, "old 2"), (2, "also 2"), (3, "grün"), (3, "held out"),
     ]  # fmt: skip
+
+
+def test_samples_that_do_not_fit_on_the_disk_leave_no_torn_line(tmp_path):
+    run = RunDirectory(tmp_path, "run")
+    run.write_samples(1, [{"text": "first"}])
+    with files_end_at(run.samples.stat().st_size + 10), pytest.raises(OSError, match="too large"):
+        run.write_samples(2, [{"text": "second"}, {"text": "third"}])
+    run.write_samples(3, [{"text": "fourth"}])
+    assert [json.loads(line)["text"] for line in run.samples.read_text().splitlines()] == ["first", "fourth"]
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_scratch(tmp_path):
+    run = RunDirectory(tmp_path, "run")
+    run.save_config("old")
+    with files_end_at(2), pytest.raises(OSError, match="too large"):
+        run.save_config("new and longer")
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"] and run.config.read_text() == "old"
 
 
 def test_the_default_name_begins_with_the_plan():

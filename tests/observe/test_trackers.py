@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from skyasync.errors import UserError
-from skyasync.observe import TRACKERS, RunDirectory
+from skyasync.observe import TRACKERS, RunDirectory, jsonl
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.trackers import NON_FINITE, JsonlTracker, MultiTracker, TrackerContext, plain_metrics
+from tests.full_disk import files_end_at
 
 
 @pytest.fixture
@@ -125,6 +126,25 @@ def test_a_failing_tracker_is_reported_once_and_stops_nobody(run, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "tracker Failing failed, the run goes on: ConnectionError: no route"
     ]
+
+
+def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(run, caplog):
+    tracker = MultiTracker(["jsonl"], run)
+    tracker.log({"a": 1.0}, 1)
+    with files_end_at(run.metrics.stat().st_size + 20):
+        for step in (2, 3):
+            tracker.log({"a": float(step)}, step)
+    assert [row["step"] for row in jsonl.read_rows(run.metrics)] == [1], "what is there can be read"
+    tracker.log({"b": 3.5}, 3)
+    tracker.log({"a": 4.0}, 4)
+    assert [(row["step"], row["a"], row.get("b")) for row in lines(run)] == [
+        (1, 1.0, None), (2, 2.0, None), (3, 3.0, 3.5), (4, 4.0, None)
+    ]  # fmt: skip
+    with files_end_at(run.metrics.stat().st_size + 20):
+        tracker.log({"a": 5.0}, 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracker jsonl failed, the run goes on: OSError: [Errno 27] File too large"
+    ] * 2, "told once each time"
 
 
 def test_the_console_prints_a_line_per_step(run, capsys):

@@ -157,3 +157,15 @@ def test_constants_are_those_of_the_parts_that_import_torch() -> None:
 )
 def test_sizes_are_read_with_their_units(text: str, size: float) -> None:
     assert parse_size(text, "--gpu-memory") == size
+
+
+@pytest.mark.parametrize("machine", [EIGHT, replace(EIGHT, gpus=0)], ids=["gpus", "cpu"])
+def test_a_checkpoint_written_behind_training_is_in_memory_all_the_while(machine: Machine) -> None:
+    def host(behind: bool) -> dict[str, int]:
+        cfg = settings()
+        cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, behind
+        return dict(place(make_plan(cfg, QWEN_7B, machine), "host").lines)
+
+    assert host(True)["checkpoint"] > 80 * GIB
+    more = sum(host(True).values()) - sum(host(False).values())
+    assert more > 0

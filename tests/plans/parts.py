@@ -24,6 +24,8 @@ from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
+from skyasync.state import manifest
+from skyasync.state.manifest import Sums
 from skyasync.trainer import RayPPOTrainer
 
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
@@ -122,6 +124,8 @@ class Dispatch:
     exported: list[Path] = field(default_factory=list)
     weights: int = 0  # stands for the model: how many updates it has had
     cancelled: int = 0
+    writing_s: float = 0.0  # that a checkpoint takes behind training
+    behind: tuple[Path, int, float] = (Path(), 0, 0.0)  # folder, weights, end
 
     async def forward_backward(self, batch: Any) -> None:
         try:
@@ -152,6 +156,20 @@ class Dispatch:
     async def save(self, folder: Path) -> None:
         (folder / "weights").write_text(str(self.weights))
         self.faults.pass_or_raise("save")
+
+    async def begin_save(self, folder: Path) -> None:
+        self.behind = (folder, self.weights, asyncio.get_running_loop().time() + self.writing_s)
+
+    async def saved(self) -> Sums | None:
+        folder, weights, end = self.behind
+        if asyncio.get_running_loop().time() < end:
+            return None
+        (folder / "weights").write_text(str(weights))
+        self.faults.pass_or_raise("save")
+        return {}
+
+    async def verify(self, folder: Path, sums: Sums) -> list[str]:
+        return list(manifest.damage(folder, sums))
 
     async def load(self, folder: Path) -> None:
         self.weights = int((folder / "weights").read_text())

@@ -327,11 +327,15 @@ def test_an_error_in_a_callback_ends_the_run_with_that_very_error(plan, event, t
 
 @every_plan
 def test_an_error_while_saving_leaves_no_checkpoint_and_is_raised(plan, tmp_path):
-    run = make_run(plan, prompts=12, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=1)
+    run = make_run(
+        plan, prompts=12, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=1, trainer__ckpt_patience=1
+    )
     error = run.faults["save", 2] = OSError("disk full")
-    with pytest.raises(OSError, match="disk full") as caught:
+    with pytest.raises(
+        UserError, match=r"step 2 could not .*: disk full \(the newest is of step 1\).*patience"
+    ) as caught:
         run.train()
-    assert caught.value is error
+    assert caught.value.__cause__ is error
     resumed = make_run(
         plan, prompts=12, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=1, trainer__resume_mode="latest"
     ).train()

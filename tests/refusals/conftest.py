@@ -48,6 +48,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {"step": 3, "position": 6, "seed": 7, "dataset_size": 5}
     (folder / "checkpoints" / "step_000003").mkdir(parents=True)
     (folder / "checkpoints" / "step_000003" / "state.json").write_text(json.dumps(state))
+    (folder / "damaged" / "step_000004").mkdir(parents=True)
+    (folder / "damaged" / "step_000004" / "state.json").write_text('{"step": 4, "manifest": "manifest.json"}')
     for name in ("no_tokenizer", "bad_tokenizer", "no_template", "no_weights", "bad_config"):
         shutil.copytree(model, folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json"):

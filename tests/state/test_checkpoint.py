@@ -32,7 +32,7 @@ def test_what_was_saved_is_loaded(tmp_path):
     saved = state(3, kl_coef=0.5)
     folder = run_virtual(Checkpoints(tmp_path).save(saved, write))
     assert load_state(folder, seed=42, dataset_size=10) == saved
-    assert names(folder) == ["state.json", "weights"]
+    assert names(folder) == ["manifest.json", "state.json", "weights"]
 
 
 def test_a_crash_while_writing_leaves_no_checkpoint_and_the_last_one_is_still_the_latest(tmp_path):
@@ -91,7 +91,7 @@ def test_saving_a_step_again_replaces_it_whole(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     (save(checkpoints, 1) / "old").touch()
     save(checkpoints, 1)
-    assert names(tmp_path / "step_000001") == ["state.json", "weights"]
+    assert names(tmp_path / "step_000001") == ["manifest.json", "state.json", "weights"]
     assert names(tmp_path) == ["step_000001"]
 
 

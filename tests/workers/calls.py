@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from skyasync.state import manifest
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.workers.base import ModelWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from skyasync.workers.saved import Saved
 from tests.workers.conftest import make_batch
 from tests.workers.processes import Rank
 
-CALLS = ("score", "logprobs", "update", "publish", "broadcast", "save", "load", "export")
+CALLS = ("score", "logprobs", "update", "publish", "broadcast", "save", "save_behind", "load", "export")
 SEQUENCES = [[5, 6, 7, 8], [9, 1], [1, 2, 3]]
 
 
@@ -46,7 +49,7 @@ class _Player:
         answer = getattr(self, call)()
         check_between_calls(self.worker, self.names)
         self.digest = digest(self.worker)
-        if call not in ("update", "load"):
+        if call not in ("update", "save_behind", "load"):
             assert self.digest == before, f"{call} has changed the state"
         assert self.answers.setdefault((before, call), answer) == answer, f"{call} has two answers in one state"
         return self.digest
@@ -84,8 +87,18 @@ class _Player:
 
     def save(self) -> None:
         folder = self.folder / str(len(self.saved))
-        self.worker.save(str(folder))
+        check_files(self.worker, folder, self.worker.save(str(folder)))
         self.saved.append((str(folder), digest(self.worker)))
+
+    def save_behind(self) -> None:
+        """What is saved is the state of the beginning, whatever is trained meanwhile."""
+        folder, state = self.folder / str(len(self.saved)), digest(self.worker)
+        self.worker.begin_save(str(folder))
+        self.update()
+        while (found := self.worker.saved()) is None:
+            time.sleep(0.01)
+        check_files(self.worker, folder, found)
+        self.saved.append((str(folder), state))
 
     def load(self) -> None:
         """The oldest, so that a later update must be undone."""
@@ -107,6 +120,13 @@ class _Player:
     def _shard(self, seed: int) -> Any:
         batch = make_batch(seed=seed)
         return batch.select(split_for_ranks(batch, self.rank.count)[self.rank.rank]).trim()
+
+
+def check_files(worker: PolicyWorker, folder: Path, found: Saved) -> None:
+    """A rank has written files, and they hold what it says."""
+    assert not found.problem
+    assert found.files and list(manifest.damage(folder, found.files)) == []
+    assert worker.verify(str(folder), found.files) == []
 
 
 class _Receiver:

@@ -116,7 +116,18 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-4)
 
-        await dispatch.save(tmp_path / "two")
+        await dispatch.begin_save(tmp_path / "behind")
+        while await dispatch.saved() is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        files = await dispatch.save(tmp_path / "two")
+        behind = tmp_path / "behind"
+        assert files.keys() == {f"policy/{path.name}" for path in (behind / "policy").iterdir()}
+        assert await dispatch.verify(tmp_path / "two", files) == []
+        (behind / min(files)).write_bytes(b"")
+        assert len(await dispatch.verify(behind, files)) >= 1
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match="Not a directory"):  # the disk's fault: the ranks go on
+            await dispatch.save(tmp_path / "file" / "policy")
         await dispatch.export(tmp_path / "export")
         further = await update(dispatch, make_batch(seed=2))
     finally:

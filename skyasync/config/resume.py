@@ -1,0 +1,44 @@
+"""What a run goes on from, ``trainer.resume_mode``: nothing, the newest checkpoint, one of a step, or one folder.
+
+Invariant: whether a run shares the folder of the one it goes on from is decided here, once: it does unless it takes up
+a checkpoint that lies elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyasync.config.schema import TrainerConfig
+
+
+@dataclass(frozen=True)
+class Resume:
+    """``step`` and ``folder`` are what the user has named; without them it is the newest, if ``wanted``."""
+
+    wanted: bool
+    step: int | None = None
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> Resume:
+        mode = trainer.resume_mode
+        if mode in ("none", "latest"):
+            return cls(wanted=mode == "latest")
+        if mode.isdecimal():
+            return cls(wanted=True, step=int(mode))
+        return cls(wanted=True, folder=Path(mode).expanduser().resolve())
+
+    @property
+    def named(self) -> bool:
+        """The user has named one checkpoint: no other will do."""
+        return self.step is not None or self.folder is not None
+
+    def within(self, checkpoints: Path) -> bool:
+        """It goes on with the run whose checkpoints lie here."""
+        return self.wanted and (self.folder is None or self.folder.parent == checkpoints.resolve())
+
+
+def checkpoints_of(trainer: TrainerConfig) -> Path:
+    """Where the checkpoints of the run that ``trainer.run_name`` names lie."""
+    return Path(trainer.ckpt_path or Path(trainer.runs_dir) / trainer.run_name / "checkpoints").expanduser().resolve()
