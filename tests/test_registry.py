@@ -12,6 +12,9 @@ from skyasync.catalogue import describe
 from skyasync.errors import UserError, nearest
 from skyasync.registry import Registry, resolve_reference
 
+ROLES = "skyasync.workers.roles:ROLES"
+CATALOGUES = [reference for reference in registry.REGISTRIES if reference != ROLES]
+
 
 def test_a_part_is_registered_and_found_by_name():
     parts = Registry("part")
@@ -65,11 +68,15 @@ class Theirs:
     reads = ("b",)
 
 
-@pytest.mark.parametrize("reference", registry.REGISTRIES)
+@pytest.mark.parametrize("reference", CATALOGUES)
 def test_every_built_in_name_of_every_registry_exists(reference):
     parts = resolve_reference(reference, kind="registry")
     for name in parts.builtins():
         assert parts[name] is not None
+
+
+def test_every_role_has_a_worker():
+    assert all(callable(role.worker_class()) for role in resolve_reference(ROLES, kind="registry").values())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +105,7 @@ def test_nearest_is_empty_for_a_name_like_no_other():
     assert nearest("zzz", ["sync", "fully_async"]) == []
 
 
-@pytest.mark.parametrize("reference", registry.REGISTRIES)
+@pytest.mark.parametrize("reference", CATALOGUES)
 def test_what_is_read_off_the_source_is_what_the_loaded_part_says(reference):
     parts = resolve_reference(reference, kind="registry")
     for name, about in parts.builtins().items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from skyasync.workers import offload
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
+from skyasync.workers.roles import ROLES
 from tests.workers.conftest import config_for, make_batch
 
 
@@ -113,11 +115,13 @@ def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(cfg: Conf
 
 
 @pytest.mark.slow
-async def test_on_two_ranks_too(untied_model: str, bundles: object) -> None:
+async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_for(untied_model)
     cfg.trainer.policy.threads = 1
     where = WorkerPlacement(bundles, ranks=2, num_cpus=0.5)
-    stays, travels = (RankGroup(f"{__name__}:Elsewhere", where) for _ in range(2))
+    role = replace(ROLES["policy"], name="elsewhere", worker=f"{__name__}:Elsewhere")
+    monkeypatch.setitem(ROLES, "elsewhere", role)
+    stays, travels = (RankGroup(role, where) for _ in range(2))
     try:
         await asyncio.gather(stays.start(cfg), travels.start(cfg))
         for seed in range(2):

@@ -21,7 +21,7 @@ def addresses_listening_on(port: int) -> list[str]:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's list of sockets")
 def test_the_rendezvous_listens_on_the_loopback_only() -> None:
-    first = ModelWorker(Config(), rank=0, world_size=2)
+    first = ModelWorker(Config(), rank=0, world_size=2, role="policy")
     port = first.open_rendezvous(LOOPBACK)
     assert addresses_listening_on(port) == [socket.inet_aton(LOOPBACK)[::-1].hex().upper()]
     dist.TCPStore(LOOPBACK, port, 2, is_master=False).set("found", "yes")
