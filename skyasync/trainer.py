@@ -186,7 +186,6 @@ class RayPPOTrainer(Views):
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
         self._check_running("generate")
-        self._check_running("generate")
         left = prompts.position - self.position  # in the stream, up to and with this batch
         step = self.global_step - (-left // self.cfg.trainer.train_batch_size)
         if not self.refill.active:
