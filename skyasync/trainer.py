@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, ClassVar, NotRequired, Protocol, TypedDict, Un
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
-from skyasync.config.domains import proportions_of
 from skyasync.config.rules import Plan, check_correction, check_values
 from skyasync.config.schema import Config
 from skyasync.config.streaming import check_streaming
-from skyasync.data.prompts import PromptBatch, PromptStream, prompts_of_run
+from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
@@ -115,8 +114,7 @@ class RayPPOTrainer(Views):
         self.cfg, self.tokenizer, self.colocate_pg = cfg, tokenizer, colocate_pg
         self.inference_engine_client, self.generator = inference_engine_client, generator
         self.eval_dataset = eval_prompts(eval_dataset or [])
-        total, domains = prompts_of_run(cfg.trainer, len(train_dataset)), proportions_of(cfg.environment.domains)
-        self.prompts = PromptStream(train_dataset, cfg.trainer.train_batch_size, cfg.trainer.seed, total, domains)
+        self.prompts = PromptStream.of_run(cfg, train_dataset)
         self.progress, self.phases = Progress(), Phases(cfg.trainer.step_timeout_s)
         self.length = RunLength(cfg, self.prompts, self.progress)
         self.learner = Learner(cfg, self.progress, self.phases, self.length)
@@ -187,7 +185,6 @@ class RayPPOTrainer(Views):
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
-        self._check_running("generate")
         self._check_running("generate")
         left = prompts.position - self.position  # in the stream, up to and with this batch
         step = self.global_step - (-left // self.cfg.trainer.train_batch_size)

@@ -5,13 +5,16 @@ Invariant: importing this module imports no torch, and neither does asking what 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from skyasync.registry import Registry
 
 _HERE = "skyasync.algorithms"
+_LOSSES = sorted(file.stem for file in Path(__file__).with_name("losses").glob("[!_]*.py"))
 
 POLICY_LOSSES = Registry(
     "policy loss",
-    [f"{_HERE}.losses.{module}" for module in ("clipped", "gradient", "sequence", "selective")],
+    [f"{_HERE}.losses.{module}" for module in _LOSSES],
     inputs="current anchor proximal behaviour reference advantages mask entropy selection",
     needs="current",
 )

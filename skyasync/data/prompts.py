@@ -14,7 +14,8 @@ from itertools import islice
 
 import xxhash
 
-from skyasync.config.schema import TrainerConfig
+from skyasync.config.domains import proportions_of
+from skyasync.config.schema import Config, TrainerConfig
 from skyasync.data.mixture import Order
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
@@ -53,6 +54,12 @@ class PromptStream:
         self._dataset, self._batch_size, self.total = dataset, batch_size, total
 
         self._order = Order(dataset, seed, proportions)
+
+    @classmethod
+    def of_run(cls, cfg: Config, dataset: Sequence[Prompt]) -> PromptStream:
+        """What a run of this configuration trains on, in its order."""
+        total, proportions = prompts_of_run(cfg.trainer, len(dataset)), proportions_of(cfg.environment.domains)
+        return cls(dataset, cfg.trainer.train_batch_size, cfg.trainer.seed, total, proportions)
 
     @property
     def rows(self) -> int:

@@ -10,6 +10,7 @@ nothing (``BaseTextEnv.instant``) is played here.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ from skyasync.envs.base import BaseTextEnv, Conversation
 from skyasync.envs.episodes import EnvSettings, Episodes, StepResult
 from skyasync.envs.registry import EnvFactory, env_factory
 from skyasync.envs.tools import ToolSchema, schemas
-from skyasync.processes.calls import Worker
-from skyasync.processes.host import HEARTBEAT_S
+from skyasync.processes.calls import Answer, Call, Worker
+from skyasync.processes.host import HEARTBEAT_S, within
 from skyasync.processes.link import Link
 from skyasync.processes.local import LocalHost
 from skyasync.processes.pool import Pool
@@ -38,8 +39,8 @@ class EnvPool:
         self.pool: Pool[Link] = Pool(lambda look_at: Link(start(), "the environment", silence_s, look_at), workers)
         self.pool.fill()
         self._env_config, self._played_here = settings.env_config, Episodes(settings)
-        self._here = Link(LocalHost(self._played_here), "the environment", silence_s, lambda _: None)
-        self._homes: dict[str, Link] = {}
+        self._homes: dict[str, Link | None] = {}  # None: here
+        self._running: set[asyncio.Task[Answer]] = set()  # here
         self._openings: dict[str, tuple[Any, ...]] = {}  # of episodes that begin with their first step
         self._factories: dict[str, EnvFactory] = {}
         self._tools: dict[str, list[ToolSchema]] = {}
@@ -58,7 +59,7 @@ class EnvPool:
         """Begin an episode; returns the conversation (or text) it starts from."""
         factory = self._factory(env_class)
         if self._is_instant(factory, extras):
-            self._homes[episode] = self._here
+            self._homes[episode] = None
             return await self._ask("init", episode, env_class, extras, prompt)
         link = self._homes[episode] = self.pool.take(episode)
         try:
@@ -91,17 +92,39 @@ class EnvPool:
         """Have an episode closed without waiting for it; for episodes that have failed or been cancelled."""
         if episode not in self._homes:
             return
-        future = self._homes[episode].post("close", episode)
-        future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
+        home = self._homes[episode]
+        if home is None:
+            self._start(Call(0, "close", episode, ()))
+        else:
+            future = home.post("close", episode)
+            future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
         self._leave(episode)
 
     async def _ask(self, method: str, episode: str, *args: Any) -> Any:
         """The answer. An error has ended the episode where it lives; one whose caller is cancelled goes on."""
+        home = self._homes[episode]
         try:
-            return await self._homes[episode].post(method, episode, *args)
+            if home is None:
+                return await self._answer(Call(0, method, episode, args))
+            return await home.post(method, episode, *args)
         except Exception:
             self._leave(episode)
             raise
+
+    async def _answer(self, call: Call) -> Any:
+        """The answer of an episode that is played here."""
+        waits = self._played_here.is_async(call)
+        answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
+        if answer.error is not None:
+            raise answer.error
+        return answer.result
+
+    def _start(self, call: Call) -> asyncio.Task[Answer]:
+        """A call that goes on whatever becomes of its caller."""
+        task = asyncio.get_running_loop().create_task(within(None, self._played_here, call))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     def _factory(self, name: str) -> EnvFactory:
         if name not in self._factories:
@@ -116,7 +139,7 @@ class EnvPool:
     def _leave(self, episode: str) -> None:
         self._openings.pop(episode, None)
         link = self._homes.pop(episode, None)
-        if link is not None and link is not self._here:
+        if link is not None:
             self.pool.give_back(link, episode)
 
 

@@ -40,6 +40,11 @@ def test_table_and_decorators_agree(registry: Registry) -> None:
     assert set(registry) - set(registry.user_parts()) == set(registry.builtins())
 
 
+def test_a_file_of_losses_needs_no_entry_in_a_list() -> None:
+    files = Path(algorithms.__file__).with_name("losses").glob("[!_]*.py")
+    assert {home.rpartition(".")[2] for home in POLICY_LOSSES.homes} == {file.stem for file in files}
+
+
 @pytest.mark.parametrize(("registry", "name"), FUNCTIONS)
 def test_every_function_takes_known_tensors_and_says_what_it_computes(registry: str, name: str) -> None:
     function = REGISTRIES[registry][name]

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
 from skyasync.errors import UserError
 from tests.rollout.episodes import prompt
@@ -76,3 +77,13 @@ def test_what_a_prompt_says_travels_with_it():
 def test_an_empty_dataset_is_refused_with_its_key():
     with pytest.raises(UserError, match=r"data\.train_data"):
         PromptStream([], 4, 0, 8)
+
+
+def test_a_runs_stream_is_the_one_that_the_configuration_asks_for():
+    cfg = Config()
+    cfg.trainer.train_batch_size, cfg.trainer.seed, cfg.trainer.epochs = 4, 7, 3
+    dataset = [prompt(row, domain="sums" if row < 2 else "") for row in range(10)]
+    assert ids(PromptStream.of_run(cfg, dataset)) == ids(PromptStream(dataset, 4, 7, 30))
+    cfg.trainer.max_training_steps = 2
+    cfg.environment.domains = {"sums": {"proportion": 0.5}}
+    assert ids(PromptStream.of_run(cfg, dataset)) == ids(PromptStream(dataset, 4, 7, 8, {"sums": 0.5}))

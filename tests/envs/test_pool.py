@@ -221,6 +221,51 @@ async def test_an_episode_that_costs_nothing_makes_no_trip_and_lives_as_any_othe
 
 
 @virtual_time
+async def test_an_episode_that_costs_nothing_is_answered_in_its_callers_turn():
+    ENVS["logged"] = Instant
+    pool, turns = local_pool(), []
+    asyncio.get_running_loop().call_soon(turns.append, "another's")
+    await begin(pool, "a", turns=2)
+    await pool.step("a", "x")
+    await pool.close("a")
+    assert not turns and lived("a")["close"] == 1
+
+
+@virtual_time
+async def test_one_that_awaits_goes_on_when_its_caller_is_cancelled_and_is_closed_behind_it():
+    class Waiting(Instant):
+        async def step(self, action):
+            await asyncio.sleep(1)
+            return super().step(action)
+
+    ENVS["logged"] = Waiting
+    pool = local_pool()
+    await begin(pool, "a")
+    step = asyncio.create_task(pool.step("a", "x"))
+    await asyncio.sleep(0.5)
+    step.cancel()
+    await asyncio.wait([step])
+    pool.abandon("a")
+    await asyncio.sleep(0.1)
+    assert lived("a") == {"init": 1}
+    await asyncio.sleep(1)
+    assert lived("a")["step"] == lived("a")["close"] == 1
+
+
+@virtual_time
+async def test_one_that_cancels_itself_is_an_error_of_its_own():
+    class Cancelled(Instant):
+        async def step(self, action):
+            raise asyncio.CancelledError
+
+    ENVS["logged"] = Cancelled
+    pool = local_pool()
+    await begin(pool, "a")
+    with pytest.raises(RuntimeError, match="a cancelled itself"):
+        await pool.step("a", "x")
+
+
+@virtual_time
 async def test_a_worker_that_gives_no_sign_of_life_is_lost_with_its_episodes_and_replaced():
     pool, workers = slow_pool(workers=2, seconds=1.0, step_timeout_s=30.0)
     await asyncio.gather(begin(pool, "a", turns=9), begin(pool, "b", turns=9), begin(pool, "c", turns=9))
