@@ -50,6 +50,10 @@ QWEN3 = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
     "max_position_embeddings": 2048,
 }  # fmt: skip
+QWEN2 = {
+    "model_type": "qwen2", "vocab_size": 32000, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 10,
+    "num_attention_heads": 10, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 2048,
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 24000, "n_embd": 640, "n_layer": 8, "n_head": 10, "n_positions": 1024}
 MOE = {
     "model_type": "qwen3_moe", "vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1024,
@@ -69,6 +73,7 @@ CASES = (
     Case("llama, bfloat16", LLAMA, dtype="bfloat16"),
     Case("llama, two ranks", LLAMA, ranks=2),
     Case("qwen3, tied", QWEN3),
+    Case("qwen2, deep", QWEN2),
     Case("gpt2", GPT2),
     Case("qwen3_moe", MOE),
 )

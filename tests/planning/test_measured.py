@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.memory import CASES, Case, estimated, measured
 
-CHECKED = ("llama", "qwen3, tied")
+CHECKED = ("llama", "qwen3, tied", "qwen2, deep")
 
 
 @pytest.mark.slow
