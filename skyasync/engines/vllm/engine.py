@@ -155,10 +155,11 @@ class VLLMEngine:
     async def _score(self, sequence: Sequence[int]) -> list[float]:
         if len(sequence) < 2:
             return []
+        prompt = [int(token) for token in sequence]  # also of an array, whose numbers the core cannot read
         while True:  # until neither a weight update nor pause("abort") has cut it
             self._scores += 1
             scores: Any = None
-            async for output in self._core.outputs(f"score-{self._scores}", list(sequence), scoring_parameters()):
+            async for output in self._core.outputs(f"score-{self._scores}", prompt, scoring_parameters()):
                 scores = output.prompt_logprobs
             if scores and len(scores) == len(sequence):  # the entry of the first token is empty
                 return list(scores.logprobs)

@@ -264,6 +264,7 @@ async def test_score_is_the_models_own_and_independent_of_what_is_cached(engine:
         assert [len(score) for score in scores] == [0, 1, 263]
         for sequence, score in zip(sequences[1:], scores[1:], strict=True):
             assert (torch.tensor(score) - token_logprobs(engine.model, sequence)).abs().max() <= TOLERANCE
+    assert await engine.score([np.array(sequences[1], np.int32)]) == [scores[1]], "tokens come as arrays too"
 
 
 async def test_the_token_that_ends_a_response_is_part_of_it(engine: Engine) -> None:
