@@ -7,10 +7,11 @@ import os
 import threading
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, AuthenticationError, OpenAI
 
 ASYNC_SLEEP_S = 600.0
 released = threading.Event()  # ends the hanging of threads
+refused = threading.Event()  # what hung has called again, in vain
 
 
 async def length(data: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -49,7 +50,11 @@ def in_a_thread(data: dict[str, Any], base_url: str, api_key: str, **further: An
     with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages = list(data["prompt"])
         for _ in range(2):
-            reply = client.chat.completions.create(model="policy", messages=messages)
+            try:
+                reply = client.chat.completions.create(model="policy", messages=messages)
+            except AuthenticationError:
+                refused.set()
+                raise
             messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
             if data.get("fails") == "hangs":
                 released.wait(60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
-from skyasync.endpoint.agent_process import THREAD, AgentProcess, load_program
+from skyasync.endpoint.agent_process import AgentProcess, load_program
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
@@ -134,12 +133,12 @@ async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:
     engine = Engine(lambda _: "yes")
     rules = EpisodeRules(timeout_s=3.0, on_error="mask")
     agent_programs.released.clear()
+    agent_programs.refused.clear()
     async with generator(lambda: local("in_a_thread"), engine, rules) as found:
         groups = await played(found, [prompt(0, fails="hangs"), prompt(1)])
         assert [g.trajectories[0].metrics["given_up"] for g in groups] == [1.0, 0.0]
         agent_programs.released.set()  # its second call comes now
-        for thread in [t for t in threading.enumerate() if t.name.startswith(THREAD)]:
-            await asyncio.to_thread(thread.join, 20)
+        assert await asyncio.to_thread(agent_programs.refused.wait, 20)
         assert [r.request_id for r in engine.requests if "i0" in r.request_id] == ["e0-i0-r0-c0"]
 
 
