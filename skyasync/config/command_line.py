@@ -14,7 +14,7 @@ import yaml
 from skyasync.config.keys import Keys
 from skyasync.config.peers import Around
 from skyasync.config.suggest import unknown_key
-from skyasync.config.values import Value, free, parse
+from skyasync.config.values import Value, parse, value_or_text
 from skyasync.errors import nearest
 
 
@@ -78,16 +78,8 @@ def _around(argv: Sequence[str], keys: Keys) -> Around:
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         path, equals, text = argument.partition("=")
         if equals or argument.startswith("--"):
-            said[path.lstrip("-+~")] = _value(text if equals else following)
+            said[path.lstrip("-+~")] = value_or_text(text if equals else following)
     return Around(said, said, {key.path: key.default for key in keys})
-
-
-def _value(text: str) -> Value:
-    try:
-        value: Value = free(parse(text))
-    except yaml.YAMLError:
-        return text
-    return value
 
 
 def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:
@@ -96,7 +88,9 @@ def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:
         return f"unknown option {option}: did you mean {close[0]}?"
     path = option.lstrip("-")
     # A flag without a value is switched on.
-    way_out = f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys, _value(text or "true"), around)
+    way_out = (
+        f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys, value_or_text(text or "true"), around)
+    )
     return f"unknown option {option}: settings are key=value without dashes; {way_out}"
 
 

@@ -165,6 +165,23 @@ def free(node: yaml.Node) -> Value:
     return text
 
 
+def value_of(text: str) -> Value:
+    """What a text says by itself, for keys of any type.
+
+    Raises:
+        yaml.YAMLError: for brackets or quotes that do not close.
+    """
+    return free(parse(text))
+
+
+def value_or_text(text: str) -> Value:
+    """As ``value_of``; a text that is none is taken as it is."""
+    try:
+        return value_of(text)
+    except yaml.YAMLError:
+        return text
+
+
 def written(value: object) -> str:
     """A value in the command line's spelling."""
     if isinstance(value, bool):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from skyasync.config.peers.table import Row, Target, tables
-from skyasync.config.values import Value, free, parse, written
+from skyasync.config.values import Value, value_of, written
 
 N = "generator.n_samples_per_prompt"
 BATCH = "trainer.train_batch_size"
@@ -32,15 +32,12 @@ class Around:
         """The number that our key has, or will have: said in our words, in any system's, or by default."""
         value = self.ours.get(path)
         if value is None:
-            value = next((found for found in map(self._said, _spellings(path)) if found is not None), None)
+            value = next((found for found in map(self.theirs.get, _spellings(path)) if found is not None), None)
         if value is None:
             value = self.defaults.get(path)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise NoCounterpartError(f"it depends on {path}")
         return value
-
-    def _said(self, name: str) -> Value:
-        return self.theirs.get(name)
 
 
 def _spellings(path: str) -> list[str]:
@@ -63,13 +60,13 @@ def converted(row: Row, value: Value, around: Around) -> dict[str, Value] | None
     if alias is None and value is None:
         return None
     if alias is not None:
-        values: list[Value] = [_typed(alias)] * len(row.free)
+        values: list[Value] = [value_of(alias)] * len(row.free)
     elif row.function:
         values = FUNCTIONS[row.function](value, around)
     else:
         values = [value] * len(row.free)
     result = dict(zip(map(str, row.free), values, strict=False))
-    return result | {target.path: _typed(target.fixed or "") for target in row.fixed}
+    return result | {target.path: value_of(target.fixed or "") for target in row.fixed}
 
 
 def _alias(row: Row, value: Value) -> str | None:
@@ -77,10 +74,6 @@ def _alias(row: Row, value: Value) -> str | None:
         return None
     text = written(value)
     return row.aliases.get(text, row.aliases.get("*"))
-
-
-def _typed(text: str) -> Value:
-    return free(parse(text))
 
 
 def _none(value: Value, around: Around) -> list[Value]:
@@ -105,7 +98,7 @@ def _minibatches(value: Value, around: Around) -> list[Value]:
 
 def _each(value: Value, around: Around) -> list[Value]:
     if not isinstance(value, list):
-        value = [_typed(part) for part in str(value).replace(",", " ").split()]
+        value = [value_of(part) for part in str(value).replace(",", " ").split()]
     return value
 
 

@@ -29,7 +29,7 @@ def key_hint(path: str, value: object = UNSAID, around: Around | None = None) ->
     if len(answers) == 1:
         [(answer, titles)] = answers.items()
         target = found[0][1].free[0].path if found[0][1].free else ""
-        as_it_is = target if value is UNSAID else f"{target}={_shown(value)}"
+        as_it_is = target if value is UNSAID else f"{target}={written(value)}"
         if target.endswith(f".{path}") and answer.removeprefix("here it is ").partition(" (")[0] == as_it_is:
             return f"did you mean {target}?{_note(found[0][1])}"
         return _sentence(titles, answer)
@@ -63,10 +63,10 @@ def _answer(row: Row, value: object, around: Around) -> str:
     try:
         settings = converted(row, value, around)  # type: ignore[arg-type]
     except NoCounterpartError as reason:
-        return f"here it is {names}, without a counterpart for {_shown(value)}{_note(row, str(reason))}"
+        return f"here it is {names}, without a counterpart for {written(value)}{_note(row, str(reason))}"
     if settings is None:
-        return f"here it is {names}, which stays at its default for {_shown(value)}{_note(row)}"
-    extra = f"{_shown(value)} over {around.number(N):g} samples per prompt" if row.function == "per_prompt" else ""
+        return f"here it is {names}, which stays at its default for {written(value)}{_note(row)}"
+    extra = f"{written(value)} over {around.number(N):g} samples per prompt" if row.function == "per_prompt" else ""
     said = " and ".join(f"{path}={written(entry)}" for path, entry in settings.items())
     return f"here it is {said}{_note(row, extra)}"
 
@@ -91,10 +91,6 @@ def _meaning(path: str, row: Row, ours: str) -> str:
     if ours == "-":
         return "has no counterpart here"
     return f"is {path} left at its default" if ours == "~" else f"is {ours} here"
-
-
-def _shown(value: object) -> str:
-    return written(value)
 
 
 def _and(titles: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from skyasync.config.peers import Around, NoCounterpartError, Row, Table, conver
 from skyasync.config.peers.table import Target
 from skyasync.config.schema import Config
 from skyasync.config.translate.recipe import Recipe
-from skyasync.config.values import Value, free, parse, written
+from skyasync.config.values import Value, value_of, written
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Draft:
             if name in self.given:
                 return self.given[name]
         row = next((row for name in names if (row := self.table.exact.get(name))), None)
-        return _read(row.default) if row and row.default else None
+        return value_of(row.default) if row and row.default else None
 
     def put(self, path: str, value: Value, *theirs: str) -> None:
         """Set our key; it counts as given if any of theirs is."""
@@ -93,7 +93,7 @@ def begin(table: Table, recipe: Recipe) -> Draft:
                 _carry(draft, name, row, draft.given[name], given=True)
         for row in table.rows:
             if row.default and row.kind == "key" and bool(row.function) == later and id(row) not in set_rows:
-                _carry(draft, row.names[0], row, _read(row.default), given=False)
+                _carry(draft, row.names[0], row, value_of(row.default), given=False)
     return draft
 
 
@@ -142,8 +142,3 @@ def _set(draft: Draft, path: str, value: Value, name: str, given: bool) -> None:
     entries[target.index] = value
     theirs = (*(before.theirs if before else ()), name)
     draft.ours[target.path] = Setting(entries, theirs, given or bool(before and before.given))
-
-
-def _read(text: str) -> Value:
-    value: Value = free(parse(text))
-    return value

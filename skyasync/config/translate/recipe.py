@@ -14,7 +14,7 @@ import yaml
 
 from skyasync.config.peers import SYSTEMS, tables
 from skyasync.config.translate import program, shell
-from skyasync.config.values import Value, free, parse
+from skyasync.config.values import Value, free, value_or_text
 from skyasync.errors import UserError, unknown
 
 
@@ -97,23 +97,16 @@ def flags(words: Sequence[str]) -> dict[str, Value]:
             values = [text] if equals else []
             while not equals and rest and not _is_flag(rest[0]):
                 values.append(rest.pop(0))
-            value: Value = True if not values else [_value(v) for v in values] if values[1:] else _value(values[0])
+            read = [value_or_text(said) for said in values]
+            value: Value = True if not read else read if read[1:] else read[0]
             keys[name.lstrip("-")] = value
         elif equals and re.fullmatch(r"\+{0,2}[\w.@/-]+", name):
-            keys[name.lstrip("+")] = _value(text)
+            keys[name.lstrip("+")] = value_or_text(text)
     return keys
 
 
 def _is_flag(word: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=", word))
-
-
-def _value(text: str) -> Value:
-    try:
-        value: Value = free(parse(text))
-    except yaml.YAMLError:
-        return text
-    return value
 
 
 def _yaml(text: str, path: Path) -> dict[str, Value]:
