@@ -38,3 +38,9 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{what}: its {file.name} holds no settings")
     return found
+
+
+def read_shape(file: Path, what: str) -> dict[str, Any]:
+    """As ``read_json``, of a model's configuration: the language model's part of it lies with the rest."""
+    shape = read_json(file, what)
+    return {**shape, **(shape.get("text_config") or {})}

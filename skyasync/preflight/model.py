@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from skyasync.config.model_files import CONFIG, config_file, read_json
+from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
 from skyasync.config.sampling import sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.errors import UserError
@@ -31,8 +31,7 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
     folder = Path(path) if Path(path).is_dir() else hub_folder(path, key)
     if folder is None:
         return
-    shape = read_json(folder / CONFIG, f"{key}={path}")
-    shape = {**shape, **(shape.get("text_config") or {})}
+    shape = read_shape(folder / CONFIG, f"{key}={path}")
     if "model_type" not in shape:
         raise UserError(f"{key}={path}: its config.json names no model_type")
     _check_heads(cfg.generator.inference_engine_tensor_parallel_size, shape, path)

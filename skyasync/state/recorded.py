@@ -14,6 +14,8 @@ from typing import Any
 
 from skyasync.config.help import written
 from skyasync.config.keys import Keys
+from skyasync.config.model_files import CONFIG as MODEL_CONFIG
+from skyasync.config.model_files import read_shape
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.state.checkpoint import CONFIG
@@ -73,11 +75,10 @@ def _other_model(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator
 
 def _shape(path: str) -> dict[str, Any]:
     """Empty for a model that is no local folder: the tensors' own shapes are compared when they are loaded."""
-    file = Path(path) / "config.json"
+    file = Path(path) / MODEL_CONFIG
     if not path or not file.is_file():
         return {}
-    values = json.loads(file.read_text(encoding="utf-8"))
-    values = {**values, **(values.get("text_config") or {})}
+    values = read_shape(file, f"{MODEL}={path}")
     return {name: values[name] for name in _SHAPE if values.get(name) is not None}
 
 
