@@ -21,11 +21,10 @@ from uuid import uuid4
 from skyasync.config.check import config_warnings
 from skyasync.config.frozen import freeze
 from skyasync.config.load import dump_config
-from skyasync.config.paths import model_path, refuse_foreign_checkpoints
+from skyasync.config.paths import refuse_foreign_checkpoints
 from skyasync.config.resume import Resume, checkpoints_of
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
-from skyasync.data.sources import absolute
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, rounding
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
@@ -33,12 +32,10 @@ from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.devices import without_gpus
 from skyasync.preflight.folders import check_folders, check_resuming
-from skyasync.preflight.model import check_model
 from skyasync.preflight.parts import check_callbacks, check_parts, plans_named_by
-from skyasync.registry import absolute_reference
-from skyasync.rewards.settings import settle_references
+from skyasync.preflight.settling import settle_models, settle_references
 from skyasync.rollout.tokenizer import quick_tokenizer
-from skyasync.trainer import Client, RayPPOTrainer
+from skyasync.trainer import RayPPOTrainer
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 if TYPE_CHECKING:  # what these import is loaded where it is used
@@ -49,6 +46,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.rollout.contract import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
+    from skyasync.training.parts import Client
     from skyasync.weight_sync.sync import Destination, Source, WeightSync
     from skyasync.workers.dispatch import RayWorkerDispatch
 
@@ -254,7 +252,7 @@ class BasePPOExp:
         for line in config_warnings(self.cfg):
             print(f"warning: {line}", file=sys.stderr)
         trainer = self.cfg.trainer
-        self._settle_references()
+        settle_references(self.cfg)
         ours = self._is_ours("get_trainer")
         check_parts(self.cfg, [PLANS.find(trainer.plan)] if ours else plans_named_by(type(self).get_trainer))
         name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
@@ -266,44 +264,13 @@ class BasePPOExp:
         prompts = check_data(
             self.cfg, self._rows, train=self._is_ours("get_train_dataset"), held_out=self._is_ours("get_eval_dataset")
         )
-        self._settle_models()
+        settle_models(self.cfg, self.roles(), own_tokenizer=not self._is_ours("get_tokenizer"))
         if self._is_ours("get_tokenizer") and Path(trainer.policy.model.path, "tokenizer.json").is_file():
             check_lengths(prompts, quick_tokenizer(trainer.policy.model.path), self.cfg)
         check_resuming(self.cfg)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer)))
         self.run_dir.save_config(dump_config(self.cfg))
         freeze(self.cfg)
-
-    def _settle_models(self) -> None:
-        """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's."""
-        wanted = self.roles()
-        for role in ROLES.values():
-            model = role.own_model(self.cfg)
-            if model is None:
-                continue
-            named, key = model.path, f"{role.section}.model.path"
-            model.path = model_path(named, key) if named else model_path(role.model(self.cfg).path)
-            if role in wanted and (named or role.name == POLICY):
-                brings_tokenizer = role.name != POLICY or not self._is_ours("get_tokenizer")
-                check_model(model.path, self.cfg, key=key, own_tokenizer=brings_tokenizer)
-
-    def _settle_references(self) -> None:
-        """Files by their absolute paths: a cluster's processes work in another folder."""
-        from skyasync.envs.adapters.openrlhf import settle_agent_file
-
-        cfg, trainer = self.cfg, self.cfg.trainer
-        settle_agent_file(cfg)
-        for name in ("ckpt_path", "export_path"):
-            if getattr(trainer, name):
-                setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
-        if folder := Resume.of(trainer).folder:
-            trainer.resume_mode = str(folder.resolve())
-        for name in ("train_data", "val_data"):
-            setattr(cfg.data, name, [absolute(source) for source in getattr(cfg.data, name)])
-        settle_references(cfg.environment)
-        holders = ((trainer, "plan"), (cfg.generator, "backend"), (cfg.generator, "agent_program"))
-        for holder, name in (*holders, (cfg.environment, "env_class")):
-            setattr(holder, name, absolute_reference(getattr(holder, name)))
 
     def _is_ours(self, factory: str) -> bool:
         """Whether a factory is the library's own, not a subclass's."""

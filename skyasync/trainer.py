@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NotRequired, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
@@ -23,17 +23,17 @@ from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
-from skyasync.observe.usage import Engines
 from skyasync.rollout.contract import Generator, play
 from skyasync.rollout.metrics import eval_name, rollout_metrics, staleness_metrics
 from skyasync.rollout.requests import eval_prompts, eval_request, train_request
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
-from skyasync.training import estimates, handover
+from skyasync.training import estimates
 from skyasync.training.handover import HandOver, WeightSyncing
 from skyasync.training.learner import Learner
 from skyasync.training.length import RunLength
+from skyasync.training.parts import Client, Parts
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
 from skyasync.training.refill import Refill
@@ -45,24 +45,6 @@ from skyasync.weight_sync.turns import DeviceTurns
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
     from skyasync.workers.protocol import WorkerDispatch
-
-
-class Client(handover.Client, Engines, Protocol):
-    """What a trainer asks of the engines, besides what the generator and the weight sync do."""
-
-
-class Parts(TypedDict):
-    """What a trainer is made from."""
-
-    cfg: Config
-    tracker: Tracker
-    tokenizer: Tokenizer
-    train_dataset: Sequence[Prompt]
-    inference_engine_client: Client
-    generator: Generator
-    colocate_pg: NotRequired[object]
-    eval_dataset: NotRequired[Sequence[Prompt] | None]
-    callbacks: NotRequired[Sequence[TrainerCallback] | None]
 
 
 class RayPPOTrainer(Views):

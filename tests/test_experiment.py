@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from skyasync.config.paths import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.experiment import BasePPOExp, model_path
+from skyasync.experiment import BasePPOExp
 from skyasync.rollout.types import Prompt, PromptId
 
 HERE = __name__

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import xxhash
@@ -80,6 +81,7 @@ class PromptStream:
         while (batch := cursor.take(self._batch_size)).prompts:
             yield batch
 
+    @cached_property
     def digest(self) -> str:
         """Of what some of the rows say, the same wherever they come from; system prompts are settings and left out."""
         said = xxhash.xxh3_64()

@@ -174,7 +174,7 @@ class Saving:
     def _admitted(self, folder: Path) -> TrainState:
         """The state of a checkpoint that this run may go on from; what has changed since is said."""
         changes = check_recorded(folder, self._config)
-        state = load_state(folder, seed=self._cfg.seed, dataset_size=self._prompts.rows, data=self._prompts.digest())
+        state = load_state(folder, seed=self._cfg.seed, dataset_size=self._prompts.rows, data=self._prompts.digest)
         log.warning("going on from %s, behind step %d", folder, state.step)
         for line in changes:
             log.warning("changed since that checkpoint: %s", line)
@@ -188,7 +188,7 @@ class Saving:
             dataset_size=self._prompts.rows,
             kl_coef=self._learner.kl_controller.value,
             ahead=sorted(self._progress.ahead),
-            data=self._prompts.digest(),
+            data=self._prompts.digest,
         )
 
     async def _begin(self, checkpoints: Checkpoints, state: TrainState) -> None:

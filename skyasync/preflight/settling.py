@@ -1,0 +1,54 @@
+"""Paths, files and models as every process of the run will find them: a cluster's processes work in another folder.
+
+Invariant: settling twice changes nothing; what is settled here is not written to again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyasync.config.paths import model_path
+from skyasync.config.resume import Resume
+from skyasync.config.schema import Config
+from skyasync.data.sources import absolute
+from skyasync.preflight.model import check_model
+from skyasync.registry import absolute_reference
+from skyasync.rewards import settings as rewards
+from skyasync.workers.roles import POLICY, ROLES, Role
+
+
+def settle_references(cfg: Config) -> None:
+    """Files by their absolute paths."""
+    from skyasync.envs.adapters.openrlhf import settle_agent_file
+
+    trainer = cfg.trainer
+    settle_agent_file(cfg)
+    for name in ("ckpt_path", "export_path"):
+        if getattr(trainer, name):
+            setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
+    if folder := Resume.of(trainer).folder:
+        trainer.resume_mode = str(folder.resolve())
+    for name in ("train_data", "val_data"):
+        setattr(cfg.data, name, [absolute(source) for source in getattr(cfg.data, name)])
+    rewards.settle_references(cfg.environment)
+    holders = ((trainer, "plan"), (cfg.generator, "backend"), (cfg.generator, "agent_program"))
+    for holder, name in (*holders, (cfg.environment, "env_class")):
+        setattr(holder, name, absolute_reference(getattr(holder, name)))
+
+
+def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -> None:
+    """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's.
+
+    Args:
+        wanted: the roles of the run, whose models are looked at.
+        own_tokenizer: the experiment brings one of its own.
+    """
+    for role in ROLES.values():
+        model = role.own_model(cfg)
+        if model is None:
+            continue
+        named, key = model.path, f"{role.section}.model.path"
+        model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
+        if role in wanted and (named or role.name == POLICY):
+            check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
