@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,4 +38,6 @@ def warm_workers() -> Iterator[None]:
             try:
                 yield
             finally:
-                nursery.communicate()
+                with suppress(subprocess.TimeoutExpired):
+                    nursery.communicate(timeout=30)
+                nursery.kill()

@@ -37,8 +37,9 @@ def serve(path: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(path)
+        door.bind(f"{path}.closed")
         door.listen(64)
+        os.rename(f"{path}.closed", path)  # whoever finds the door finds it open
         while sys.stdin not in select.select([door, sys.stdin], [], [])[0]:
             asker, _ = door.accept()
             if os.fork() == 0:

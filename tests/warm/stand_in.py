@@ -12,6 +12,8 @@ import socket
 import sys
 import time
 
+IMPORTS_S = 120.0  # on a busy machine; alone they take five
+
 
 def main() -> int:
     with _nursery() as nursery:
@@ -26,13 +28,20 @@ def main() -> int:
 
 
 def _nursery() -> socket.socket:
-    """Waits for its imports, with which it has begun when the tests did."""
+    """Waits for its imports, with which it has begun when the tests did.
+
+    Raises:
+        FileNotFoundError: if they take too long, or have failed.
+    """
     nursery = socket.socket(socket.AF_UNIX)
+    deadline = time.monotonic() + IMPORTS_S
     while True:
         try:
             nursery.connect(os.environ["SKYASYNC_NURSERY"])
             return nursery
         except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.05)
 
 
