@@ -73,11 +73,8 @@ class RankGroup:
         self._running = 0
         self._since = 0.0
         self._failure: BaseException | None = None
-        worker, name = "", ""  # the latter is what Ray puts into errors and process titles
-        if isinstance(role.worker, str):
-            worker, name = role.worker, role.worker.rpartition(":")[2]
-        else:
-            name = role.worker.__name__
+        worker = role.worker if isinstance(role.worker, str) else ""
+        name = worker.rpartition(":")[2] or getattr(role.worker, "__name__", "")  # in Ray's errors and process titles
         actor_class: Any = ray.remote(max_restarts=0)(type(name, (_Rank,), {}))
         self._actors: list[Any] = [
             actor_class.options(

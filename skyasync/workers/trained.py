@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -135,8 +135,12 @@ class TrainedWorker(ModelWorker):
         metrics["lr"] = self._step(schedule_step)
         return metrics
 
-    def _here(self, tensor: Tensor | None) -> Tensor:
-        return None if tensor is None else tensor.to(self.device)  # type: ignore[return-value]
+    @overload
+    def _here(self, tensor: Tensor) -> Tensor: ...
+    @overload
+    def _here(self, tensor: Tensor | None) -> Tensor | None: ...
+    def _here(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.device)
 
     def _clip(self) -> float:
         """Clip the gradient to the configured norm; returns the true global norm over all ranks' shards."""
