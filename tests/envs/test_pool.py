@@ -59,6 +59,15 @@ async def begin(pool, name, **extras):
     return await pool.init(name, "logged", {"name": name, **extras}, PROMPT)
 
 
+async def cancel_a_step(pool, *, after_s):
+    """The caller of a step is cancelled while it waits, and abandons the episode."""
+    step = asyncio.create_task(pool.step("a", "x"))
+    await asyncio.sleep(after_s)
+    step.cancel()
+    await asyncio.wait([step])
+    pool.abandon("a")
+
+
 def lived(name):
     return {what: count for (who, what), count in Logged.log.items() if who == name}
 
@@ -241,11 +250,7 @@ async def test_one_that_awaits_goes_on_when_its_caller_is_cancelled_and_is_close
     ENVS["logged"] = Waiting
     pool = local_pool()
     await begin(pool, "a")
-    step = asyncio.create_task(pool.step("a", "x"))
-    await asyncio.sleep(0.5)
-    step.cancel()
-    await asyncio.wait([step])
-    pool.abandon("a")
+    await cancel_a_step(pool, after_s=0.5)
     await asyncio.sleep(0.1)
     assert lived("a") == {"init": 1}
     await asyncio.sleep(1)
@@ -382,11 +387,7 @@ async def test_an_episode_abandoned_in_the_middle_of_a_step_is_closed_by_that_st
     ENVS["logged"] = Awaiting
     pool = local_pool()
     await begin(pool, "a", seconds=5.0, turns=9)
-    step = asyncio.create_task(pool.step("a", "x"))
-    await asyncio.sleep(1)
-    step.cancel()
-    await asyncio.wait([step])
-    pool.abandon("a")
+    await cancel_a_step(pool, after_s=1)
     await asyncio.sleep(1)
     assert "close" not in lived("a")
     await asyncio.sleep(10)
