@@ -36,7 +36,7 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
         roles: those of the run, the policy first.
     """
     generator, together = cfg.generator, cfg.trainer.placement.colocate_all
-    engines, tensor_parallel = generator.num_inference_engines, generator.inference_engine_tensor_parallel_size
+    engines = generator.num_inference_engines
     bundles: list[dict[str, float]] = []
     of: dict[str, tuple[int, ...]] = {}
     for role in roles:
@@ -48,7 +48,7 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
     if together:
         of[ENGINES] = tuple(i % policy for i in range(engines))
     else:
-        of[ENGINES] = _next(bundles, engines, _bundle(gpus, tensor_parallel))
+        of[ENGINES] = _next(bundles, engines, _bundle(gpus, generator.devices_per_engine))
     sharing = [role.name for role in roles if role.name == POLICY or role.shares(cfg)]
     per_slot = len(sharing) + (-(-engines // policy) if together else 0)
     shared = {*sharing, ENGINES} if together else {*sharing}

@@ -18,6 +18,7 @@ from skyasync.config.rules import (
     Plan,
     check_admission,
     check_engine,
+    check_engine_kwargs,
     check_estimator,
     check_functions,
     check_plan,
@@ -64,6 +65,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_admission(cfg, chosen),
         *check_streaming(cfg, chosen),
         *check_engine(cfg),
+        *check_engine_kwargs(cfg),
         *check_unread(cfg, chosen, given),
         *_check_devices(cfg),
         *_check_resuming(cfg),
@@ -98,11 +100,12 @@ def _check_devices(cfg: Config) -> Iterator[str]:
             "trainer.placement.colocate_all=true puts policy and engines on the same: use "
             "generator.weight_sync_backend=shared_memory, or set trainer.placement.colocate_all=false"
         )
-    if generator.inference_engine_tensor_parallel_size > 1:
+    if generator.devices_per_engine > 1:
+        size = generator.inference_engine_tensor_parallel_size
+        key = f"generator.inference_engine_tensor_parallel_size={size}" if size > 1 else "pipeline_parallel_size"
         yield (
-            f"generator.inference_engine_tensor_parallel_size={generator.inference_engine_tensor_parallel_size} needs "
-            f"as many GPUs per engine, and trainer.placement.colocate_all=true gives it a share of one: set the size "
-            f"to 1, or trainer.placement.colocate_all=false"
+            f"{key} needs as many GPUs per engine, and trainer.placement.colocate_all=true gives it a share of one: "
+            f"set the size to 1, or trainer.placement.colocate_all=false"
         )
 
 

@@ -17,8 +17,12 @@ def config_file(model: str) -> Path | None:
     if file.is_file() or model.count("/") != 1:
         return file if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(model, CONFIG)
+    try:
+        cached = try_to_load_from_cache(model, CONFIG)
+    except HFValidationError:  # no hub's name: a folder that is not there
+        return None
     return Path(cached) if isinstance(cached, str) else None
 
 

@@ -13,8 +13,9 @@ from skyasync.catalogue import About
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
+from skyasync.config.values import written
 from skyasync.errors import UserError, unknown
-from skyasync.registry import Registry
+from skyasync.registry import Registry, resolve_reference
 
 
 class Plan(NamedTuple):
@@ -190,6 +191,22 @@ def check_engine(cfg: Config) -> Iterator[str]:
         yield (
             f"generator.weight_sync_backend={way} needs generator.backend={'|'.join(able)}: with generator.backend="
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
+        )
+
+
+def check_engine_kwargs(cfg: Config) -> Iterator[str]:
+    """Arguments of the engine's own, which it judges itself (``options`` of its catalogue entry)."""
+    from skyasync.engines.protocol import ENGINES
+
+    options, engine = cfg.generator.engine_kwargs, backend(cfg)
+    judge = ENGINES.about(engine).can["options"]
+    if options and judge:
+        yield from resolve_reference(judge, kind="check of generator.engine_kwargs")(options)
+    elif options:
+        able = [name for name, about in ENGINES.builtins().items() if about.can["options"]]
+        yield (
+            f"generator.engine_kwargs={written(options)} has no effect: generator.backend={engine} takes no arguments "
+            f"of its own, as generator.backend={'|'.join(able)} does"
         )
 
 

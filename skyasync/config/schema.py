@@ -298,6 +298,10 @@ class GeneratorConfig(Settings):
         0.8, "Share of a GPU's memory that engines may take; those on one GPU divide it.", above=0.0, high=1.0
     )
     kv_cache_gb: float = key(1.0, "KV cache of an engine on a CPU, in GB.", above=0.0)
+    engine_kwargs: dict[str, Any] = key(
+        {},
+        "More of the engine's own arguments, such as {enforce_eager: true} (vllm); checked before the start.",
+    )
     dtype: str = key(
         "auto", "Dtype of the engine's weights; auto follows the policy's.", choices=("auto", "float32", "bfloat16")
     )
@@ -324,6 +328,11 @@ class GeneratorConfig(Settings):
     batched: bool = key(
         False, "Accepted for SkyRL's recipes; requests are always batched by the engine.", choices=(False, True)
     )
+
+    @property
+    def devices_per_engine(self) -> int:
+        """GPUs of an engine: tensor-parallel ranks in each of its pipeline's stages."""
+        return self.inference_engine_tensor_parallel_size * int(self.engine_kwargs.get("pipeline_parallel_size", 1))
 
 
 @dataclass

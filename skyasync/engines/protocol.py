@@ -213,6 +213,7 @@ ENGINES = Registry(
         "weight_sync": ("shared_memory",),  # how weights may reach it
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
         "sampling": (),  # settings of generator.sampling_params that not every engine has
+        "options": "",  # module:function that says what is wrong with generator.engine_kwargs; none takes none
         "extra": "",  # of this library, that installs what it needs
     },
 )

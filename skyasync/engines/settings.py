@@ -33,7 +33,11 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
         kv_cache_gb=generator.kv_cache_gb,
         seed=trainer.seed,
         weight_sync_backend=weight_sync_backend(cfg, gpus=gpus),
-        extra={"sleep_mode": _sleep(cfg, gpus=gpus), "one_per_prompt": not generator.is_num_return_sequences_expand},
+        extra={
+            "sleep_mode": _sleep(cfg, gpus=gpus),
+            "one_per_prompt": not generator.is_num_return_sequences_expand,
+            "engine_kwargs": _options(generator, gpus=gpus),
+        },
     )
 
 
@@ -78,6 +82,17 @@ def engines_per_device(cfg: Config) -> int:
     placement = cfg.trainer.placement
     ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     return ceil(cfg.generator.num_inference_engines / ranks) if placement.colocate_all else 1
+
+
+def _options(generator: GeneratorConfig, *, gpus: bool) -> dict[str, object]:
+    """The engine's own arguments. vLLM's CPU engine dies of its first request where a pipeline has stages."""
+    stages = generator.engine_kwargs.get("pipeline_parallel_size", 1)
+    if stages > 1 and not gpus:
+        raise UserError(
+            f"generator.engine_kwargs.pipeline_parallel_size={stages} needs GPUs: on a CPU vLLM has no pipelines; "
+            f"generator.inference_engine_tensor_parallel_size={stages} divides an engine there"
+        )
+    return dict(generator.engine_kwargs)
 
 
 def _batched_tokens(generator: GeneratorConfig) -> int:

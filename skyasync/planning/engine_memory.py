@@ -46,7 +46,7 @@ def engine_memory(
         b: bytes of a number.
         share: bytes of a GPU that the engine may take; 0 where there is none.
     """
-    parallel = config.tensor_parallel_size
+    parallel = cfg.generator.devices_per_engine
     weights = shape.parameters * b // parallel
     batched = max(MIN_BATCHED_TOKENS, config.max_model_len) if backend == "vllm" else FORWARD_TOKENS
     batched = getattr(cfg.generator, "max_num_batched_tokens", 0) or batched

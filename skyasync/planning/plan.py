@@ -179,7 +179,7 @@ class _Parts:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
                 places.append(Place(other.name, other.rank.ranks, room, other.phase, lines))
-        devices = self.roles[ENGINES] * self.cfg.generator.inference_engine_tensor_parallel_size
+        devices = self.roles[ENGINES] * self.cfg.generator.devices_per_engine
         share = int(room * self.cfg.generator.gpu_memory_utilization)
         return [*places, Place("engines", devices, share, "generation", self.engine.lines)]
 

@@ -30,6 +30,8 @@ PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
 #: Weights whose digest says what a rank computes with. Those of linear layers a CPU's kernels have packed elsewhere:
 #: that they have arrived is seen in the scores, to which each rank gives its half.
 PLAIN = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight"]
+#: What ``generator.engine_kwargs`` may say, and what must not change a token.
+OPTIONS = {"enable_prefix_caching": False, "block_size": 64}
 PROMPTS = [[2, 3, 4, 5], [7, 8, 9], [40, 41, 42, 43, 44, 45]]
 
 
@@ -59,13 +61,13 @@ async def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> A
     engines = [
         RayEngine(
             "inspected",
-            replace(config, tensor_parallel_size=ranks),
+            replace(config, tensor_parallel_size=ranks, extra={"engine_kwargs": options}),
             {
                 "num_cpus": 1,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=ranks - 1),
             },
         )
-        for ranks in (1, 2)
+        for ranks, options in ((1, {}), (2, OPTIONS))
     ]
     try:
         await asyncio.gather(*(engine.start() for engine in engines))

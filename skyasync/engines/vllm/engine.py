@@ -50,6 +50,7 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     weight_sync=("shared_memory", "nccl"),
     sleeps_on=("gpu",),
     sampling=("structured_outputs", "repetition_detection"),
+    options="skyasync.engines.vllm.options:complaints",
     extra="vllm",
 )
 class VLLMEngine:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
+from skyasync.engines.vllm.options import devices
 
 if TYPE_CHECKING:
     import vllm
@@ -33,8 +34,9 @@ def prepare_environment(config: EngineConfig) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy this process's threads' locks
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.extra.get("cpu_bind", "nobind")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GB only, and stronger than the engine's argument
+    workers = devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size)
     if config.threads:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // config.tensor_parallel_size))  # per worker
+        os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // workers))  # per worker
 
 
 def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
@@ -56,11 +58,11 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
     }
-    if config.tensor_parallel_size > 1:
+    if devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size) > 1:
         # Within a placement group vLLM would choose its Ray executor, which refuses the engine's bundle of several
         # GPUs. The engine's actor has them all, so that its workers can be plain children of it.
         arguments["distributed_executor_backend"] = "mp"
-    return arguments | (_cpu_arguments(config) if cpu else {})
+    return arguments | (_cpu_arguments(config) if cpu else {}) | config.extra.get("engine_kwargs", {})
 
 
 def engine_seed(seed: int, index: int) -> int:

@@ -1,0 +1,80 @@
+"""vLLM's own arguments: what ``generator.engine_kwargs`` takes is judged before vLLM is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from skyasync.config.check import check_config
+from skyasync.config.schema import Config
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.vllm.options import SAID_ELSEWHERE, arguments, complaints
+from skyasync.engines.vllm.setup import engine_arguments
+
+pytestmark = pytest.mark.vllm
+
+RIGHT = [
+    {"enforce_eager": True},
+    {"quantization": "fp8"},
+    {"quantization": None},
+    {"enable_prefix_caching": False, "block_size": 16},
+    {"pipeline_parallel_size": 2},
+    {"enable_expert_parallel": True},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    {"enable_lora": True, "max_loras": 1},
+    {"cpu_offload_gb": 2},
+]
+
+
+def config(options: dict[str, object]) -> Config:
+    cfg = Config()
+    cfg.generator.backend, cfg.generator.engine_kwargs = "vllm", options
+    return cfg
+
+
+@pytest.mark.parametrize("options", RIGHT)
+def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]) -> None:
+    assert list(complaints(options)) == []
+    told = engine_arguments(EngineConfig("m", extra={"engine_kwargs": options}), cpu=True)
+    assert {name: told[name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"enforce_eagre": True}, "engine_kwargs.enforce_eagre is no argument of vLLM's AsyncEngineArgs: did you mean"),
+        ({"enforce_eager": 1}, "engine_kwargs.enforce_eager=1 must be bool, found int"),
+        ({"block_size": "many"}, "engine_kwargs.block_size='many' must be int | None, found str"),
+        ({"max_model_len": 9}, "engine_kwargs.max_model_len is not taken: use generator.max_model_len"),
+        ({"trust_remote_code": True}, "no code of a model's folder is run"),
+    ],
+)
+def test_a_wrong_one_is_refused_with_what_is_right(options: dict[str, object], said: str) -> None:
+    (problem,) = check_config(config(options))
+    assert said in problem
+
+
+def test_what_is_known_is_what_vllm_takes() -> None:
+    """Read off its source in a process that never imports it; the names are those of the class itself."""
+    code = "import sys; from skyasync.engines.vllm.options import arguments as a; print(*a(), 'vllm' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *read, imported = ran.stdout.split()
+    assert imported == "False"
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert set(read) == {field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    assert set(SAID_ELSEWHERE) <= set(arguments())
+
+
+def test_stages_of_a_pipeline_count_as_devices() -> None:
+    cfg = config({"pipeline_parallel_size": 2})
+    cfg.generator.inference_engine_tensor_parallel_size = 2
+    assert cfg.generator.devices_per_engine == 4
+    cfg.trainer.placement.colocate_all = True
+    assert any("pipeline" in problem or "tensor_parallel" in problem for problem in check_config(cfg))
