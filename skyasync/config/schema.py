@@ -332,7 +332,8 @@ class GeneratorConfig(Settings):
     @property
     def devices_per_engine(self) -> int:
         """GPUs of an engine: tensor-parallel ranks in each of its pipeline's stages."""
-        return self.inference_engine_tensor_parallel_size * int(self.engine_kwargs.get("pipeline_parallel_size", 1))
+        stages = self.engine_kwargs.get("pipeline_parallel_size", 1)
+        return self.inference_engine_tensor_parallel_size * (stages if isinstance(stages, int) else 1)
 
 
 @dataclass

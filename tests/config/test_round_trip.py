@@ -87,7 +87,7 @@ def consistent(config: Config) -> Config:
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
     trainer.allow_uncorrected = True
-    trainer.algorithm.extra = {}
+    trainer.algorithm.extra = generator.engine_kwargs = {}
     trainer.sync_interval = 1
     trainer.plan = "sync" if trainer.plan == "streamed" else trainer.plan
     trainer.resume_mode = "none"
