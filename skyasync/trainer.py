@@ -25,13 +25,13 @@ from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
 from skyasync.rollout.contract import Generator, play
 from skyasync.rollout.metrics import eval_name, rollout_metrics, staleness_metrics
-from skyasync.rollout.requests import eval_prompts, eval_request, train_request
+from skyasync.rollout.requests import eval_prompts, request_for
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import GeneratorInput, Group, Prompt, Rollout
+from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
 from skyasync.training import estimates
 from skyasync.training.handover import HandOver, WeightSyncing
-from skyasync.training.learner import Learner
+from skyasync.training.learner import Learner, with_advantages
 from skyasync.training.length import RunLength
 from skyasync.training.parts import Client, Parts
 from skyasync.training.phases import Metrics, Phases
@@ -101,7 +101,7 @@ class RayPPOTrainer(Views):
         self.length = RunLength(cfg, self.prompts, self.progress)
         self.learner = Learner(cfg, self.progress, self.phases, self.length)
         self.handover = HandOver(cfg, inference_engine_client, self.progress, self.phases)
-        self.refill = Refill(cfg, self.prompts, self.progress, self.length)
+        self.refill = Refill(cfg, self.length)
         self.saving = Saving(cfg, self.prompts, self.progress, self.phases, self.learner)
         self.reporting = Reporting(tracker, callbacks, cfg.trainer.save_samples)
         self._plan_runs = False
@@ -146,7 +146,12 @@ class RayPPOTrainer(Views):
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
         """The batches that have not been trained; ``generate`` may take prompts between two of them."""
-        return self.refill.remaining_prompts()
+        cursor = self.refill.cursor = self.prompts.cursor(self.position, self.ahead)
+        for _ in range(self.total_steps - self.global_step):
+            batch = cursor.take(self.cfg.trainer.train_batch_size)
+            if not batch.prompts:
+                return
+            yield batch
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -181,8 +186,10 @@ class RayPPOTrainer(Views):
         async with self.handover.rollout():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
-                request = train_request(prompts, self.cfg.generator)
-                groups, found = await self._play("generation", request, prompts, version)
+                request = request_for(prompts, self.cfg.generator)
+                self.handover.check_awake(type(self).__name__)
+                async with self.phases.limited("generation"):
+                    groups, found = await play(self.generator, request, prompts, version)
         if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | found
@@ -210,10 +217,12 @@ class RayPPOTrainer(Views):
         self._check_running("train_on")
         with self.timed("train"):
             await self.handover.make_way_for_training()
-            await self.saving.whole(self._advance(rollout))
+            self.saving.step_begun()
+            await self.saving.uninterrupted(self._advance(rollout))
         return self.metrics
 
     async def _advance(self, rollout: Rollout) -> None:
+        """What is not cut in two: weights and position belong together."""
         async with self.phases.limited("update"):
             await self.learn_from(rollout.groups)
         await self.finish_step(rollout)
@@ -231,8 +240,22 @@ class RayPPOTrainer(Views):
         self.metrics.update(self.learner.finish(batch))
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch | None:
-        """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth training on."""
-        return await self.learner.prepare(groups, self)
+        """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth training on.
+
+        Needs whole groups, and all of them at once where the estimator compares prompts.
+        """
+        from skyasync.rollout.collate import collate_in_turns
+
+        if not self.refill.active:  # else they were filtered as they came
+            sampled = len(groups)
+            groups = self.filter_groups(groups)
+            self.learner.count_rejected(sampled - len(groups))
+        groups = self.drop_truncated(groups)
+        if not groups:
+            return None
+        batch = self.shape_rewards(await self.ask_roles(await collate_in_turns(groups)))
+        scored = self.apply_reward_kl_penalty(await self.learner.scored(batch))
+        return with_advantages(self.compute_advantages_and_returns(scored))
 
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
         """Add the gradient of a part of a prepared batch; ``complete``: it is all that the next update trains."""
@@ -254,7 +277,8 @@ class RayPPOTrainer(Views):
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle, in the steps in which that is due."""
         if self.handover.due(self.global_step >= self.total_steps):
-            await self.handover.to_idle_engines()
+            async with self.handover.syncing():
+                await self.weight_sync.sync(self.global_step)
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are busy; ``partial_rollout`` says what is in flight meanwhile."""
@@ -264,7 +288,8 @@ class RayPPOTrainer(Views):
             async with self.handover.without_rollouts():
                 await self.sync_policy_weights_to_inference_engines()
         else:
-            await self.handover.to_busy_engines()
+            async with self.handover.syncing(), self.handover.engines_paused():
+                await self.weight_sync.sync(self.global_step)
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
@@ -366,19 +391,15 @@ class RayPPOTrainer(Views):
                 f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
             )
 
-    async def _play(
-        self, what: str, request: GeneratorInput, prompts: Sequence[Prompt], version: int
-    ) -> tuple[list[Group], Metrics]:
-        self.handover.check_awake(type(self).__name__)
-        async with self.phases.limited(what):
-            return await play(self.generator, request, prompts, version)
-
     async def _evaluation(self) -> list[Group]:
         groups: list[Group] = []
         for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
             prompts = self.eval_dataset[start : start + self.cfg.trainer.eval_batch_size]
-            request = eval_request(prompts, self.cfg.generator)
-            groups += (await self._play("evaluation", request, prompts, self.policy_version))[0]
+            request = request_for(prompts, self.cfg.generator, is_eval=True)
+            self.handover.check_awake(type(self).__name__)
+            async with self.phases.limited("evaluation"):
+                found, _ = await play(self.generator, request, prompts, self.policy_version)
+            groups += found
         return groups
 
     async def _begin(self) -> None:

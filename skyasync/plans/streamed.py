@@ -139,7 +139,8 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
                 self._arrived.clear()
                 await self.waiting("data", self._arrived.wait())
         with self.timed("train"):
-            await self.saving.whole(self._last_step(update=in_gradient > 0))
+            self.saving.step_begun()
+            await self.saving.uninterrupted(self._last_step(update=in_gradient > 0))
 
     async def _train_some(self, groups: list[Group], in_gradient: int) -> int:
         """Add their gradient, and step where a mini-batch is complete; returns how many groups wait for the step."""
@@ -151,7 +152,8 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
                 await self.forward_backward(part, complete=False)
                 in_gradient += count
                 if in_gradient == size:
-                    await self.saving.whole(self._update())
+                    self.saving.step_begun()
+                    await self.saving.uninterrupted(self._update())
                     in_gradient = 0
         return in_gradient
 

@@ -11,15 +11,20 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, TrajectoryId
 
 
-def train_request(prompts: Sequence[Prompt], generator_cfg: GeneratorConfig) -> GeneratorInput:
-    """``n_samples_per_prompt`` trajectories per prompt, group by group."""
-    count, sampling = generator_cfg.n_samples_per_prompt, sampling_params(generator_cfg.sampling_params)
-    return _request(prompts, count, sampling, generator_cfg.max_turns, is_eval=False)
-
-
-def eval_request(prompts: Sequence[Prompt], generator_cfg: GeneratorConfig) -> GeneratorInput:
-    count, sampling = generator_cfg.eval_n_samples_per_prompt, sampling_params(evaluation(generator_cfg))
-    return _request(prompts, count, sampling, generator_cfg.max_turns, is_eval=True)
+def request_for(prompts: Sequence[Prompt], generator_cfg: GeneratorConfig, *, is_eval: bool = False) -> GeneratorInput:
+    """``n_samples_per_prompt`` trajectories per prompt (or as many as an evaluation has), group by group."""
+    cfg = generator_cfg
+    count = cfg.eval_n_samples_per_prompt if is_eval else cfg.n_samples_per_prompt
+    told = {"max_turns": cfg.max_turns} if cfg.max_turns else {}  # environments count by it
+    pairs = [(prompt, repetition) for prompt in prompts for repetition in range(count)]
+    return {
+        "prompts": [prompt.messages for prompt, _ in pairs],
+        "env_classes": [prompt.env_class for prompt, _ in pairs],
+        "env_extras": [{**prompt.extras, **told} for prompt, _ in pairs],
+        "sampling_params": sampling_params(evaluation(cfg) if is_eval else cfg.sampling_params),
+        "trajectory_ids": [TrajectoryId(prompt.id, repetition) for prompt, repetition in pairs],
+        "is_eval": is_eval,
+    }
 
 
 def eval_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -57,18 +62,3 @@ def request_seed(seed: int | None, request_id: str) -> int | None:
     if seed is None:
         return None
     return int.from_bytes(hashlib.blake2b(f"{seed} {request_id}".encode(), digest_size=7).digest(), "little")
-
-
-def _request(
-    prompts: Sequence[Prompt], count: int, sampling: SamplingParams, max_turns: int, *, is_eval: bool
-) -> GeneratorInput:
-    told = {"max_turns": max_turns} if max_turns else {}  # environments count by it
-    pairs = [(prompt, repetition) for prompt in prompts for repetition in range(count)]
-    return {
-        "prompts": [prompt.messages for prompt, _ in pairs],
-        "env_classes": [prompt.env_class for prompt, _ in pairs],
-        "env_extras": [{**prompt.extras, **told} for prompt, _ in pairs],
-        "sampling_params": sampling,
-        "trajectory_ids": [TrajectoryId(prompt.id, repetition) for prompt, repetition in pairs],
-        "is_eval": is_eval,
-    }

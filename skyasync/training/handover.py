@@ -61,20 +61,16 @@ class HandOver:
         step = self._progress.step
         return last or not self._announced or step % self._cfg.sync_interval == 0
 
-    async def to_idle_engines(self) -> None:
-        async with self._syncing():
-            await self.weight_sync.sync(self._progress.step)
-
-    async def to_busy_engines(self) -> None:
-        """Swap under the requests in flight: they go on, or (``partial_rollout=recompute``) begin a new piece."""
+    @asynccontextmanager
+    async def engines_paused(self) -> AsyncIterator[None]:
+        """Around a swap under the requests in flight: they go on, or (``partial_rollout=recompute``) in a new piece."""
         client = self._client
-        async with self._syncing():
-            await (client.cut() if self._cfg.partial_rollout == "recompute" else client.pause("keep"))
-            async with afterwards(client.resume):
-                await self.weight_sync.sync(self._progress.step)
+        await (client.cut() if self._cfg.partial_rollout == "recompute" else client.pause("keep"))
+        async with afterwards(client.resume):
+            yield
 
     @asynccontextmanager
-    async def _syncing(self) -> AsyncIterator[None]:
+    async def syncing(self) -> AsyncIterator[None]:
         """Around a hand-over of weights; behind it, when the engines compute again, it is verified."""
         with self._phases.timed("sync"):
             async with self._phases.limited("weight sync"):

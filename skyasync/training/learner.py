@@ -11,11 +11,10 @@ the update), current (with gradient).
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.rollout.types import Group
 from skyasync.training.length import RunLength
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
@@ -27,17 +26,6 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
     from skyasync.workers.protocol import WorkerDispatch
 
 log = logging.getLogger(__name__)
-
-
-class Hooks(Protocol):
-    """What an algorithm may override; ``RayPPOTrainer`` says what each does."""
-
-    def filter_groups(self, groups: list[Group]) -> list[Group]: ...
-    def drop_truncated(self, groups: list[Group]) -> list[Group]: ...
-    async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch: ...
-    def shape_rewards(self, batch: RolloutBatch) -> RolloutBatch: ...
-    def apply_reward_kl_penalty(self, batch: ScoredBatch) -> ScoredBatch: ...
-    def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch: ...
 
 
 class Learner:
@@ -64,28 +52,13 @@ class Learner:
 
     # ---------------------------------------------------------------- prepare
 
-    async def prepare(self, groups: list[Group], hooks: Hooks) -> TrainingBatch | None:
-        """Groups to a batch with advantages and the log-probabilities that the objective needs; None if none is kept.
+    def count_rejected(self, groups: int) -> None:
+        """So many were left out of the batch in hand: a metric, where any could be."""
+        metrics = self._phases.metrics
+        if groups > 0 or self._cfg.algorithm.dynamic_sampling.type != "none":
+            metrics["dynamic_sampling/rejected"] = metrics.get("dynamic_sampling/rejected", 0.0) + groups
 
-        Needs whole groups, and all of them at once where the estimator compares prompts.
-        """
-        from skyasync.rollout.collate import collate_in_turns
-
-        groups = hooks.drop_truncated(groups if self._length.refilling else self._filtered(groups, hooks))
-        if not groups:
-            return None
-        sampled = hooks.shape_rewards(await hooks.ask_roles(await collate_in_turns(groups)))
-        scored = hooks.apply_reward_kl_penalty(await self._scored(sampled))
-        return with_advantages(hooks.compute_advantages_and_returns(scored))
-
-    def _filtered(self, groups: list[Group], hooks: Hooks) -> list[Group]:
-        kept, metrics = hooks.filter_groups(groups), self._phases.metrics
-        if self._cfg.algorithm.dynamic_sampling.type != "none" or len(kept) < len(groups):
-            rejected = metrics.get("dynamic_sampling/rejected", 0.0)
-            metrics["dynamic_sampling/rejected"] = rejected + len(groups) - len(kept)
-        return kept
-
-    async def _scored(self, sampled: RolloutBatch) -> ScoredBatch:
+    async def scored(self, sampled: RolloutBatch) -> ScoredBatch:
         """Add the log-probabilities that the objective needs and that an update does not give for free.
 
         With one update per batch the policy before the update is the proximal one, and the update has its

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from skyasync.config.schema import Config
-from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
+from skyasync.data.prompts import PromptBatch, PromptCursor
 from skyasync.errors import UserError
 from skyasync.rollout.types import Group, Prompt
 from skyasync.training.length import RunLength
 from skyasync.training.phases import Metrics
-from skyasync.training.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +25,17 @@ Keep = Callable[[list[Group]], list[Group]]
 
 
 class Refill:
-    """The prompts of a run, batch by batch, and more of them where groups are rejected.
+    """More prompts of the run where groups are rejected.
 
     With ``dynamic_sampling.mode=filter`` batches are as they were rolled out.
+
+    Attributes:
+        cursor: where the run's batches are taken from, and what is to replace the rejected ones between two of them.
     """
 
-    def __init__(self, cfg: Config, prompts: PromptStream, progress: Progress, length: RunLength) -> None:
-        self._cfg, self._prompts, self._progress, self._length = cfg.trainer, prompts, progress, length
-        self._cursor: PromptCursor | None = None
+    def __init__(self, cfg: Config, length: RunLength) -> None:
+        self._cfg, self._length = cfg.trainer, length
+        self.cursor: PromptCursor | None = None
 
     @property
     def active(self) -> bool:
@@ -46,20 +48,11 @@ class Refill:
         batches = self._cfg.algorithm.dynamic_sampling.max_sample_batches
         return (batches - 1) * self._cfg.train_batch_size if batches else math.inf
 
-    def remaining_prompts(self) -> Iterator[PromptBatch]:
-        """The batches that have not been trained; ``more`` may take prompts between two of them."""
-        self._cursor = self._prompts.cursor(self._progress.position, self._progress.ahead)
-        for _ in range(self._length.steps - self._progress.step):
-            batch = self._cursor.take(self._cfg.train_batch_size)
-            if not batch.prompts:
-                return
-            yield batch
-
     def more(self, count: int) -> PromptBatch:
         """The next prompts of the stream, in the place of as many that were rejected; fewer at its end."""
-        if self._cursor is None:
+        if self.cursor is None:
             raise UserError("dynamic_sampling.mode=refill needs a plan that takes its batches from remaining_prompts()")
-        return self._cursor.take(count)
+        return self.cursor.take(count)
 
     async def fill(
         self, prompts: PromptBatch, step: int, roll_out: RollOut, keep: Keep

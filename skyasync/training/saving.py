@@ -58,20 +58,32 @@ class Saving:
         self._behind: asyncio.Task[Path] | None = None  # writes while training goes on
         self._behind_step, self._behind_s = 0, 0.0
 
-    async def whole(self, step: Coroutine[Any, Any, None]) -> None:
-        """Await what changes weights and position together.
-
-        With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update cannot be saved.
-        """
+    def step_begun(self) -> None:
+        """From here to ``step_done`` weights and position do not belong together."""
         self._between_steps = False
-        await self.uninterrupted(step)
 
     async def uninterrupted(self, step: Coroutine[Any, Any, None]) -> None:
-        """Await what may change the weights before its end; with ``ckpt_on_exit`` a cancellation waits for that."""
-        if self._cfg.ckpt_on_exit or self._cfg.ckpt_interval:
-            await self._to_its_end(asyncio.create_task(step))
-        else:
+        """Await what changes the weights.
+
+        With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update cannot be saved. A
+        second one ends it too.
+        """
+        if not (self._cfg.ckpt_on_exit or self._cfg.ckpt_interval):
             await step
+            return
+        task = asyncio.create_task(step)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not self._saves_on_exit:
+                task.cancel()
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            task.result()
+            raise
 
     def step_done(self) -> None:
         """Weights and position belong together again."""
@@ -224,22 +236,6 @@ class Saving:
         self._saved_step, self._failures, self._problem = step, 0, ""
         self.complete.append(folder)
         return folder
-
-    async def _to_its_end(self, task: asyncio.Task[None]) -> None:
-        """The task's result or error; if this is cancelled, and the run saves on exit, the task ends first. A second
-        time ends it too."""
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not self._saves_on_exit:
-                task.cancel()
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                task.cancel()
-                raise
-            task.result()
-            raise
 
     def _fail(self, step: int, error: OSError, patient: bool) -> None:
         self._failures += 1
