@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 REMEMBERED_SESSIONS = 65_536  # those used last; a conversation between two turns has no request in flight
 
 
-Letter = tuple[GenerationRequest, "asyncio.Future[GenerationOutput]"]
+class Mail(NamedTuple):
+    """What an engine is told in one turn of the event loop."""
+
+    letters: list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]
+    abandoned: list[str]  # requests whose answers nobody waits for any more: the engine need not compute them
 
 
 class InferenceClient:
@@ -72,8 +76,7 @@ class InferenceClient:
         self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
         self._in_flight = [0] * len(engines)
         self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
-        self._outbox: dict[int, list[Letter]] = {}
-        self._abandoned: dict[int, list[str]] = {}  # engine -> requests to be aborted there
+        self._outbox: dict[int, Mail] = {}  # engine -> of this turn
         self._carriers: set[asyncio.Task[None]] = set()
         self._unanswered: dict[str, str] = {}  # id as the engines know it -> id as the caller knows it
         self._cut: set[str] = set()  # the engines' ids of what ``cut`` has ended
@@ -135,7 +138,7 @@ class InferenceClient:
             raise ValueError(f"request {request.request_id} is in flight already: its id must be its own")
         index = self._choose(request.session_id)
         future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
-        self._post(index, (request, future))
+        self._mail(index).letters.append((request, future))
         self._unanswered[request.request_id] = caller_id
         try:
             async with asyncio.timeout(self.request_timeout_s) as timer:
@@ -149,16 +152,16 @@ class InferenceClient:
             ) from error
         finally:
             if not future.done() or future.cancelled():
-                self._abandon(index, request.request_id)
+                self._mail(index).abandoned.append(request.request_id)
             del self._unanswered[request.request_id]
             self._in_flight[index] -= 1
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Per engine, the log-probability of each token after the first."""
-        return await self._everywhere(lambda engine: engine.score(sequences))
+        return await asyncio.gather(*(engine.score(sequences) for engine in self.engines))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._everywhere(lambda engine: engine.pause(mode))
+        await asyncio.gather(*(engine.pause(mode) for engine in self.engines))
 
     async def cut(self) -> None:
         """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
@@ -166,7 +169,7 @@ class InferenceClient:
         await self.pause("abort")
 
     async def resume(self) -> None:
-        await self._everywhere(lambda engine: engine.resume())
+        await asyncio.gather(*(engine.resume() for engine in self.engines))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) for good, also if they had been cut."""
@@ -174,28 +177,26 @@ class InferenceClient:
             wanted = set(request_ids)
             request_ids = [engine_id for engine_id, caller_id in self._unanswered.items() if caller_id in wanted]
         self._cut -= set(self._unanswered if request_ids is None else request_ids)
-        await self._everywhere(lambda engine: engine.abort(request_ids))
+        await asyncio.gather(*(engine.abort(request_ids) for engine in self.engines))
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self._everywhere(lambda engine: engine.update_weights(update))
+        await asyncio.gather(*(engine.update_weights(update) for engine in self.engines))
 
     async def sleep(self) -> None:
-        await self._everywhere(lambda engine: engine.sleep())
+        await asyncio.gather(*(engine.sleep() for engine in self.engines))
 
     async def wake(self, part: WakePart) -> None:
-        await self._everywhere(lambda engine: engine.wake(part))
+        await asyncio.gather(*(engine.wake(part) for engine in self.engines))
 
     async def stats(self) -> list[EngineStats]:
-        return await self._everywhere(lambda engine: engine.stats())
+        return await asyncio.gather(*(engine.stats() for engine in self.engines))
 
     async def shutdown(self) -> None:
+        await asyncio.sleep(0)  # a carrier that is cancelled before it begins would answer nobody
         carriers = list(self._carriers)
         for task in carriers:
             task.cancel()
         await asyncio.gather(*carriers, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
-
-    async def _everywhere(self, call: Callable[[InferenceEngine], Awaitable[Any]]) -> list[Any]:
-        return list(await asyncio.gather(*(call(engine) for engine in self.engines)))
 
     def _choose(self, session_id: str | None) -> int:
         index = min(range(len(self.engines)), key=self._in_flight.__getitem__)
@@ -207,40 +208,31 @@ class InferenceClient:
         self._in_flight[index] += 1
         return index
 
-    def _post(self, index: int, letter: Letter) -> None:
+    def _mail(self, index: int) -> Mail:
+        """This turn's, to an engine. It is carried there in the next one."""
         if index not in self._outbox:
-            self._outbox[index] = []
-            asyncio.get_running_loop().call_soon(self._dispatch, index)
-        self._outbox[index].append(letter)
+            self._outbox[index] = Mail([], [])
+            carrier = asyncio.get_running_loop().create_task(self._carry(index))
+            self._carriers.add(carrier)
+            carrier.add_done_callback(self._carriers.discard)
+        return self._outbox[index]
 
-    def _dispatch(self, index: int) -> None:
-        letters = [letter for letter in self._outbox.pop(index) if not letter[1].cancelled()]
-        if letters:
-            self._begin(self._carry(index, letters))
-
-    def _begin(self, errand: Coroutine[Any, Any, None]) -> None:
-        carrier = asyncio.get_running_loop().create_task(errand)
-        self._carriers.add(carrier)
-        carrier.add_done_callback(self._carriers.discard)
-
-    def _abandon(self, index: int, request_id: str) -> None:
-        """Nobody waits for the answer any more: the engine need not compute it. Told in one message per turn."""
-        if index not in self._abandoned:
-            self._abandoned[index] = []
-            asyncio.get_running_loop().call_soon(lambda: self._begin(self._abort_abandoned(index)))
-        self._abandoned[index].append(request_id)
-
-    async def _abort_abandoned(self, index: int) -> None:
-        with contextlib.suppress(Exception):  # an engine that has failed tells those who still wait
-            await self.engines[index].abort(self._abandoned.pop(index))
-
-    async def _carry(self, index: int, letters: list[Letter]) -> None:
+    async def _carry(self, index: int) -> None:
+        mail = self._outbox.pop(index)
+        letters = [(request, future) for request, future in mail.letters if not future.cancelled()]
         waiting = {request.request_id: future for request, future in letters}
         try:
+            if mail.abandoned:
+                with contextlib.suppress(Exception):  # an engine that has failed tells those who still wait
+                    await self.engines[index].abort(mail.abandoned)
+            if not letters:
+                return
             async for outputs in self.engines[index].generate([request for request, _ in letters]):
                 told = 0
                 for output in outputs:
-                    _answer(waiting.pop(output.request_id), output)
+                    future = waiting.pop(output.request_id)
+                    if not future.done():  # its caller may have been cancelled
+                        future.set_result(output)
                     told += len(output.token_ids)
                     if told >= TURN_TOKENS:  # those who are answered have work to do, and others want their turn
                         told = 0
@@ -280,11 +272,6 @@ def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
         np.concatenate([answer.versions, more.versions]),
         more.finish_reason,
     )
-
-
-def _answer(future: asyncio.Future[GenerationOutput], output: GenerationOutput) -> None:
-    if not future.done():  # its caller may have been cancelled
-        future.set_result(output)
 
 
 def _shareable(error: BaseException) -> BaseException:

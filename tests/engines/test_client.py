@@ -251,6 +251,16 @@ async def test_shutting_down_ends_what_waits_and_reaches_every_engine():
     assert asyncio.get_running_loop().time() == pytest.approx(1)
 
 
+@virtual_time
+async def test_what_was_asked_in_the_turn_of_the_shutdown_is_answered_too():
+    client = InferenceClient([Engine(seconds=1000.0)])
+    task = asyncio.create_task(client.generate(request("r")))
+    await asyncio.sleep(0)
+    await client.shutdown()
+    with pytest.raises(RuntimeError, match="was shut down"):
+        await asyncio.wait_for(task, 1)
+
+
 def test_a_client_needs_an_engine():
     with pytest.raises(ValueError, match="at least one engine"):
         InferenceClient([])
