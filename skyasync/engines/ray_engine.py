@@ -112,28 +112,28 @@ class RayEngine:
             yield await reference
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await self._call("score", sequences)
+        return await self._actor.call.remote("score", sequences)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._call("pause", mode)
+        await self._actor.call.remote("pause", mode)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._actor.call.remote("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._call("abort", request_ids)
+        await self._actor.call.remote("abort", request_ids)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self._call("update_weights", update)
+        await self._actor.call.remote("update_weights", update)
 
     async def sleep(self) -> None:
-        await self._call("sleep")
+        await self._actor.call.remote("sleep")
 
     async def wake(self, part: WakePart) -> None:
-        await self._call("wake", part)
+        await self._actor.call.remote("wake", part)
 
     async def stats(self) -> EngineStats:
-        return await self._call("stats")
+        return await self._actor.call.remote("stats")
 
     async def shutdown(self) -> None:
         """Let the engine release what it holds, then end its process in any case."""
@@ -145,6 +145,3 @@ class RayEngine:
                 async with asyncio.timeout(20):
                     await actor.call.remote("shutdown")
         ray.kill(actor)
-
-    async def _call(self, method: str, *args: object) -> Any:
-        return await self._actor.call.remote(method, *args)

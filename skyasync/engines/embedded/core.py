@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from typing import Any, Literal
 
 import torch
@@ -50,12 +50,21 @@ class Reply:
 
 
 class EmbeddedCore:
-    """All methods run in the engine's thread; only ``stats`` may be read from elsewhere."""
+    """All methods run in the engine's thread; only ``stats`` may be read from elsewhere.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Attributes:
+        failure: the error that ended all work, which is the answer to whatever is asked later; None while all is well.
+
+    Args:
+        thread: the engine's. Commands wait in its queue, and so does the next step: behind those that came before it.
+    """
+
+    def __init__(self, config: EngineConfig, thread: Executor) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)  # holds for the calling thread
-        self._config = config
+        self.failure: BaseException | None = None
+        self._config, self._thread = config, thread
+        self._step_is_queued = False
         self._model = EmbeddedModel(config)
         budget = cache_budget(self._model.device, config.kv_cache_gb, config.gpu_memory_utilization)
         self._decoder = Decoder(
@@ -71,17 +80,31 @@ class EmbeddedCore:
         self._paused_s = 0.0
         self._paused_since: float | None = None
 
-    def work(self) -> bool:
-        """Compute one token for every running request; false when there is nothing to do."""
-        if self._state == "paused" or not self._decoder.busy:
-            return False
-        started = time.perf_counter()
-        rows = self._decoder.step()
-        self._busy_s += time.perf_counter() - started  # counted before anyone can know of the tokens
-        self._report(row for row in rows if row.streamed or row.finish_reason)
-        if self._state == "draining" and not self._decoder.busy:
-            self._enter("paused")
-        return True
+    def work(self) -> None:
+        """Compute one token for every running request, and come back for the next."""
+        self._step_is_queued = False
+        if not self._has_work:
+            return
+        try:
+            started = time.perf_counter()
+            rows = self._decoder.step()
+            self._busy_s += time.perf_counter() - started  # counted before anyone can know of the tokens
+            self._report(row for row in rows if row.streamed or row.finish_reason)
+            if self._state == "draining" and not self._decoder.busy:
+                self._enter("paused")
+        except BaseException as error:
+            self.fail(error)
+        self._go_on()
+
+    @property
+    def _has_work(self) -> bool:
+        return self.failure is None and self._state != "paused" and self._decoder.busy
+
+    def _go_on(self) -> None:
+        """Queue the next step, if there is something to do."""
+        if self._has_work and not self._step_is_queued:
+            self._step_is_queued = True
+            self._thread.submit(self.work)
 
     def submit(self, requests: Sequence[GenerationRequest], reply: Reply, streamed: bool) -> None:
         """Accept all requests, or none.
@@ -98,7 +121,8 @@ class EmbeddedCore:
             rows[request.request_id] = self._row(request, prompts[id(request.prompt_token_ids)], reply, streamed)
         self._rows.update(rows)
         if self._state == "running":
-            self._decoder.submit(rows.values())
+            self._decoder.waiting.extend(rows.values())
+            self._go_on()
         else:
             self._held += rows.values()
 
@@ -116,7 +140,8 @@ class EmbeddedCore:
     def resume(self) -> None:
         self._enter("running")
         held, self._held = self._held, []
-        self._decoder.submit(held)
+        self._decoder.waiting.extend(held)
+        self._go_on()
 
     def abort(self, ids: Sequence[str] | None) -> None:
         chosen = None if ids is None else set(ids)
@@ -151,14 +176,15 @@ class EmbeddedCore:
         since = self._paused_since
         return EngineStats(
             running=self._decoder.running,
-            waiting=self._decoder.waiting + len(self._held),
+            waiting=len(self._decoder.waiting) + len(self._held),
             generated_tokens=self._decoder.generated_tokens,
             busy_s=self._busy_s,
             paused_s=self._paused_s + (time.perf_counter() - since if since is not None else 0.0),
         )
 
     def fail(self, error: BaseException) -> None:
-        """Answer everyone who waits with ``error``."""
+        """End all work, and answer everyone who waits with ``error``."""
+        self.failure = error
         for reply in {id(row.owner): row.owner for row in self._rows.values()}.values():
             reply.send(error)
         self._rows.clear()

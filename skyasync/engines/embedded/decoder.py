@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ class Row:
 
 
 class Decoder:
-    """``submit`` rows, then call ``step`` until ``busy`` is false. Not thread-safe."""
+    """Put rows behind those in ``waiting``, then call ``step`` until ``busy`` is false. Not thread-safe."""
 
     def __init__(self, model: EmbeddedModel, *, version: int, max_num_seqs: int, cache_bytes: int) -> None:
         self.model = model
@@ -97,7 +97,7 @@ class Decoder:
         self._max_num_seqs = max_num_seqs
         self._cache_bytes = cache_bytes
         self._cache: SlotCache | None = None
-        self._waiting: deque[Row] = deque()
+        self.waiting: deque[Row] = deque()
         self._admitted: list[Row] = []  # room is reserved; sorted by prompt, longest last
         self._running: list[Row] = []  # row i lives in slot i
         self._changed = False  # the tensors below no longer describe the running rows
@@ -111,24 +111,17 @@ class Decoder:
         return len(self._running) + len(self._admitted)
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def busy(self) -> bool:
-        return bool(self._running or self._admitted or self._waiting)
-
-    def submit(self, rows: Iterable[Row]) -> None:
-        self._waiting.extend(rows)
+        return bool(self._running or self._admitted or self.waiting)
 
     @torch.inference_mode()
     def abort(self, ids: Collection[str] | None) -> list[Row]:
         """Take out the requests with these ids (None: all) and return them, their outputs marked as aborted."""
-        everywhere = [*self._running, *self._admitted, *self._waiting]
+        everywhere = [*self._running, *self._admitted, *self.waiting]
         cut = [row for row in everywhere if ids is None or row.request.request_id in ids]
         for row in cut:
             row.finish_reason = "abort"
-        self._waiting = deque(row for row in self._waiting if row.finish_reason is None)
+        self.waiting = deque(row for row in self.waiting if row.finish_reason is None)
         self._admitted = [row for row in self._admitted if row.finish_reason is None]
         self._drop_finished()
         return cut
@@ -141,7 +134,9 @@ class Decoder:
         """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token."""
         if not self._admitted:
             self._admit()
-        rows = self._prefill() if self._admitted else self._decode()
+        rows, tokens, logprobs = self._prefill() if self._admitted else self._decode()
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.record(token, logprob, self.version)
         self.generated_tokens += len(rows)
         self._drop_finished()
         return rows
@@ -150,12 +145,12 @@ class Decoder:
         """Take waiting requests, in order, while slots and cache have room for all that they may become."""
         cache = self._ensure_cache()
         columns = max((row.reserved for row in self._running), default=0)
-        while self._waiting and self.running < self._max_num_seqs:
-            needed = max(columns, self._waiting[0].reserved)
+        while self.waiting and self.running < self._max_num_seqs:
+            needed = max(columns, self.waiting[0].reserved)
             if self.running and not cache.fits(self.running + 1, needed):
                 break
             columns = needed
-            self._admitted.append(self._waiting.popleft())
+            self._admitted.append(self.waiting.popleft())
         if self._admitted:
             cache.reserve(self.running, columns)
             self._admitted.sort(key=lambda row: (len(row.prompt), row.prompt))
@@ -166,7 +161,7 @@ class Decoder:
             self._cache = SlotCache(prefixes, self._cache_bytes)
         return self._cache
 
-    def _prefill(self) -> list[Row]:
+    def _prefill(self) -> tuple[list[Row], Tensor, Tensor]:
         """Compute each different prompt once, give all its samples a copy, and sample their first tokens."""
         rows, prompts, index = self._next_prompts()
         logits, prefixes = self.model.prefill(prompts)
@@ -176,8 +171,7 @@ class Decoder:
         self._running += rows
         self._changed = True
         sampler = BatchSampler(rows, self.model.device)
-        self._record(rows, *sampler(logits[which], np.zeros(len(rows), dtype=np.int64)))
-        return rows
+        return rows, *sampler(logits[which], np.zeros(len(rows), dtype=np.int64))
 
     def _next_prompts(self) -> tuple[list[Row], list[list[int]], list[int]]:
         """Admitted rows with the longest prompts, their different prompts, and which row has which."""
@@ -194,22 +188,17 @@ class Decoder:
             index.append(len(prompts) - 1)
         return rows, prompts, index
 
-    def _decode(self) -> list[Row]:
+    def _decode(self) -> tuple[list[Row], Tensor, Tensor]:
+        """The running rows, their next tokens and the log-probabilities of these, ``[rows]``."""
         if self._changed:
             self._describe_rows()
         assert self._cache is not None
         lengths = torch.from_numpy(self._lengths).to(self.model.device)
         logits = self.model.decode(self._tokens, lengths, int(self._lengths.max()) + 1, self._cache)
         self._tokens, logprobs = self._sampler(logits, self._positions)
-        rows = list(self._running)
-        self._record(rows, self._tokens, logprobs)
         self._lengths = self._lengths + 1
         self._positions = self._positions + 1
-        return rows
-
-    def _record(self, rows: list[Row], tokens: Tensor, logprobs: Tensor) -> None:
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.record(token, logprob, self.version)
+        return list(self._running), self._tokens, logprobs
 
     def _describe_rows(self) -> None:
         rows, device = self._running, self.model.device

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar
 
 from skyasync.engines.embedded.core import EmbeddedCore, Reply
-from skyasync.engines.embedded.worker_thread import WorkerThread
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
@@ -50,25 +50,43 @@ class TransformersEngine:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._core: EmbeddedCore | None = None
-        self._thread: WorkerThread | None = None
+        self._thread: ThreadPoolExecutor | None = None  # of one: commands and steps, one at a time
 
     async def start(self) -> None:
-        self._thread = WorkerThread("transformers engine", self._work, self._fail)
-        await self._call(self._load)
+        self._thread = ThreadPoolExecutor(1, "transformers engine")
+        await self._call(self._load, self._thread)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest], *, streamed: bool = False
+    ) -> AsyncGenerator[list[GenerationOutput], None]:
         """See the protocol. Leaving the iteration early aborts what is unanswered.
+
+        Args:
+            streamed: give what is new of each request at every token; only its last output has a ``finish_reason``.
 
         Raises:
             UserError: for a request that can never be answered; none of ``requests`` is started then.
         """
-        async with aclosing(self._outputs(requests, streamed=False)) as news:
-            async for outputs in news:
-                yield outputs
+        for request in requests:
+            check_request(request, self._config.max_model_len)
+        reply = Reply()
+        unanswered = {request.request_id for request in requests}
+        await self._call(lambda: self._loaded.submit(requests, reply, streamed))
+        try:
+            while unanswered:
+                message = await reply.queue.get()
+                if isinstance(message, BaseException):
+                    unanswered.clear()
+                    raise message
+                unanswered -= {output.request_id for output in message if output.finish_reason}
+                yield message
+        finally:
+            if unanswered and self._thread is not None:
+                self._thread.submit(lambda: self._loaded.abort(list(unanswered)))
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
-        async with aclosing(self._outputs([request], streamed=True)) as news:
+        async with aclosing(self.generate([request], streamed=True)) as news:
             async for outputs in news:
                 for output in outputs:
                     yield output
@@ -100,62 +118,43 @@ class TransformersEngine:
 
     async def wake(self, part: WakePart) -> None:
         """Nothing to undo: the next request allocates its cache."""
-        await self._call(lambda: None)
+        await self._call(lambda: self._loaded)
 
     async def stats(self) -> EngineStats:
-        return self._loaded.stats()
+        return self._running.stats()
 
     async def shutdown(self) -> None:
         """End the thread; whoever still waits for an answer gets an error."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        thread.post(lambda: self._fail(RuntimeError("the engine was shut down before the request was answered")))
-        thread.close()
-        await asyncio.to_thread(thread.join)
+        if self._core is not None:
+            ended = RuntimeError("the engine was shut down before the request was answered")
+            await asyncio.get_running_loop().run_in_executor(thread, self._core.fail, ended)
+        await asyncio.to_thread(thread.shutdown)
         self._core = None
 
     @property
-    def _loaded(self) -> EmbeddedCore:
+    def _running(self) -> EmbeddedCore:
         if self._core is None:
             raise RuntimeError("the engine is not running: it has not been started, or was shut down")
         return self._core
 
-    def _load(self) -> None:
-        self._core = EmbeddedCore(self._config)
+    @property
+    def _loaded(self) -> EmbeddedCore:
+        """As commands find it. Raises the error that ended its work, if there was one."""
+        if self._running.failure is not None:
+            raise self._running.failure
+        return self._running
 
-    def _work(self) -> bool:
-        return self._core is not None and self._core.work()
+    def _load(self, thread: ThreadPoolExecutor) -> None:
+        self._core = EmbeddedCore(self._config, thread)
 
-    def _fail(self, error: BaseException) -> None:
-        if self._core is not None:
-            self._core.fail(error)
-
-    async def _call(self, command: Callable[[], T]) -> T:
+    async def _call(self, command: Callable[..., T], *args: object) -> T:
         """Run ``command`` in the thread, between two tokens."""
         if self._thread is None:
             raise RuntimeError("the engine is not running: it has not been started, or was shut down")
-        return await asyncio.wrap_future(self._thread.post(command))
-
-    async def _outputs(
-        self, requests: Sequence[GenerationRequest], streamed: bool
-    ) -> AsyncGenerator[list[GenerationOutput], None]:
-        for request in requests:
-            check_request(request, self._config.max_model_len)
-        reply = Reply()
-        unanswered = {request.request_id for request in requests}
-        await self._call(lambda: self._loaded.submit(requests, reply, streamed))
-        try:
-            while unanswered:
-                message = await reply.queue.get()
-                if isinstance(message, BaseException):
-                    unanswered.clear()
-                    raise message
-                unanswered -= {output.request_id for output in message if output.finish_reason}
-                yield message
-        finally:
-            if unanswered and self._thread is not None:
-                self._thread.post(lambda: self._loaded.abort(list(unanswered)))
+        return await asyncio.get_running_loop().run_in_executor(self._thread, command, *args)
 
 
 def check_request(request: GenerationRequest, max_model_len: int) -> None:
