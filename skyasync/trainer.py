@@ -30,6 +30,7 @@ from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
 from skyasync.training import estimates
+from skyasync.training.bookkeeping import Bookkeeping
 from skyasync.training.handover import HandOver, WeightSyncing
 from skyasync.training.learner import Learner, with_advantages
 from skyasync.training.length import RunLength
@@ -59,7 +60,7 @@ class RayPPOTrainer(Views):
     Subclass it and override a hook (``postprocess_generator_output``, ``filter_groups``,
     ``apply_reward_kl_penalty``, ``compute_advantages_and_returns``) to change the algorithm, or ``train`` to
     change the plan. Hooks combine with every plan by inheritance. What the steps need is held by parts, one for
-    each concern (``progress``, ``phases``, ``learner``, ``handover``, ``refill``, ``saving``, ``reporting``).
+    each concern (``progress``, ``phases``, ``learner``, ``handover``, ``refill``, ``book``, ``saving``, ``reporting``).
 
     Args:
         cfg: a ``skyasync.config.Config``.
@@ -102,7 +103,8 @@ class RayPPOTrainer(Views):
         self.learner = Learner(cfg, self.progress, self.phases, self.length)
         self.handover = HandOver(cfg, inference_engine_client, self.progress, self.phases)
         self.refill = Refill(cfg, self.length)
-        self.saving = Saving(cfg, self.prompts, self.progress, self.phases, self.learner)
+        self.book = Bookkeeping(cfg, self.prompts)
+        self.saving = Saving(cfg, self.prompts, self.progress, self.phases, self.learner, self.book)
         self.reporting = Reporting(tracker, callbacks, cfg.trainer.save_samples)
         self._plan_runs = False
         self._refuse_what_cannot_work()
@@ -186,13 +188,18 @@ class RayPPOTrainer(Views):
         async with self.handover.rollout():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
-                request = request_for(prompts, self.cfg.generator)
-                self.handover.check_awake(type(self).__name__)
-                async with self.phases.limited("generation"):
-                    groups, found = await play(self.generator, request, prompts, version)
+                had = self.book.start(prompts, version)  # in the checkpoint
+                left = [prompt for prompt in prompts if prompt.id not in had]
+                groups, found = await self._play(left, version) if left else ([], {})
+                groups = self.book.finish(prompts, had, groups)
         if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | found
+
+    async def _play(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
+        self.handover.check_awake(type(self).__name__)
+        async with self.phases.limited("generation"):
+            return await play(self.generator, request_for(prompts, self.cfg.generator), prompts, version)
 
     def assemble(
         self,
@@ -210,7 +217,7 @@ class RayPPOTrainer(Views):
         found = self.reporting.rolled_out([*groups, *rejected]) | metrics
         if self.refill.active:
             found |= self.refill.count(len(groups), len(rejected))
-        return Rollout(groups, position, found, ahead)
+        return Rollout(groups, position, found, ahead, [group.prompt.id for group in rejected])
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
@@ -247,9 +254,10 @@ class RayPPOTrainer(Views):
         from skyasync.rollout.collate import collate_in_turns
 
         if not self.refill.active:  # else they were filtered as they came
-            sampled = len(groups)
+            sampled = groups
             groups = self.filter_groups(groups)
-            self.learner.count_rejected(sampled - len(groups))
+            self.learner.count_rejected(len(sampled) - len(groups))
+            self.book.reject(sampled, groups)
         groups = self.drop_truncated(groups)
         if not groups:
             return None
@@ -272,6 +280,7 @@ class RayPPOTrainer(Views):
             self.metrics.setdefault(name, value)  # what a hook has found stands
         self.progress.trained(rollout.position, rollout.ahead)
         self.saving.step_done()
+        self.reporting.ended(self.global_step, self.book.close(rollout))
         self.reporting.trained(self.global_step, rollout.groups, self.tokenizer.decode if self.tokenizer else None)
 
     async def sync_policy_weights_to_inference_engines(self) -> None:

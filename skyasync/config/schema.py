@@ -150,6 +150,11 @@ class TrainerConfig(Settings):
         "Write checkpoints while training goes on, of a copy in host memory; the next one waits for the former.",
         when=_CHECKPOINTS,
     )
+    ckpt_rollouts: bool = key(
+        True,
+        "Keep in checkpoints what has been generated and not yet trained, so that a resumed run need not do it again.",
+        when=_CHECKPOINTS,
+    )
     ckpt_patience: int = key(
         3,
         "Checkpoints in a row that the disk does not take (it is full, or may not be written) before the run ends.",

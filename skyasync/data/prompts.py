@@ -95,6 +95,16 @@ class PromptStream:
         row = self._dataset[offset]
         return Prompt(PromptId(epoch, row.id.row), row.messages, row.env_class, row.extras)
 
+    def of_identity(self, identity: PromptId) -> Prompt:
+        """A prompt of the stream by what it is called."""
+        row = self._dataset[self._places[identity.row]]
+        return Prompt(identity, row.messages, row.env_class, row.extras)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Row as prompts are called by it -> place in the dataset."""
+        return {prompt.id.row: place for place, prompt in enumerate(self._dataset)}
+
 
 class PromptCursor:
     """Where a reader of the stream stands; each prompt that is left is taken once, in order."""

@@ -50,7 +50,7 @@ class RunDirectory:
         root = check_name(root, name)
         self._new = not (resume and (root / name).exists())
         self.path = _existing(root / name) if resume else _unused(root / name)
-        self._samples_rewound = False
+        self._rewound: set[Path] = set()  # files that go on behind the step at which this run began
 
     @property
     def name(self) -> str:
@@ -67,6 +67,11 @@ class RunDirectory:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """How every prompt ended; see ``skyasync.state.ledger.audit``."""
+        return self.path / "ledger.jsonl"
 
     @property
     def timeline(self) -> Path:
@@ -98,14 +103,19 @@ class RunDirectory:
         jsonl.replace_text(self.config, yaml)
 
     def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append one line per record, ``step`` first.
+        """Append one line per record, ``step`` first."""
+        self._append(self.samples, step, records)
 
-        The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone.
-        """
-        if not self._samples_rewound:
-            jsonl.keep_rows(self.samples, lambda row: row["step"] < step)
-            self._samples_rewound = True
-        jsonl.append_rows(self.samples, ({"step": step, **record} for record in records))
+    def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
+        """How the prompts of a step ended."""
+        self._append(self.ledger, step, [ended])
+
+    def _append(self, file: Path, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone."""
+        if file not in self._rewound:
+            jsonl.keep_rows(file, lambda row: row["step"] < step)
+            self._rewound.add(file)
+        jsonl.append_rows(file, ({"step": step, **record} for record in records))
 
 
 def _existing(path: Path) -> Path:

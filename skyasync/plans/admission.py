@@ -35,7 +35,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -118,21 +118,37 @@ class Admission:
         version: of the weights that the engines have.
         position: all prompts before it have been trained (a resumed run).
         ahead: prompts at or behind ``position`` that have been trained too.
+        begun: position -> version, of prompts that had been admitted when the run was interrupted. They keep their
+            age, and run again; with bounds that have become too tight for that, they are admitted anew like any other.
     """
 
-    def __init__(self, limits: Limits, version: int = 0, position: int = 0, ahead: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        version: int = 0,
+        position: int = 0,
+        ahead: Collection[int] = (),
+        begun: Mapping[int, int] | None = None,
+    ) -> None:
         self.limits = limits
         self.version = version
         self._position, self._ahead = position, set(ahead)
         self._next = position
-        self._skip = frozenset(ahead)
-        self._running: dict[int, int] = {}  # position -> version at admission
+        self._running: dict[int, int] = dict(begun or {})  # position -> version at admission
         self._finished: dict[int, list[int]] = {}  # version at admission -> heap of positions
-        self._untaken: Counter[int] = Counter()  # version at admission -> running and finished prompts
+        self._untaken: Counter[int] = Counter(self._running.values())  # version at admission -> running and finished
         self._taken = 0  # since the last sync
         self._left = limits.total - position - len(self._ahead)  # neither taken nor rejected
         self._wanted = limits.steps * limits.batch_size  # by the batches that are still to be taken
         self._rejected = 0  # since the last batch
+        if not self._can_be_met():
+            self._running, self._untaken = {}, Counter()
+        self._skip = frozenset([*ahead, *self._running])
+
+    @property
+    def begun(self) -> list[int]:
+        """What runs without having been admitted here: the caller starts it first."""
+        return sorted(self._running)
 
     @property
     def running(self) -> int:
@@ -235,6 +251,18 @@ class Admission:
             staying += self._untaken[version] - chosen[version]
             steps_left = version + self.limits.max_staleness - self._step
             if staying > steps_left * self.limits.batch_size:
+                return False
+        return True
+
+    def _can_be_met(self) -> bool:
+        """Whether batches of the oldest, from here on, meet all deadlines."""
+        if self._untaken.total() > min(self.limits.slots, self._wanted):
+            return False
+        due = 0
+        for version in sorted(self._untaken):
+            due += self._untaken[version]
+            batches = version + self.limits.max_staleness - self._step + 1
+            if self.limits.bound == "hard" and due > batches * self.limits.batch_size:
                 return False
         return True
 

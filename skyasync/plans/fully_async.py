@@ -21,9 +21,10 @@
 Charge and release: a prompt's slot is charged in ``_run_generation`` (``admit``) and freed in ``_release`` (``sync``).
 
 What is trained, and in which order: a batch is in the order of the prompt stream, oldest first. Prompts that
-were in flight at a checkpoint are not in its position, so a resumed run generates them again: none is lost and
-none is trained twice. With ``max_staleness=0`` all prompts of a step start together, nothing starts before the
-step has ended, and the engines see what they see in the synchronous plan.
+were open at a checkpoint are not in its position: a resumed run admits them first, as old as they are, and has
+those that were finished from the checkpoint. None is lost and none is trained twice. With ``max_staleness=0`` all
+prompts of a step start together, nothing starts before the step has ended, and the engines see what they see in the
+synchronous plan.
 
 If a rollout or either loop fails, everything else is cancelled and the error is raised.
 """
@@ -66,7 +67,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     async def train(self) -> None:
         async with self.running():
             limits = Limits.of(self.cfg, self.prompts.total, **self._rejecting())
-            self.admission = Admission(limits, self.global_step, self.position, self.ahead)
+            begun = self.book.begun(self.position, self.ahead)  # by the run that this one resumes
+            self.admission = Admission(limits, self.global_step, self.position, self.ahead, begun)
             self._finished: dict[int, tuple[list[Group], Metrics]] = {}
             self._rejected: list[Group] = []  # since the last batch
             self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
@@ -79,6 +81,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     async def _run_generation(self) -> None:
         async with together() as rollouts:
+            for position in self.admission.begun:
+                rollouts.start(self._roll_out(position))
             while not self.admission.exhausted:
                 for position in self.admission.admit():
                     rollouts.start(self._roll_out(position))

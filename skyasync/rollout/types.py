@@ -154,12 +154,16 @@ class Group:
 
 @dataclass
 class Rollout:
-    """The groups of one step, their metrics, and where the prompt stream stands (see ``PromptBatch``) behind them."""
+    """The groups of one step, their metrics, and where the prompt stream stands (see ``PromptBatch``) behind them.
+
+    ``rejected``: prompts that were rolled out for the step and are not among its groups.
+    """
 
     groups: list[Group]
     position: int
     metrics: dict[str, float] = field(default_factory=dict)
     ahead: frozenset[int] = frozenset()
+    rejected: list[PromptId] = field(default_factory=list)
 
 
 class GeneratorInput(TypedDict):

@@ -6,7 +6,8 @@ Invariant: a step is logged once, when all of it is done, with everything that w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.observe.run_dir import RunDirectory
@@ -33,7 +34,7 @@ class Reporting:
         self.last_metrics: Metrics = {}
         self.run_dir: RunDirectory | None = None
         self._samples, self._trained = samples, 0
-        self._samples_failed = False  # which is told once, until they are written again
+        self._failed: set[str] = set()  # what could not be written, until it is again
         self._usage: UsageMeter | None = None
 
     async def start(self, client: Engines, dispatch: Workers) -> None:
@@ -58,13 +59,22 @@ class Reporting:
         self._trained = sum(len(group.trajectories) for group in groups)
         if self.run_dir is not None and self._samples and decode is not None:
             records = sample_records(list(groups), self._samples, decode)
-            try:
-                self.run_dir.write_samples(step, records)
-                self._samples_failed = False
-            except OSError as error:
-                if not self._samples_failed:
-                    log.warning("the samples of step %d were not written, and the run goes on: %s", step, error)
-                self._samples_failed = True
+            self._write("samples", self.run_dir.write_samples, step, records)
+
+    def ended(self, step: int, prompts: Mapping[str, object]) -> None:
+        """How the prompts of this step ended."""
+        if self.run_dir is not None:
+            self._write("ledger's line", self.run_dir.write_ledger, step, prompts)
+
+    def _write(self, what: str, write: Callable[[int, Any], None], step: int, records: object) -> None:
+        """A disk that does not take it is told once, and the run goes on."""
+        try:
+            write(step, records)
+            self._failed.discard(what)
+        except OSError as error:
+            if what not in self._failed:
+                log.warning("the %s of step %d were not written, and the run goes on: %s", what, step, error)
+            self._failed.add(what)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self.tracker.log(metrics, step=step)

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from skyasync.arrays import TURN_TOKENS
 from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
 from skyasync.errors import UserError
+from skyasync.rollout import saved
 from skyasync.state import manifest
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
 from skyasync.state.choice import choose, refusal
+from skyasync.state.manifest import FileSum
 from skyasync.state.recorded import check_recorded, record
+from skyasync.training.bookkeeping import Bookkeeping
 from skyasync.training.learner import Learner
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
@@ -45,12 +49,18 @@ class Saving:
     """
 
     def __init__(
-        self, cfg: Config, prompts: PromptStream, progress: Progress, phases: Phases, learner: Learner
+        self,
+        cfg: Config,
+        prompts: PromptStream,
+        progress: Progress,
+        phases: Phases,
+        learner: Learner,
+        book: Bookkeeping,
     ) -> None:
         self.checkpoints: Checkpoints | None = None
         self.complete: list[Path] = []
         self._config, self._cfg, self._prompts = cfg, cfg.trainer, prompts
-        self._progress, self._phases, self._learner = progress, phases, learner
+        self._progress, self._phases, self._learner, self._book = progress, phases, learner, book
         self._saved_step = 0  # in the newest checkpoint, or where the run began
         self._asked = False  # to save on exit, while the run goes on
         self._between_steps = True  # false while a step changes weights and position, and if it failed at that
@@ -125,8 +135,20 @@ class Saving:
                 if self._cfg.ckpt_async and patient:
                     await self._begin(self.checkpoints, state)
                     return None
-                writing = self.checkpoints.save(state, self._learner.dispatch.save, record(self._config))
+                writing = self.checkpoints.save(state, self._write, record(self._config))
                 return await self._settle(writing, state.step, patient)
+
+    async def _write(self, folder: Path) -> Mapping[str, FileSum] | None:
+        await self._write_rollouts(folder)
+        return await self._learner.dispatch.save(folder)
+
+    async def _write_rollouts(self, folder: Path) -> None:
+        if not (kept := self._book.kept):
+            return
+        if kept.tokens < TURN_TOKENS:
+            saved.write(folder / saved.FILE, kept)
+        else:
+            await asyncio.to_thread(saved.write, folder / saved.FILE, kept)
 
     async def arrived(self, *, wait: bool = False, patient: bool = True) -> Metrics:
         """Take note of a checkpoint that was written behind training, if it is done: what it took, and its error."""
@@ -161,6 +183,7 @@ class Saving:
                 return False
             state = self._admitted(folder)
             await self._learner.dispatch.load(folder)
+            self._book.resume(folder)
         if self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self._learner.kl_controller.value = state.kl_coef
         self._progress.resumed(state.step, state.position, state.ahead)
@@ -214,6 +237,7 @@ class Saving:
     async def _write_behind(self, checkpoints: Checkpoints, state: TrainState, copied: asyncio.Event) -> Path:
         dispatch, began = self._learner.dispatch, self._phases.now()
         with checkpoints.unfinished(state.step) as unfinished:
+            await self._write_rollouts(unfinished.path)
             await dispatch.begin_save(unfinished.path)
             copied.set()
             while (files := await dispatch.saved()) is None:  # noqa: ASYNC110  (it is in other processes)

@@ -294,12 +294,14 @@ def make_run(
     updating: Sequence[float] = (1.0,),
     syncing: Sequence[float] = (0.1,),
     callbacks: Sequence[Any] = (),
+    run_dir: Any = None,
+    dull: frozenset[int] = frozenset(),
     **settings: Any,
 ) -> Run:
     cfg = config(**{"trainer__train_batch_size": 4, **settings})
     faults = Faults()
     engines = Engines(faults, swap_in_flight=issubclass(plan, FullyAsyncRayPPOTrainer))
-    generator = ScriptedGenerator(engines, durations(*generating))
+    generator = ScriptedGenerator(engines, durations(*generating), dull=dull)
     dispatch, sync = Dispatch(faults, durations(*updating)), Sync(engines, durations(*syncing))
     tracker, timeline = RecordingTracker(faults), RecordingTimeline()
     trainer = plan.get_trainer(
@@ -312,5 +314,5 @@ def make_run(
         generator=generator,
         callbacks=callbacks,
     )
-    trainer.attach(dispatch, sync, timeline=timeline)  # type: ignore[arg-type]
+    trainer.attach(dispatch, sync, timeline=timeline, run_dir=run_dir)  # type: ignore[arg-type]
     return Run(trainer, faults, engines, generator, dispatch, sync, tracker, timeline)

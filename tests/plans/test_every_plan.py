@@ -209,7 +209,8 @@ def test_a_resumed_run_goes_on_with_the_right_prompts_in_the_middle_of_an_epoch_
     assert [step for step, _ in second.tracker.rows] == list(range(saved + 1, 9))
     assert second.sync.versions == list(range(saved, 9))
     assert second.dispatch.weights == 8
-    assert second.tracker.of("staleness/max").get(saved + 1, 0) == 0
+    stale = plan in (AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer)  # what the checkpoint had of generated groups
+    assert second.tracker.of("staleness/max").get(saved + 1, stale) == stale
 
 
 @every_plan

@@ -1,0 +1,118 @@
+"""The ledger of a run's prompts, as its steps write it and its checkpoints keep it.
+
+Invariant: what is finished and not yet trained is in every checkpoint (``ckpt_rollouts``), as the generator gave it,
+before any hook has changed it; a run that goes on from there gets it back instead of generating it again.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from skyasync.config.schema import Config
+from skyasync.data.prompts import PromptStream
+from skyasync.rollout import saved
+from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
+from skyasync.state.ledger import Ledger, Line
+
+log = logging.getLogger(__name__)
+
+
+class Bookkeeping:
+    """Follows prompts from their start to their end.
+
+    Attributes:
+        ledger: who owns what, by the prompt's name.
+    """
+
+    def __init__(self, cfg: Config, prompts: PromptStream) -> None:
+        self.ledger: Ledger[Group] = Ledger()
+        self._prompts, self._samples = prompts, cfg.generator.n_samples_per_prompt
+        trainer = cfg.trainer
+        self._keeps = trainer.ckpt_rollouts and bool(trainer.ckpt_interval or trainer.ckpt_on_exit)
+        self._ids: dict[str, PromptId] = {}  # of open prompts
+        self._rejected: set[str] = set()  # found in the step in hand
+
+    def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
+        """These are rolled out now; the groups of those that need not be, since a checkpoint had them."""
+        self._ids |= {str(prompt.id): prompt.id for prompt in prompts}
+        found = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
+        return {identity: _copy(group) for identity, group in found.items() if group is not None}
+
+    def finish(self, prompts: Sequence[Prompt], had: Mapping[PromptId, Group], groups: list[Group]) -> list[Group]:
+        """The generator has given these; with what a checkpoint ``had``, in the order of the prompts."""
+        for group in groups if self._keeps else ():
+            self.ledger.finish(str(group.prompt.id), _copy(group))
+        if not had:
+            return groups
+        all_of_them = {**had, **{group.prompt.id: group for group in groups}}
+        return [all_of_them[prompt.id] for prompt in prompts]
+
+    def reject(self, before: Sequence[Group], kept: Sequence[Group]) -> None:
+        """A filter left some of the groups out of the step in hand."""
+        if len(kept) < len(before):
+            self._rejected |= {str(g.prompt.id) for g in before} - {str(g.prompt.id) for g in kept}
+
+    def close(self, rollout: Rollout) -> Line:
+        """A step has trained this; what is to be written about it."""
+        given_up = {str(group.prompt.id) for group in rollout.groups if _given_up(group)}
+        rejected = (self._rejected | {str(identity) for identity in rollout.rejected}) - given_up
+        trained = {str(group.prompt.id): None for group in rollout.groups}
+        self.ledger.close((name for name in trained if name not in given_up | rejected), "trained")
+        self.ledger.close(sorted(rejected), "rejected")
+        self.ledger.close(sorted(given_up), "given_up", "no episode reached its end (environment.on_error)")
+        self._rejected = set()
+        self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
+        return self.ledger.line()
+
+    @property
+    def kept(self) -> saved.Kept | None:
+        """What a checkpoint of this moment holds; None for nothing."""
+        if not self._keeps or not self.ledger.versions:
+            return None
+        versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
+        return saved.Kept(versions, list(self.ledger.finished.values()))
+
+    def resume(self, folder: Path) -> None:
+        """Take over what a checkpoint kept, if it fits this run."""
+        if not self._keeps or not (folder / saved.FILE).exists():
+            return
+        kept = saved.read(folder / saved.FILE, self._prompts.of_identity)
+        if any(len(group.trajectories) != self._samples for group in kept.groups):
+            log.warning(
+                "the rollouts in %s are left out and generated anew: they are not of generator.n_samples_per_prompt=%d",
+                folder, self._samples,
+            )  # fmt: skip
+            return
+        self._ids = {str(identity): identity for identity in kept.versions}
+        groups = {str(group.prompt.id): group for group in kept.groups}
+        self.ledger.restore({str(identity): version for identity, version in kept.versions.items()}, groups)
+        log.warning("%d finished groups of that checkpoint will be trained as they are", len(groups))
+
+    def begun(self, position: int, ahead: frozenset[int]) -> dict[int, int]:
+        """Where the open prompts stand in the stream, behind ``position``, and the version when each was started."""
+        left, found = dict(self.ledger.versions), {}
+        for place in range(position, self._prompts.total):
+            if not left:
+                break
+            if place not in ahead and (name := str(self._prompts.prompt(place).id)) in left:
+                found[place] = left.pop(name)
+        return found
+
+
+def _copy(group: Group) -> Group:
+    """A hook may set a reward or replace a segment; arrays are never changed, and shared."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        own = copy.copy(trajectory)
+        own.segments = [copy.copy(segment) for segment in trajectory.segments]
+        own.branches = [[copy.copy(segment) for segment in branch] for branch in trajectory.branches]
+        own.metrics = dict(trajectory.metrics)
+        trajectories.append(own)
+    return Group(group.prompt, trajectories)
+
+
+def _given_up(group: Group) -> bool:
+    return all(trajectory.metrics.get("given_up") for trajectory in group.trajectories)

@@ -1,0 +1,157 @@
+"""What has been generated and not yet trained is in the checkpoint: a resumed run does not do it again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyasync.observe.jsonl import read_rows
+from skyasync.observe.run_dir import RunDirectory
+from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.rollout.types import PromptId
+from skyasync.state.ledger import audit
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.plans.local_run import LocalRun, Memory, config
+from tests.plans.parts import PLANS, make_run
+
+ASYNCHRONOUS = [AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer]
+
+
+class Broken(Exception):
+    pass
+
+
+def interrupted(plan: type, tmp_path: Path, step: int, **settings: Any) -> tuple[Any, Any]:
+    """A run that fails in the update behind ``step``, and the one that goes on from its checkpoint."""
+    shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    first = make_run(plan, **shared, **settings)
+    first.faults["update", step + 1] = Broken()
+    with pytest.raises(Broken):
+        first.train()
+    second = make_run(plan, **shared, **settings, trainer__resume_mode="latest")
+    return first, second.train()
+
+
+@pytest.mark.parametrize("plan", ASYNCHRONOUS)
+@pytest.mark.parametrize("step", range(1, 7))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_was_finished_is_trained_and_not_asked_for_again(
+    plan: type, step: int, depth: int, tmp_path: Path
+) -> None:
+    ages = {"trainer__async_queue_size": depth} if plan is AsyncRayPPOTrainer else {"trainer__max_staleness": depth}
+    whole = make_run(plan, prompts=10, trainer__epochs=3, generating=[1.0], **ages).train()
+    first, second = interrupted(plan, tmp_path, step, generating=[1.0], **ages)
+    held = set(first.generator.asked) - set(first.trained)
+    assert held, "there is something to keep"
+    trained = [*first.trained[: 4 * step], *second.trained]
+    assert trained == whole.trained
+    assert Counter(trained).most_common(1)[0][1] == 1
+    again = Counter(first.generator.asked) + Counter(second.generator.asked)
+    kept = [prompt for prompt, times in again.items() if times == 1 and prompt in held]
+    assert kept, "finished at the checkpoint"
+    ages_of = second.tracker.of("staleness/max")
+    assert {s: ages_of[s] for s in ages_of} == {s: a for s, a in whole.tracker.of("staleness/max").items() if s > step}
+
+
+@pytest.mark.parametrize("plan", ASYNCHRONOUS)
+def test_without_them_a_resumed_run_generates_anew(plan: type, tmp_path: Path) -> None:
+    _, second = interrupted(plan, tmp_path, 3, trainer__ckpt_rollouts=False)
+    assert not list(tmp_path.rglob("rollouts.safetensors"))
+    assert set(second.trained) == set(second.generator.asked)
+    assert second.tracker.of("staleness/max")[4] == 0
+
+
+def test_rollouts_of_another_group_size_are_left_out_in_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = {"prompts": 10, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1, "trainer__epochs": 3}
+    first = make_run(AsyncRayPPOTrainer, **shared)
+    first.faults["update", 3] = Broken()
+    with pytest.raises(Broken):
+        first.train()
+    second = make_run(AsyncRayPPOTrainer, **shared, generator__n_samples_per_prompt=4, trainer__resume_mode="latest")
+    second.train()
+    assert set(second.trained) == set(second.generator.asked)
+    assert "are left out and generated anew: they are not of generator.n_samples_per_prompt=4" in caplog.text
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_ledger_of_an_interrupted_run_has_every_prompt_once(plan: type, tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path, "run")
+    shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path / "c"), "run_dir": folder}
+    first = make_run(plan, **shared, trainer__ckpt_interval=2)
+    first.faults["update", 6] = Broken()  # step 5 is redone
+    with pytest.raises(Broken):
+        first.train()
+    shared["run_dir"] = RunDirectory(tmp_path, "run", resume=True)
+    make_run(plan, **shared, trainer__ckpt_interval=2, trainer__resume_mode="latest").train()
+    rows = read_rows(folder.ledger)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    found = audit(rows)
+    assert set(found) == {str(PromptId(epoch, row)) for epoch in range(3) for row in range(10)}
+    assert all(len(ends) == 1 and ends[0].startswith("trained@") for ends in found.values())
+
+
+def test_what_a_filter_rejects_stands_in_the_ledger(tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path, "run")
+    run = make_run(
+        AsyncRayPPOTrainer, prompts=10, run_dir=folder, dull=frozenset({2, 5}),
+        trainer__algorithm__dynamic_sampling__type="variance",
+    )  # fmt: skip
+    run.train()
+    found = audit(read_rows(folder.ledger))
+    assert sorted(name for name, ends in found.items() if ends[0].startswith("rejected")) == ["e0-i2", "e0-i5"]
+    assert len(found) == 10
+
+
+# ---------------------------------------------------------------- the real policy and engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=False)
+
+
+class Stop:
+    """Ends a run at the end of a step, before its checkpoint."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def __getattr__(self, event: str) -> Any:
+        def told(trainer: Any, *args: Any) -> None:
+            if event == "on_step_end" and trainer.global_step == self._after:
+                raise Broken
+
+        return told
+
+
+class Remembering(Memory, AsyncRayPPOTrainer):
+    pass
+
+
+def one_step_off(model: str, folder: Path, **settings: Any) -> LocalRun:
+    cfg = config(model, steps=6, ckpt_interval=1, ckpt_path=str(folder), **settings)
+    cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
+    return LocalRun(Remembering, cfg)
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5])
+async def test_one_step_off_resumes_bit_for_bit(model: str, tmp_path: Path, stop: int) -> None:
+    whole = await one_step_off(model, tmp_path / "whole").train()
+    first = one_step_off(model, tmp_path / "cut")
+    first.trainer.callbacks.append(Stop(after=stop))
+    with pytest.raises(Broken):
+        await first.train()
+    second = await one_step_off(model, tmp_path / "cut", resume_mode="latest").train()
+    assert first.trainer.trained_ids[: 4 * (stop - 1)] + second.trainer.trained_ids == whole.trainer.trained_ids
+    for step in range(stop, 7):
+        for name in ("policy/loss", "policy/grad_norm", "reward/mean", "staleness/max"):
+            assert second.tracker.rows[step][name] == whole.tracker.rows[step][name], (step, name)
+    ours, theirs = second.dispatch.weights(), whole.dispatch.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

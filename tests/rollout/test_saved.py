@@ -1,0 +1,65 @@
+"""Groups come back from a file as they were, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyasync.rollout import saved
+from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+FLOATS = st.floats(-50, 0, width=32)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    tokens, reward = draw(TOKENS), draw(st.floats(-1e6, 1e6))
+    if draw(st.booleans()):
+        return Segment("observation", tokens, reward=reward)
+    logprobs = draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens)))
+    return Segment("action", tokens, logprobs, [draw(st.integers(0, 9))] * len(tokens), reward)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, prompt: PromptId, repetition: int) -> Trajectory:
+    def sequence() -> list[Segment]:
+        return [Segment("prompt", draw(TOKENS)), *draw(st.lists(segments(), max_size=3))]
+
+    branches = [sequence() for _ in range(draw(st.integers(0, 2)))]
+    metrics = draw(st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=2))
+    stop = draw(st.sampled_from(["stop", "length", "abort"]))
+    return Trajectory(TrajectoryId(prompt, repetition), sequence(), stop, metrics, branches)
+
+
+@st.composite
+def keeps(draw: st.DrawFn) -> saved.Kept:
+    identities = draw(st.lists(st.builds(PromptId, st.integers(0, 3), st.integers(0, 99)), max_size=4, unique=True))
+    groups = [
+        Group(prompt_of(identity), [draw(trajectories(identity, n)) for n in range(draw(st.integers(1, 3)))])
+        for identity in identities[::2]
+    ]
+    begun = [draw(trajectories(identity, 0)) for identity in identities[1::2]]
+    return saved.Kept({identity: draw(st.integers(0, 99)) for identity in identities}, groups, begun)
+
+
+def prompt_of(identity: PromptId) -> Prompt:
+    return Prompt(identity, [{"role": "user", "content": f"row {identity.row}"}], "env")
+
+
+@settings(max_examples=50, deadline=None)
+@given(keeps())
+def test_what_is_read_is_what_was_written(kept: saved.Kept) -> None:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / saved.FILE
+        saved.write(file, kept)
+        found = saved.read(file, prompt_of)
+    assert found == kept
+    for mine, theirs in zip(found.trajectories, kept.trajectories, strict=True):
+        for ours, other in zip(mine.actions, theirs.actions, strict=True):
+            assert ours.logprobs.dtype == np.float32
+            assert ours.logprobs.tobytes() == other.logprobs.tobytes()
