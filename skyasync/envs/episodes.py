@@ -57,7 +57,8 @@ class _Episode:
 class Episodes:
     """A ``Service`` that holds environments by the name of their episode. Safe to use from several threads.
 
-    Its calls are "init", "step", "close", and "first": an "init" of which nobody needs the answer, with the first step.
+    Its calls are "init", "step" and "close". A "step" that names a class and extras makes the environment first: one
+    whose beginning does nothing.
     """
 
     def __init__(self, settings: EnvSettings) -> None:
@@ -79,8 +80,9 @@ class Episodes:
 
     def is_async(self, call: Call) -> bool:
         """Whether this call's environment has ``async def`` methods, so that it belongs on an event loop."""
-        if call.method in ("init", "first"):
-            return _has_async_methods(self._factories[call.args[0]])
+        made = call.args[:1] if call.method == "init" else call.args[1:2]
+        if made:
+            return _has_async_methods(self._factories[made[0]])
         episode = self._episodes.get(call.key)
         return episode is not None and _has_async_methods(type(episode.env))  # type: ignore[arg-type]
 
@@ -107,8 +109,8 @@ class Episodes:
                 episode.ended = True
 
     async def _init(self, name: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
-        env = self._factories[env_class](env_config=self._settings.env_config, extras=extras)
-        self._episodes[name] = episode = _Episode(env)
+        episode = self._make(name, env_class, extras)
+        env = episode.env
         try:
             start = env.init(prompt)
             start = await start if hasattr(start, "__await__") else start
@@ -120,12 +122,13 @@ class Episodes:
             raise RuntimeError("the episode was ended meanwhile")
         return check_prompt(start, raw=env.raw_text)
 
-    async def _first(self, name: str, env_class: str, extras: dict[str, Any], prompt: Any, action: str) -> StepResult:
-        await self._init(name, env_class, extras, prompt)
-        return await self._step(name, action)
+    def _make(self, name: str, env_class: str, extras: dict[str, Any]) -> _Episode:
+        env = self._factories[env_class](env_config=self._settings.env_config, extras=extras)
+        self._episodes[name] = episode = _Episode(env)
+        return episode
 
-    async def _step(self, name: str, action: str) -> StepResult:
-        episode = self._episodes[name]
+    async def _step(self, name: str, action: str, *made_of: Any) -> StepResult:
+        episode = self._make(name, *made_of) if made_of else self._episodes[name]
         episode.busy = True
         try:
             output = episode.env.step(action)

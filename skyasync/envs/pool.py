@@ -58,24 +58,20 @@ class EnvPool:
     async def init(self, episode: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
         """Begin an episode; returns the conversation (or text) it starts from."""
         factory = self._factory(env_class)
-        if self._is_instant(factory, extras):
-            self._homes[episode] = None
-            return await self._ask("init", episode, env_class, extras, prompt)
-        link = self._homes[episode] = self.pool.take(episode)
-        try:
-            await link.load(env_class, env_class, factory)
-        except Exception:
-            self._leave(episode)
-            raise
+        home = self._homes[episode] = None if self._is_instant(factory, extras) else self.pool.take(episode)
+        if home is not None:
+            try:
+                await home.load(env_class, env_class, factory)
+            except Exception:
+                self._leave(episode)
+                raise
         if _begins_with_nothing(factory):
-            self._openings[episode] = (env_class, extras, prompt)
+            self._openings[episode] = (env_class, extras)
             return prompt
         return await self._ask("init", episode, env_class, extras, prompt)
 
     async def step(self, episode: str, action: str) -> StepResult:
-        opening = self._openings.pop(episode, None)
-        ask = self._ask("step", episode, action) if opening is None else self._ask("first", episode, *opening, action)
-        result: StepResult = await ask
+        result: StepResult = await self._ask("step", episode, action, *self._openings.pop(episode, ()))
         if result["done"]:
             self._leave(episode)
         return result
@@ -104,20 +100,17 @@ class EnvPool:
         """The answer. An error has ended the episode where it lives; one whose caller is cancelled goes on."""
         home = self._homes[episode]
         try:
-            if home is None:
-                return await self._answer(Call(0, method, episode, args))
-            return await home.post(method, episode, *args)
+            if home is not None:
+                return await home.post(method, episode, *args)
+            call = Call(0, method, episode, args)
+            waits = self._played_here.is_async(call)
+            answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
+            if answer.error is not None:
+                raise answer.error
+            return answer.result
         except Exception:
             self._leave(episode)
             raise
-
-    async def _answer(self, call: Call) -> Any:
-        """The answer of an episode that is played here."""
-        waits = self._played_here.is_async(call)
-        answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
-        if answer.error is not None:
-            raise answer.error
-        return answer.result
 
     def _start(self, call: Call) -> asyncio.Task[Answer]:
         """A call that goes on whatever becomes of its caller."""

@@ -48,10 +48,6 @@ class ChatTokenizer:
         self._cache: dict[str, Ints] = {}  # by the conversation as JSON
         self._ends: int | None = None  # end-of-message tokens up to the end of the model's message in _BEFORE
 
-    def opening(self, conversation: Conversation) -> Conversation:
-        """What an environment is given to begin with."""
-        return conversation
-
     def prompt(self, conversation: Conversation | str, tools: Tools = None) -> Ints:
         """The tokens that the model continues: the tools, the conversation and the opening of its own message.
 
@@ -136,6 +132,7 @@ class PlainText:
         self._framed = apply_chat_template
 
     def opening(self, conversation: Conversation) -> str:
+        """What an environment is given to begin with."""
         messages = [{**message, **_text_of(message)} for message in conversation]
         if not self._framed:
             return _joined(messages)

@@ -3,7 +3,7 @@
 Invariant: whichever way they come, each group has as many trajectories as asked, in the order asked, and every
 trajectory is whole: a prompt to start from, no empty segment behind it, finite log-probabilities and rewards.
 
-    ours      roll_out ──▶ trajectories (arrays) ──▶ groups_of ───────▶ groups
+    ours      roll_out ──▶ trajectories (arrays) ─────────────────────▶ groups
     foreign   generate ──▶ parallel lists ─────────▶ groups_in_turns ─▶ groups
 """
 
@@ -54,18 +54,12 @@ async def play(
     Raises:
         UserError: naming the list or the trajectory that is wrong.
     """
-    samples = len(request["trajectory_ids"]) // max(len(prompts), 1)
-    if _hands_over_trajectories(generator):
-        return await groups_of(await generator.roll_out(request), request, prompts), {}
-    output = await generator.generate(request)
-    return await groups_in_turns(output, prompts, version, samples), output.get("rollout_metrics") or {}
-
-
-async def groups_of(
-    trajectories: Sequence[Trajectory], request: GeneratorInput, prompts: Sequence[Prompt]
-) -> list[Group]:
-    """The trajectories of a request, checked, as one group per prompt."""
     asked = request["trajectory_ids"]
+    samples = len(asked) // max(len(prompts), 1)
+    if not _hands_over_trajectories(generator):
+        output = await generator.generate(request)
+        return await groups_in_turns(output, prompts, version, samples), output.get("rollout_metrics") or {}
+    trajectories = await generator.roll_out(request)
     if [trajectory.id for trajectory in trajectories] != asked:
         raise UserError(
             f"the generator was asked for {len(asked)} trajectories and returned {len(trajectories)}, or others, or in "
@@ -79,8 +73,8 @@ async def groups_of(
         if done >= TURN_TOKENS:
             done = 0
             await asyncio.sleep(0)
-    samples = len(asked) // max(len(prompts), 1)
-    return [Group(prompt, list(trajectories[p * samples : (p + 1) * samples])) for p, prompt in enumerate(prompts)]
+    parts = [list(trajectories[p * samples : (p + 1) * samples]) for p in range(len(prompts))]
+    return [Group(prompt, part) for prompt, part in zip(prompts, parts, strict=True)], {}
 
 
 def _whole(sequence: list[Segment], trajectory: Trajectory) -> list[Segment]:

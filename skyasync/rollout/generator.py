@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from skyasync.arrays import NO_INTS, Ints, ints, joined
@@ -111,15 +112,16 @@ class EpisodeGenerator(TrajectoryGenerator):
         sampling: SamplingParams,
     ) -> None:
         episode = str(trajectory.id)
-        frame = self._plain if self._environments.takes_text(env_class) else self._chat
-        begin = self._environments.init(episode, env_class, extras, frame.opening(prompt))
-        tokens = frame.prompt(
-            await self._asked(begin), self._environments.tools(env_class)
-        )  # replaced, never changed: requests hold it
+        raw = self._environments.takes_text(env_class)
+        frame = self._plain if raw else self._chat
+        begin = self._environments.init(episode, env_class, extras, self._plain.opening(prompt) if raw else prompt)
+        start = await self._asked(begin)
+        tokens = frame.prompt(start, self._environments.tools(env_class))  # replaced, never changed: requests hold it
         trajectory.segments[0].tokens = tokens
         for turn in self._rules.turns():
             action = await self._act(trajectory, tokens, turn, sampling)
-            text = await _text(frame, action.tokens, sampling)
+            read = partial(frame.text, action.tokens, sampling)
+            text = await asyncio.to_thread(read) if len(action.tokens) >= LONG else read()
             step = await self._asked(self._environments.step(episode, text))
             action.reward = step["reward"]
             trajectory.metrics = step["metrics"]
@@ -185,13 +187,6 @@ class EpisodeGenerator(TrajectoryGenerator):
             if self._rules.on_error == "raise":
                 raise late from error
             raise GivenUpError from late
-
-
-async def _text(frame: ChatTokenizer | PlainText, tokens: Ints, sampling: SamplingParams) -> str:
-    """What the environment reads of an action."""
-    if len(tokens) < LONG:
-        return frame.text(tokens, sampling)
-    return await asyncio.to_thread(frame.text, tokens, sampling)
 
 
 async def all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
