@@ -42,6 +42,15 @@ class Group(Protocol):
     def kill(self) -> None: ...
 
 
+class Started(dict[str, Group]):
+    """The ranks of each role of the run, by its name."""
+
+    def __missing__(self, role: str) -> Group:
+        when = ROLES[role].when
+        why = f" ({when})" if when else ""
+        raise RuntimeError(f"no {role} was started: nothing in the configuration asked for one{why}")
+
+
 class Dispatch:
     """Implements :class:`skyasync.workers.protocol.WorkerDispatch`.
 
@@ -50,7 +59,7 @@ class Dispatch:
     """
 
     def __init__(self, cfg: Config, groups: Mapping[str, Group]) -> None:
-        self._cfg, self._groups = cfg, groups
+        self._cfg, self._groups = cfg, Started(groups)
         self._broadcast: Broadcast | None = None
 
     def set_threads(self, threads: int) -> None:
@@ -81,23 +90,23 @@ class Dispatch:
         """
         asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
         vars(asked).update({name: getattr(batch, name) for name in ROLES[role].columns})
-        answer = await self._group(role).on_rows(method, asked)
+        answer = await self._groups[role].on_rows(method, asked)
         assert answer is not None, f"{method} of the role {role} returns nothing"
         return answer
 
     async def call(self, role: str, method: str, *args: Any) -> list[Any]:
         """The same call on every rank of a role; results by rank."""
-        return await self._group(role).call(method, *args)
+        return await self._groups[role].call(method, *args)
 
     async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
-        before = await self._group(role).on_rows("forward_backward", batch)
+        before = await self._groups[role].on_rows("forward_backward", batch)
         if role == POLICY and batch.proximal_logprobs is None:
             batch.proximal_logprobs = before
 
     async def optimizer_step(
         self, schedule_step: int | None = None, scale: float = 1.0, role: str = POLICY
     ) -> dict[str, float]:
-        return (await self.call(role, "optimizer_step", schedule_step, scale))[0]
+        return (await self._groups[role].call("optimizer_step", schedule_step, scale))[0]
 
     async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self.ask(POLICY, "logprobs", batch)
@@ -105,19 +114,12 @@ class Dispatch:
     async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self.ask("reference", "logprobs", batch)
 
-    def _group(self, role: str) -> Group:
-        if role not in self._groups:
-            when = ROLES[role].when
-            why = f" ({when})" if when else ""
-            raise RuntimeError(f"no {role} was started: nothing in the configuration asked for one{why}")
-        return self._groups[role]
-
     # ---------------------------------------------------------------- the policy's weights, for engines
 
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
-        path = (await self.call(POLICY, "publish"))[0]
+        path = (await self._groups[POLICY].call("publish"))[0]
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
@@ -126,7 +128,7 @@ class Dispatch:
 
     async def release_weights(self, update: WeightUpdate) -> None:
         if self._broadcast is None:
-            await self._group(POLICY).call_first("release", update.info["path"])
+            await self._groups[POLICY].call_first("release", update.info["path"])
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call(POLICY, "score", sequences))[0]

@@ -44,18 +44,8 @@ class PolicyWorker(TrainedWorker):
             batch.proximal_logprobs = before
         return self.optimizer_step(schedule_step)
 
-    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
-        """Add the gradient of this rank's rows to what has been added up since the last optimizer step.
-
-        Returns:
-            the policy's log-probabilities, ``[batch, length]``, if the batch has no ``proximal_logprobs``: the policy
-            before the step, which this computes anyway.
-        """
-        if batch.loss_weights is None or batch.advantages is None:
-            raise ValueError("a training batch needs loss_weights and advantages")
-        return super().forward_backward(batch)
-
     def _fills(self, batch: UpdateBatch) -> bool:
+        """Its ``proximal_logprobs``: the policy before the step, which the gradient computes anyway."""
         return batch.proximal_logprobs is None
 
     def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,23 +141,14 @@ class RankGroup:
         return self._actors
 
     async def _gather(self, references: list[Any]) -> list[Any]:
-        if not self._running:
-            self._since = time.monotonic()
-        self._running += 1
-        try:
-            return await self._first_failure_or_all(references)
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._finished_s += time.monotonic() - self._since
-
-    async def _first_failure_or_all(self, references: list[Any]) -> list[Any]:
+        """All results, or the failure that ends all ranks."""
         tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
         try:
-            finished, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if waiting and any(task.exception() for task in finished):
-                # A rank whose process died makes the others' collectives fail at once: learn of both.
-                await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
+            with self._at_work():
+                finished, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                if waiting and any(task.exception() for task in finished):
+                    # A rank whose process died makes the others' collectives fail at once: learn of both.
+                    await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
         finally:
             # Cancelled: the calls go on in the actors, whose results nobody will ask for.
             unfinished = [task for task in tasks if not task.done()]
@@ -169,6 +161,19 @@ class RankGroup:
             self.kill()
             raise self._failure
         return [task.result() for task in tasks]
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """What lies inside counts into ``busy_s``."""
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._finished_s += time.monotonic() - self._since
 
 
 def joined(batch: TokenBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:

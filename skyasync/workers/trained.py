@@ -91,6 +91,8 @@ class TrainedWorker(ModelWorker):
         Returns:
             What the model said before the step, ``[batch, length]``, if the batch lacks it.
         """
+        if batch.loss_weights is None or batch.advantages is None:
+            raise ValueError("a training batch needs loss_weights and advantages")
         before = torch.zeros(batch.tokens.shape) if self._fills(batch) else None
         with sharded_afterwards(self.model):
             for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
@@ -115,25 +117,26 @@ class TrainedWorker(ModelWorker):
             NonFiniteError: on every rank alike, before any weight changes.
         """
         try:
-            return self._change_weights(schedule_step, scale)
+            metrics = self._totals.reduce(self.sum_over_ranks)
+            metrics["loss"] *= scale
+            if not math.isfinite(metrics["loss"]):
+                raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
+            if scale != 1.0:
+                for gradient in (p.grad for p in self.model.parameters() if p.grad is not None):
+                    gradient.mul_(scale)
+            metrics["grad_norm"] = self._clip()
+            scheduled = self.step if schedule_step is None else schedule_step
+            metrics["lr"] = learning_rate(scheduled, self.settings.optimizer_config, self.total_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = metrics["lr"]
+            self.optimizer.step()
+            self.step += 1
+            return metrics
         finally:
             self._totals = Totals()
             self.optimizer.zero_grad()  # gradients are as large as the weights: none is kept until the next update
             if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
                 torch.cuda.empty_cache()  # for the engine that wakes on this GPU
-
-    def _change_weights(self, schedule_step: int | None, scale: float) -> dict[str, float]:
-        metrics = self._totals.reduce(self.sum_over_ranks)
-        metrics["loss"] *= scale
-        if not math.isfinite(metrics["loss"]):
-            raise NonFiniteError(f"the loss of optimizer step {self.step} is not finite: {metrics}")
-        if scale != 1.0:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-        metrics["grad_norm"] = self._clip()
-        metrics["lr"] = self._step(schedule_step)
-        return metrics
 
     @overload
     def _here(self, tensor: Tensor) -> Tensor: ...
@@ -165,15 +168,6 @@ class TrainedWorker(ModelWorker):
         if not bad:
             return "another rank's shard"
         return ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-
-    def _step(self, scheduled: int | None) -> float:
-        scheduled = self.step if scheduled is None else scheduled
-        rate = learning_rate(scheduled, self.settings.optimizer_config, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.step += 1
-        return rate
 
     def _move(self, device: torch.device) -> None:
         self.optimizer.zero_grad()  # the next update begins without gradients in any case
