@@ -27,12 +27,11 @@ two swapped tensors: 2.3). There the digests are the proof: the probe finds what
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skyasync.cleanup import GRACE_S, afterwards
+from skyasync.cleanup import afterwards
 from skyasync.together import run_together, together
 from skyasync.weight_sync.gaps import FLOAT32, TIMES, Rounding, Scores, gap
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
@@ -93,22 +92,20 @@ class WeightSync:
 
         Sender and engines may wait for each other (NCCL), so the first failure of either is raised at once.
         """
-        update = await self._published(version)
-        async with afterwards(self.source.release_weights, update):
+        publishing = asyncio.ensure_future(self.source.publish_weights(version))
+        async with afterwards(self._release, publishing):
+            update = await asyncio.shield(publishing)
             await run_together(self.source.send_weights(update), self.destination.update_weights(update))
         self._proven = update.backend in WITH_DIGESTS
         self._syncs += 1
 
-    async def _published(self, version: int) -> WeightUpdate:
-        """Cancelled meanwhile, it waits for what is being published and releases it: nobody else knows of it."""
-        publishing = asyncio.ensure_future(self.source.publish_weights(version))
+    async def _release(self, publishing: asyncio.Future[WeightUpdate]) -> None:
+        """Free what has been published, or still is, if the sync was cancelled meanwhile: nobody else knows of it."""
         try:
-            return await asyncio.shield(publishing)
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):  # it was cancelled, whatever becomes of this
-                async with asyncio.timeout(GRACE_S):
-                    await self.source.release_weights(await publishing)
-            raise
+            update = await publishing
+        except Exception:  # which the sync has raised: there is nothing to be freed
+            return
+        await self.source.release_weights(update)
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities, where it is due; the engines are not paused. Returns metrics.

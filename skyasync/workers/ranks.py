@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -112,19 +112,15 @@ class RankGroup:
 
     async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
         """Each rank's call with its rows; what they return in the batch's order, if they return anything."""
-        shards = split_for_ranks(batch, self.ranks)
-        pieces = await self.call_each(method, [batch.select(rows).trim() for rows in shards])
+        actors, shards = self._alive(), split_for_ranks(batch, self.ranks)
+        parts = [batch.select(rows).trim() for rows in shards]
+        puts = await asyncio.to_thread(lambda: [ray.put(part) for part in parts])
+        pieces = await self._gather([a.call.remote(method, p) for a, p in zip(actors, puts, strict=True)])
         return None if pieces[0] is None else joined(batch, shards, pieces)
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; results by rank."""
         return await self._gather([actor.call.remote(method, *args) for actor in self._alive()])
-
-    async def call_each(self, method: str, shards: Sequence[TokenBatch]) -> list[Any]:
-        """One shard per rank; results by rank."""
-        actors = self._alive()
-        puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in shards])
-        return await self._gather([a.call.remote(method, p) for a, p in zip(actors, puts, strict=True)])
 
     async def call_first(self, method: str, *args: Any) -> Any:
         """A call that needs no other rank."""

@@ -20,6 +20,16 @@ from skyasync.workers.ranks import WorkerPlacement, split_for_ranks
 from tests.workers.conftest import config_for, make_batch
 
 
+class Lacking(UpdateBatch):
+    """Of its rows, those without the first have no loss weights."""
+
+    def select(self, rows: torch.Tensor) -> Lacking:
+        part = super().select(rows)
+        if 0 not in rows:
+            part.loss_weights = None  # type: ignore[assignment]
+        return part
+
+
 def in_process(cfg: Config) -> PolicyWorker:
     worker = PolicyWorker(cfg, threads=1)
     worker.setup()
@@ -148,15 +158,12 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
     untied_model: str, bundles: PlacementGroup
 ) -> None:
     """Rank 1 refuses its shard before its first collective; rank 0 already waits in one."""
-    cfg, batch = config_for(untied_model), make_batch(groups=4)
+    cfg, batch = config_for(untied_model), make_batch(groups=4).to_stage(Lacking)
     dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
     try:
-        rows = split_for_ranks(batch, 2)
-        shards = [batch.select(rows[0]), batch.select(rows[1])]
-        shards[1].loss_weights = None
         began = time.monotonic()
         with pytest.raises(ValueError, match="needs loss_weights") as failure:
-            await dispatch._policy.call_each("forward_backward", shards)
+            await dispatch.forward_backward(batch)
         assert time.monotonic() - began < 20
         assert "in forward_backward" in str(failure.value), "the rank's own traceback"
         with pytest.raises(RuntimeError, match="stopped") as later:

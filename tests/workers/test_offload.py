@@ -125,9 +125,9 @@ async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch:
     try:
         await asyncio.gather(stays.start(cfg), travels.start(cfg))
         for seed in range(2):
-            shards = [make_batch(seed=seed), make_batch(seed=seed + 9)]
+            batch = UpdateBatch.concatenate([make_batch(seed=seed), make_batch(seed=seed + 9)])
             for ranks in (stays, travels):
-                await ranks.call_each("forward_backward", shards)
+                await ranks.on_rows("forward_backward", batch)
                 await ranks.call("optimizer_step")
             assert min(await travels.call("round_trip")) > 10
         assert await travels.call("score", [[3, 4, 5, 6]]) == await stays.call("score", [[3, 4, 5, 6]])
