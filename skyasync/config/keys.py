@@ -7,6 +7,7 @@ documented is what is accepted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -95,10 +96,7 @@ class Keys:
         Raises:
             UserError: if a group's annotations cannot be resolved (a class defined inside a function).
         """
-        keys = cls(schema)
-        for found in _walk(schema, None, "", keys.groups):
-            keys.by_path[found.path] = found
-        return keys
+        return _read(schema)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.by_path.values())
@@ -125,6 +123,14 @@ class Keys:
     def within(self, group: str) -> list[Key]:
         """The keys in a group and below it; all of them for the empty name."""
         return [key for key in self if not group or key.path.startswith(f"{group}.")]
+
+
+@functools.lru_cache(maxsize=8)
+def _read(schema: type) -> Keys:
+    keys = Keys(schema)
+    for found in _walk(schema, None, "", keys.groups):
+        keys.by_path[found.path] = found
+    return keys
 
 
 def _walk(group: type, instance: object, prefix: str, groups: dict[str, type]) -> Iterator[Key]:

@@ -265,3 +265,10 @@ def test_parse_or_exit_returns_what_load_config_returns() -> None:
 
 def test_the_defaults_do_not_contradict_each_other() -> None:
     assert check_config(Config()) == []
+
+
+def test_what_is_changed_in_one_configuration_is_not_in_the_next() -> None:
+    first = load_config(["trainer.seed=7", "environment.env_config.colour=red"])
+    first.trainer.logger.append("wandb")
+    first.environment.env_config["colour"] = "blue"
+    assert load_config([]) == Config()
