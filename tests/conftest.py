@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
 from skyasync.envs import ENVS
-from tests.warm import warm_workers
+from tests.warm import nursery, warm_engines, warm_workers
 
 # How fast examples are drawn and run says more of the machine than of the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,13 +32,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
+def warm_processes() -> Iterator[Path]:
+    with nursery() as door:
+        yield door
+
+
+@pytest.fixture(scope="session")
+def engines_session(warm_processes: Path) -> Iterator[None]:
+    """The processes of the vLLM engines that a test starts need not import vLLM."""
+    with warm_engines(warm_processes):
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_session(warm_processes: Path) -> Iterator[None]:
     """Ray is up, with more CPU slots than the machine has: tests count actors, not cores."""
     import ray
 
     from skyasync.cluster.ray_cluster import start_on_loopback
 
-    with warm_workers():
+    with warm_workers(warm_processes):
         start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
         yield
         ray.shutdown()

@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine_of_all(model: str) -> AsyncIterator[Any]:
+async def engine_of_all(engines_session: None, model: str) -> AsyncIterator[Any]:
     from skyasync.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(engine_config(model))

@@ -1,15 +1,20 @@
 """A process that has imported torch and transformers, and whose forks become Ray's workers: 0.6 s of a core, not 4.4.
 
+Whoever knocks at its second door gets a fork of its child, which has vLLM imported as well.
+
 Invariant: this process never runs a thread, a tensor operation or Ray. A fork has the arguments, environment, folder
-and streams of the process that asked for it (``stand_in.py``), which ends when the fork ends, with its status. All of
-them end with the tests.
+and open files of the process that asked for it (``stand_in.py``), which ends when the fork ends, as it did; a fork
+whose asker has ended is killed. All of them end with the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -28,67 +33,121 @@ IMPORTED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 )
+OF_ENGINES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+)
+MOST_FILES = 250  # that one message can carry
 
 
 def serve(path: str) -> None:
-    """Answers whoever knocks at ``path`` until the input of this process is closed."""
-    for name in IMPORTED:
-        importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    """Answers whoever knocks at ``path`` or ``path.vllm`` until the input of this process is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(f"{path}.closed")
-        door.listen(64)
-        os.rename(f"{path}.closed", path)  # whoever finds the door finds it open
-        while sys.stdin not in select.select([door, sys.stdin], [], [])[0]:
-            asker, _ = door.accept()
+    doors = {_open_door(f"{path}.vllm"): OF_ENGINES}
+    _import(IMPORTED)
+    door = _open_door(path)
+    while sys.stdin not in (ready := select.select([door, *doors, sys.stdin], [], [])[0]):
+        for more in doors.keys() & ready:
+            names = doors.pop(more)
             if os.fork() == 0:
                 door.close()
-                _raise_a_child(asker)
-            asker.close()
+                door, doors = more, {}
+                os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+                _import(names)
+            else:
+                more.close()
+        if door in ready:
+            _answer(door)
+
+
+def _import(names: tuple[str, ...]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is imported may start programs
+    for name in names:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # no fork has to look through it again, and to copy its pages
+
+
+def _open_door(path: str) -> socket.socket:
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(f"{path}.closed")
+    door.listen(64)
+    os.rename(f"{path}.closed", path)  # whoever finds the door finds it open
+    return door
+
+
+def _answer(door: socket.socket) -> None:
+    asker, _ = door.accept()
+    if os.fork() == 0:
+        door.close()
+        _raise_a_child(asker)
+    asker.close()
 
 
 def _raise_a_child(asker: socket.socket) -> None:
     """Forks again, and tells the asker the child's number, and its status at its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    length, streams, _, _ = socket.recv_fds(asker, 4, 3)
+    length, files, _, _ = socket.recv_fds(asker, 4, MOST_FILES)
     wish = json.loads(asker.makefile("rb").read(int.from_bytes(length, "big")))
     child = os.fork()
     if child == 0:
         asker.close()
-        _become(wish, streams)
+        _become(wish, dict(zip(wish["files"], files, strict=True)))
         os._exit(0)
-    for stream in streams:
-        os.close(stream)
+    for file in files:
+        os.close(file)
     asker.sendall(f"{child}\n".encode())
+    if asker in select.select([asker, os.pidfd_open(child)], [], [])[0]:  # which says nothing more: it was killed
+        os.kill(child, signal.SIGKILL)
+        os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    asker.sendall(f"{code if code >= 0 else 128 - code}\n".encode())
+    asker.sendall(f"{code}\n".encode())
     os._exit(0)
 
 
-def _become(wish: dict[str, Any], streams: list[int]) -> None:
-    """Runs Ray's worker script as the interpreter would that the asker stands in for."""
+def _become(wish: dict[str, Any], files: dict[int, int]) -> None:
+    """Runs what the interpreter would run that the asker stands in for."""
     os.setpgid(0, 0)  # Ray ends a worker with its whole process group
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    _lay_out(files)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(wish["env"])
     os.chdir(wish["cwd"])
-    _look_unborn()
-    sys.argv = _without_setup(wish["argv"])
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    multiprocessing.set_executable(str(Path(os.environ["SKYASYNC_NURSERY"]).with_name("python")))
+    argv = wish["argv"]
+    if "-c" in argv:
+        _look_unborn()
+        sys.argv = argv[argv.index("-c") :]
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    else:
+        sys.argv = _without_setup(argv)
+        _look_unborn()
+        sys.path[0] = str(Path(sys.argv[0]).parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _lay_out(files: dict[int, int]) -> None:
+    """Gives each file the number that it has with the asker."""
+    above = max(*files, *files.values()) + 1
+    aside = {number: fcntl.fcntl(file, fcntl.F_DUPFD, above) for number, file in files.items()}
+    for number, file in aside.items():
+        os.dup2(file, number)
+    for file in {*aside.values(), *files.values()} - files.keys():
+        os.close(file)
 
 
 def _look_unborn() -> None:
-    """What imports have fixed already: threads as the environment has them, and random numbers of its own."""
+    """What imports have fixed already: threads and compilation as the environment says, random numbers of its own."""
     import numpy as np
     import torch
 
     np.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
 def _without_setup(argv: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""What Ray starts in place of a worker's interpreter: asks the nursery for a child, and stands in for it to its end.
+"""What starts in place of an interpreter: asks the nursery for a child, and stands in for it to its end.
 
-Invariant: imports the standard library only, and ends with the child's own status.
+Invariant: imports the standard library only, gives the child every file that it has itself, and ends as the child did.
 """
 
 from __future__ import annotations
@@ -16,15 +16,26 @@ IMPORTS_S = 120.0  # on a busy machine; alone they take five
 
 
 def main() -> int:
+    files = _open_files()
     with _nursery() as nursery:
-        wish = json.dumps({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}).encode()
-        socket.send_fds(nursery, [len(wish).to_bytes(4, "big")], [0, 1, 2])
+        wish = json.dumps({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files}).encode()
+        socket.send_fds(nursery, [len(wish).to_bytes(4, "big")], files)
         nursery.sendall(wish)
         answers = nursery.makefile("r")
         child = int(answers.readline())
         signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return int(answers.readline() or 1)
+        code = int(answers.readline() or 1)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _open_files() -> list[int]:
+    """What whoever started this process has left open for it; none of it is closed here while the child lives."""
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    return sorted(number for number in numbers if os.path.exists(f"/proc/self/fd/{number}"))
 
 
 def _nursery() -> socket.socket:

@@ -18,7 +18,7 @@ PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "bfloat16"])
-async def pair(request, tmp_path_factory):
+async def pair(engines_session, request, tmp_path_factory):
     model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True, head_dim=32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours are run in the worker

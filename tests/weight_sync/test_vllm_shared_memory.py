@@ -27,7 +27,9 @@ PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[LlamaForCausalLM, VLLMEngine]]:
+async def pair(
+    engines_session: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[LlamaForCausalLM, VLLMEngine]]:
     folder = tmp_path_factory.mktemp("tied")
     model = save_model(folder, tied=True)
     engine = VLLMEngine(EngineConfig(str(folder), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25))

@@ -76,7 +76,7 @@ class Engine(VLLMEngine):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+async def engine(engines_session: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
     folder = tmp_path_factory.mktemp("untied")
     model = save_model(folder, tied=False)
     engine = Engine(
