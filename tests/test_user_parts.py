@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
+import skyasync
 from skyasync.algorithms import POLICY_LOSSES
 from skyasync.errors import UserError
 from skyasync.registry import REGISTRIES, Registry, add_user_parts, resolve_reference, user_parts
@@ -29,16 +32,12 @@ def losses() -> Iterator[Registry]:
 
 
 def test_every_registry_that_a_run_reads_is_listed() -> None:
-    program = (
-        "import gc, pkgutil, importlib, skyasync\n"
-        "for m in pkgutil.walk_packages(skyasync.__path__, 'skyasync.'):\n"
-        "    if 'vllm' not in m.name and '__main__' not in m.name: importlib.import_module(m.name)\n"
-        "from skyasync.registry import REGISTRIES, Registry, resolve_reference\n"
-        "listed = [resolve_reference(r, kind='registry') for r in REGISTRIES]\n"
-        "print(sorted(o.kind for o in gc.get_objects() if type(o) is Registry and not any(o is r for r in listed)))"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "['preset']"  # read by the program alone
+    names = [m.name for m in pkgutil.walk_packages(skyasync.__path__, "skyasync.")]
+    modules = [import_module(name) for name in names if "vllm" not in name and "__main__" not in name]
+    listed = [resolve_reference(reference, kind="registry") for reference in REGISTRIES]
+    held = {id(held): held for module in modules for held in vars(module).values() if type(held) is Registry}
+    unlisted = [registry.kind for registry in held.values() if not any(registry is r for r in listed)]
+    assert unlisted == ["preset"]  # read by the program alone
 
 
 @pytest.mark.parametrize("reference", REGISTRIES)

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_cluster_listens_on_the_loopback_alone(ray_session: None) -> None:
     addresses = listening({os.getpid(), *descendants(os.getpid())})
@@ -36,6 +37,7 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, problem: 
     assert problem in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_with_too_few_gpus_says_so_before_anything_loads() -> None:
     program = (
         "import ray; from skyasync.config import Config\n"

@@ -138,7 +138,8 @@ async def test_a_slow_step_does_not_hold_up_the_answers_to_the_others(env):
 
 
 @pytest.mark.parametrize("env", [Gated, AsyncGated, Stubborn])
-async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worker_goes_on(env):
+async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worker_goes_on(env, monkeypatch):
+    monkeypatch.setattr("skyasync.processes.host.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=0.2, max_threads=1) as caller:
         await caller.begin(env, "stuck")
         (call,) = caller.calls("step", ["stuck"], "never")

@@ -37,13 +37,13 @@ def test_independent_samples_of_any_distribution_raise_no_alarm(
     assert not count_repeats(drawn(groups, size, seed, answers=answers, sharpness=sharpness)).impossible
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(**SIZES, answers=st.integers(1, 300), sharpness=st.floats(0, 10))
 def test_what_is_expected_is_what_is_found_on_average(
     groups: int, size: int, seed: int, answers: int, sharpness: float
 ) -> None:
     """Over many groups; the difference is a martingale whose steps are at most 1."""
-    many = count_repeats(drawn(200 * groups, size, seed, answers=answers, sharpness=sharpness))
+    many = count_repeats(drawn(100 * groups, size, seed, answers=answers, sharpness=sharpness))
     assert abs(many.found - many.expected) <= 8 * math.sqrt(many.samples)
 
 
