@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    if find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
 
 @pytest.fixture(scope="session")

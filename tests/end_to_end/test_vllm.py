@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Train) -> None:
     """Responses of a fixed length, longer than a step takes, so that weights are swapped under them."""
-    pytest.importorskip("vllm")
     run = train(
         "trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.partial_rollout=recompute",
         "trainer.max_training_steps=6", "generator.backend=vllm", "generator.kv_cache_gb=0.2",
@@ -31,7 +30,6 @@ def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Tra
 
 
 def test_one_step_off_with_vllm(train: Train) -> None:
-    pytest.importorskip("vllm")
     run = train(
         "trainer.plan=one_step_off", "trainer.max_training_steps=3",
         "generator.backend=vllm", "generator.kv_cache_gb=0.2", "generator.max_num_seqs=32",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -64,11 +63,8 @@ def check_distinct(found: list[list[GenerationOutput]]) -> None:
     assert not count_repeats([[(bytes(o.token_ids), sum(o.logprobs)) for o in group] for group in found]).impossible
 
 
-NEEDS_VLLM = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 async def test_groups_over_two_and_four_engines_have_as_many_different_samples_as_one_engine_gives(
     backend: str, engines_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,8 +15,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import LlamaForCausalLM
 
-pytest.importorskip("vllm")
-
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.engines.ray_engine import RayEngine
 from skyasync.engines.vllm.engine import VLLMEngine

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.update import WeightUpdate

@@ -22,8 +22,6 @@ from skyasync.trainer import RayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, engine_config, without_times
 
-pytest.importorskip("vllm")
-
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 

@@ -39,7 +39,6 @@ def test_every_worker_of_every_engine_has_a_rank_of_its_own() -> None:
 
 @pytest.mark.vllm
 def test_both_ends_get_what_vllms_own_sender_would_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
     from vllm.distributed.weight_transfer import nccl_engine
     from vllm.distributed.weight_transfer.base import ModuleSource
 
@@ -73,7 +72,6 @@ def test_both_ends_get_what_vllms_own_sender_would_tell_them(monkeypatch: pytest
 
 @pytest.mark.vllm
 def test_other_trainer_ranks_gather_without_joining_the_group() -> None:
-    pytest.importorskip("vllm")
     gathered: list[str] = []
 
     class Counting(NCCLSender):
@@ -93,7 +91,6 @@ def test_other_trainer_ranks_gather_without_joining_the_group() -> None:
 @pytest.mark.vllm
 def test_what_the_optimizer_has_queued_is_done_before_vllm_reads_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM packs on streams of its own. Stands in for a GPU: the current stream, and what vLLM does in which order."""
-    pytest.importorskip("vllm")
     from vllm.distributed.weight_transfer import nccl_engine
 
     order: list[str] = []

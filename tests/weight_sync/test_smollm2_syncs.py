@@ -47,7 +47,6 @@ async def test_syncs_into_the_embedded_engine_pass_and_a_stale_layer_does_not(dt
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_syncs_into_vllm_pass_and_no_fault_does(dtype, monkeypatch):
-    pytest.importorskip("vllm")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     async with running("vllm", str(MODEL), dtype, probe()) as pair:
         print(dtype, sorted(await never_fails(pair, SYNCS)))

@@ -5,8 +5,6 @@ import re
 import pytest
 import pytest_asyncio
 
-pytest.importorskip("vllm")
-
 from skyasync.weight_sync.shared_memory import remove_weights
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import LAYER, SWAPPED, never_fails, running

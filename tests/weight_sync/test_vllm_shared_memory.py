@@ -10,8 +10,6 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-pytest.importorskip("vllm")
-
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.core import EngineDiedError
 from skyasync.engines.vllm.engine import VLLMEngine

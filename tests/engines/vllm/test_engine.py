@@ -18,10 +18,6 @@ import pytest_asyncio
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-pytest.importorskip("vllm")
-
-from vllm.exceptions import VLLMValidationError
-
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.engines.embedded.decoder import Row
@@ -437,6 +433,8 @@ async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
         await engine.sleep()
     with pytest.raises(ValueError, match=r"'shared_memory'.*'nccl'"):
         await engine.update_weights(WeightUpdate(version=99, backend="nccl", info={}))
+    from vllm.exceptions import VLLMValidationError
+
     with pytest.raises(VLLMValidationError, match="512"):
         await engine.answer(request("too long", [2] * 600))
 

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.shared_memory import remove_weights
