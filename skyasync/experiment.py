@@ -34,7 +34,7 @@ from skyasync.preflight.devices import without_gpus
 from skyasync.preflight.folders import check_folders, check_resuming
 from skyasync.preflight.parts import check_callbacks, check_parts, plans_named_by
 from skyasync.preflight.settling import settle_models, settle_references
-from skyasync.rollout.tokenizer import quick_tokenizer
+from skyasync.rollout.tokenizer import quick_tokenizer, told
 from skyasync.trainer import RayPPOTrainer
 from skyasync.workers.roles import POLICY, ROLES, Role
 
@@ -142,6 +142,7 @@ class BasePPOExp:
             self.engine_config().max_model_len,
             EpisodeRules.of(cfg),
             cfg.data.apply_chat_template,
+            cfg.data.chat_history == "template",
             decider(cfg.trainer.algorithm.dynamic_sampling),
         )
 
@@ -266,7 +267,8 @@ class BasePPOExp:
         )
         settle_models(self.cfg, self.roles(), own_tokenizer=not self._is_ours("get_tokenizer"))
         if self._is_ours("get_tokenizer") and Path(trainer.policy.model.path, "tokenizer.json").is_file():
-            check_lengths(prompts, quick_tokenizer(trainer.policy.model.path), self.cfg)
+            own = quick_tokenizer(trainer.policy.model.path)
+            check_lengths(prompts, told(own, self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs), self.cfg)
         check_resuming(self.cfg)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer)))
         self.run_dir.save_config(dump_config(self.cfg))
@@ -351,7 +353,7 @@ class BasePPOExp:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return self.get_tokenizer()
+        return told(self.get_tokenizer(), self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs)
 
     def roles(self) -> list[Role]:
         """The run's roles, the policy first: by the table, or as a method ``needs_<role>`` of the experiment says."""

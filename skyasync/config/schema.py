@@ -407,6 +407,22 @@ class DataConfig(Settings):
     )
     domain_key: str = key("domain", "Column with the row's domain.", open_ended=True)
     apply_chat_template: bool = key(True, "Frame prompts by the chat template; false takes text prompts as they are.")
+    chat_template: str = key(
+        "",
+        "Jinja template in place of the model's own: a file, or its text; for prompts, observations and the endpoint.",
+        open_ended=True,
+        when="data.apply_chat_template",
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "What the template is told besides, such as {enable_thinking: false}.", when="data.apply_chat_template"
+    )
+    chat_history: str = key(
+        "template",
+        "What the model reads of its earlier turns: what the template shows (some drop thinking parts), a row of its "
+        "own for each turn where that differs, or its tokens as sampled, one row per episode.",
+        choices=("template", "sampled"),
+        when="data.apply_chat_template",
+    )
     system_prompt: str = key("", "Put in front of conversations that have no system message.", open_ended=True)
     reasoning_gym: dict[str, Any] = key(
         {}, "Per reasoning_gym task: size, seed, val_size, val_seed, and the task's own options."

@@ -40,7 +40,7 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
         if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
             raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
         if not own_tokenizer:
-            _check_tokenizer(folder, path, framed=cfg.data.apply_chat_template)
+            _check_tokenizer(folder, path, framed=cfg.data.apply_chat_template and not cfg.data.chat_template)
 
 
 def hub_folder(name: str, key: str = MODEL) -> Path | None:
@@ -116,7 +116,7 @@ def _check_tokenizer(folder: Path, path: str, *, framed: bool) -> None:
     if framed and not _has_template(folder, path):
         raise UserError(
             f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
-            f"chat_template.jinja to the folder"
+            f"chat_template.jinja to the folder, or name one with data.chat_template"
         )
 
 

@@ -15,6 +15,7 @@ from skyasync.data.sources import absolute
 from skyasync.preflight.model import check_model
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
+from skyasync.rollout.tokenizer import template_text
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 
@@ -29,6 +30,9 @@ def settle_references(cfg: Config) -> None:
             setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
     if folder := Resume.of(trainer).folder:
         trainer.resume_mode = str(folder.resolve())
+    if cfg.data.chat_template and "{" not in cfg.data.chat_template:
+        cfg.data.chat_template = str(Path(cfg.data.chat_template).expanduser().resolve())
+        template_text(cfg.data.chat_template)
     for name in ("train_data", "val_data"):
         setattr(cfg.data, name, [absolute(source) for source in getattr(cfg.data, name)])
     rewards.settle_references(cfg.environment)

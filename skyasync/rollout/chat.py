@@ -4,16 +4,16 @@ Invariant: tokens that the model wrote are never made again from text. What the 
 tokenised on its own, framed by the chat template as it would be after an assistant's message.
 
 Some templates frame the model's earlier messages anew as a conversation grows: they drop the thinking parts of
-all but the last, or add an empty one to it. What such a template would show to the model is then not what it wrote.
-Here the model goes on reading what it wrote, in training as in generation: an episode is one sequence, whose actions
-are the tokens that were sampled. A warning says so once.
+all but the last. Then the model reads what the template shows, and a turn whose context does not extend the one before
+is a sequence of its own (``Trajectory.branches``). With ``data.chat_history=sampled`` the model goes on reading what it
+wrote: an episode is one sequence.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 from skyasync.arrays import Ints, ints
@@ -21,8 +21,6 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError
 from skyasync.rollout.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 LONG = 4096
 """Tokens whose text takes a tokenizer milliseconds: a thread makes it, so that the event loop goes on."""
@@ -83,15 +81,27 @@ class ChatTokenizer:
                     f"several turns need a chat template that ends each message with the tokenizer's eos_token "
                     f"({self.tokenizer.eos_token!r}); set generator.max_turns=1, or the eos_token of the model's folder"
                 )
-            if not all(self._keeps(conversation) for conversation in (_BEFORE, _THOUGHT)):
-                log.warning(
-                    "the chat template frames the model's earlier messages anew in a longer conversation (it may drop "
-                    "their thinking parts); each episode stays one sequence of the tokens that were sampled, so the "
-                    "model reads its earlier messages as it wrote them"
-                )
         tail = _behind(self._frame(_BEFORE + messages, generation=True), eos, self._ends)
         ended = len(action) > 0 and action[-1] == eos
         return tail if ended else [eos, *tail]
+
+    def anew(self, conversation: Conversation, tools: Tools, extended: Ints) -> Ints | None:
+        """The conversation as the template shows it before the next turn; None where that is what ``extended`` says.
+
+        Texts are compared: other tokens for the same text are no reason to leave those that were sampled.
+        """
+        if not self._reframes:
+            return None
+        tokens = ints(self._frame(conversation, tools, generation=True))
+        same = _decoded(self.tokenizer, tokens, skip_special_tokens=False) == _decoded(
+            self.tokenizer, extended, skip_special_tokens=False
+        )
+        return None if same else tokens
+
+    @cached_property
+    def _reframes(self) -> bool:
+        """Whether a longer conversation may show earlier messages differently."""
+        return self._framed and not all(self._keeps(conversation) for conversation in (_BEFORE, _THOUGHT))
 
     def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
         """What an environment reads of a response: up to its stop string, if that is not to be included."""
@@ -145,6 +155,10 @@ class PlainText:
     def observation(self, text: Conversation | str, action: Ints) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(cast(str, text), add_special_tokens=False)
         return tokens
+
+    def anew(self, conversation: Conversation, tools: Tools, extended: Ints) -> Ints | None:
+        """Text follows text."""
+        return None
 
     def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
         """Special tokens and stop strings included: what is read is exactly what was written."""

@@ -42,6 +42,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         max_model_len: an episode ends before its tokens would exceed this.
         rules: what else ends an episode.
         apply_chat_template: see ``ChatTokenizer``.
+        as_template_shows: of earlier turns the model reads what the template shows, not what it wrote.
         decided: says when a training group need not be played to its end; see ``EarlyEnd``.
     """
 
@@ -53,6 +54,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         max_model_len: int,
         rules: EpisodeRules = EpisodeRules(),  # noqa: B008  (frozen)
         apply_chat_template: bool = True,
+        as_template_shows: bool = True,
         decided: Decided | None = None,
     ) -> None:
         self._decided = decided
@@ -60,7 +62,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         self._environments = environments
         self._chat = ChatTokenizer(tokenizer, apply_chat_template)
         self._plain = PlainText(tokenizer, apply_chat_template)
-        self._max_model_len = max_model_len
+        self._max_model_len, self._as_template_shows = max_model_len, as_template_shows
         self._rules = rules
         self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
 
@@ -116,7 +118,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         frame = self._plain if raw else self._chat
         begin = self._environments.init(episode, env_class, extras, self._plain.opening(prompt) if raw else prompt)
         start = await self._asked(begin)
-        tokens = frame.prompt(start, self._environments.tools(env_class))  # replaced, never changed: requests hold it
+        tools = self._environments.tools(env_class)
+        tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
+        said = [] if isinstance(start, str) else list(start)
         trajectory.segments[0].tokens = tokens
         for turn in self._rules.turns():
             action = await self._act(trajectory, tokens, turn, sampling)
@@ -131,12 +135,19 @@ class EpisodeGenerator(TrajectoryGenerator):
             if turn + 1 == self._rules.max_turns:
                 break
             observation = ints(frame.observation(step["observations"], action.tokens))
-            if len(tokens) + len(observation) >= self._max_model_len:
+            tokens, anew = joined(tokens, observation), None
+            if self._as_template_shows:
+                said += [{"role": "assistant", "content": text}, *step["observations"]]
+                anew = frame.anew(said, tools, tokens)
+            if len(tokens if anew is None else anew) >= self._max_model_len:
                 trajectory.stop_reason = "length"
                 tell_of_no_room(trajectory, self._max_model_len)
                 break
-            trajectory.segments.append(Segment("observation", observation))
-            tokens = joined(tokens, observation)
+            if anew is None:
+                trajectory.segments.append(Segment("observation", observation))
+            else:
+                trajectory.branches.append(trajectory.segments)
+                trajectory.segments, tokens = [Segment("prompt", anew)], anew
             sampling = replace(sampling, **step["sampling_params"])
         trajectory.metrics |= await self._asked(self._environments.close(episode))
 

@@ -79,20 +79,26 @@ def give_up(trajectory: Trajectory, rules: EpisodeRules, error: GivenUpError, pr
         "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s",
         trajectory.id, kind, error.__cause__,
     )  # fmt: skip
+    if len(trajectory.segments) == 1 and trajectory.branches:  # it failed at the beginning of a turn
+        trajectory.segments = trajectory.branches.pop()
     first, *others = trajectory.segments
-    others = [_masked(segment) for segment in others] if rules.on_error == "mask" else others
-    for segment in others:
-        segment.reward = 0.0
+    first = Segment("prompt", first.tokens if len(first.tokens) else prompt)
+    trajectory.branches = [_without_rewards(branch, rules) for branch in trajectory.branches]
+    trajectory.segments = _without_rewards([first, *others], rules)
     if others:
-        others[-1].reward = rules.give_up_reward
-    trajectory.segments = [Segment("prompt", first.tokens if len(first.tokens) else prompt), *others]
+        trajectory.segments[-1].reward = rules.give_up_reward
     trajectory.stop_reason = "abort"
     trajectory.metrics = {"given_up": 1.0}
     return trajectory
 
 
-def _masked(segment: Segment) -> Segment:
-    return Segment("observation", segment.tokens)
+def _without_rewards(sequence: list[Segment], rules: EpisodeRules) -> list[Segment]:
+    """What it earned counts for nothing, and with ``mask`` none of its actions is trained."""
+    first, *others = sequence
+    others = [Segment("observation", s.tokens) for s in others] if rules.on_error == "mask" else others
+    for segment in others:
+        segment.reward = 0.0
+    return [first, *others]
 
 
 def tell_of_no_room(trajectory: Trajectory, max_model_len: int) -> None:

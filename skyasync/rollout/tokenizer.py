@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, overload
+
+from skyasync.errors import UserError, unknown
 
 
 class Tokenizer(Protocol):
@@ -34,6 +37,55 @@ class Tokenizer(Protocol):
         self, conversation: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
         tokenize: Literal[False], add_generation_prompt: bool = False,
     ) -> str: ...  # fmt: skip
+
+
+def told(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]) -> Tokenizer:
+    """The same, which from here on frames conversations as ``data.chat_template`` and its arguments say.
+
+    Args:
+        template: a file's path or Jinja text; empty leaves the tokenizer's own.
+
+    Raises:
+        UserError: for an argument that the template does not read.
+    """
+    if template:
+        tokenizer.chat_template = template_text(template)
+    if kwargs:
+        _check_arguments(tokenizer.chat_template or "", kwargs)
+        framing: Any = tokenizer  # a method of this one tokenizer, wherever it is asked
+        framing.apply_chat_template = partial(tokenizer.apply_chat_template, **kwargs)
+    return tokenizer
+
+
+def template_text(template: str) -> str:
+    """Jinja text as it is, or what the file holds.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    if "{" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"data.chat_template={template} is no Jinja text, and no file: {error.strerror}") from error
+
+
+def _check_arguments(template: str, kwargs: Mapping[str, Any]) -> None:
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
+    try:
+        read = find_undeclared_variables(environment.parse(template if isinstance(template, str) else ""))
+    except TemplateError:  # transformers' own extensions: what it reads is not known
+        return
+    for name in kwargs:
+        if name not in read:
+            problem = unknown("variable", name, read - {"messages", "tools", "add_generation_prompt"})
+            raise UserError(f"data.chat_template_kwargs.{name}: the chat template reads no such variable; {problem}")
 
 
 GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class

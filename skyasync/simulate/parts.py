@@ -1,7 +1,8 @@
 """The parts that a simulated run hands to a plan in place of models and environments.
 
 Invariant: the plan's classes run as they are; what is replaced is what they are handed, and ``prepare``,
-``forward_backward`` and ``optimizer_step``, the tensor part of a training step. A trajectory's length depends on its identity alone, so all plans see the same.
+``forward_backward`` and ``optimizer_step``, the tensor part of a training step. A trajectory's length depends on its
+identity alone, so all plans see the same.
 """
 
 from __future__ import annotations

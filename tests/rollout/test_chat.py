@@ -126,19 +126,36 @@ DROPS_THOUGHTS = (
 )
 
 
+SAID = [user("1 > 0?"), {"role": "assistant", "content": "<think>\n3 > 1\n</think>\n\n13"}, user("more")]
+
+
 @pytest.mark.parametrize(
-    ("template", "warned"), [(None, 0), (THINKING, 1), (DROPS_THOUGHTS, 1)], ids=["keeps", "adds", "drops"]
+    ("template", "shows"),
+    [
+        (None, None),
+        (THINKING, None),
+        (DROPS_THOUGHTS, "\n\n13<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+    ids=["keeps", "adds", "drops"],
 )
-def test_a_template_that_frames_earlier_messages_anew_is_told_of_once_and_what_the_model_wrote_is_kept(
-    template, warned, caplog
-):
+def test_a_turn_begins_anew_where_the_template_shows_something_else_than_what_was_sampled(template, shows):
     found = chat(template)
     action = [*tokens_of("<think>\n3 > 1\n</think>\n\n13"), tokenizer().eos_token_id]
-    for _ in range(3):
-        observation = found.observation([user("more")], action)
-        assert tokenizer().decode(observation) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
-    assert all("reads its earlier messages as it wrote them" in message for message in caplog.messages)
+    observation = found.observation([user("more")], action)
+    assert tokenizer().decode(observation) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    extended = [*found.prompt(SAID[:1]).tolist(), *action, *observation]
+    anew = found.anew(SAID, None, extended)
+    assert (anew is None) == (shows is None)
+    if shows:
+        assert tokenizer().decode(anew) == tokenizer().decode(found.prompt(SAID[:1])) + shows
+
+
+def test_other_tokens_for_the_same_text_are_no_reason_to_begin_anew():
+    found, said = chat(DROPS_THOUGHTS), [user("1 > 0?"), {"role": "assistant", "content": "13"}, user("more")]
+    letters = [t for letter in "13" for t in tokens_of(letter)]
+    action = [*letters, tokenizer().eos_token_id]
+    extended = [*found.prompt(said[:1]).tolist(), *action, *found.observation([user("more")], action)]
+    assert found.anew(said, None, extended) is None
 
 
 def test_plain_text_is_the_templates_prompt_and_then_text_as_it_is():

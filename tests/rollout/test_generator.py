@@ -1,6 +1,7 @@
 """Episodes with the real client, pool and tokenizer; only the engine is scripted."""
 
 import asyncio
+from copy import deepcopy
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.rollout.episodes import (
     tokenizer,
     tokens_of,
 )
+from tests.rollout.test_chat import DROPS_THOUGHTS
 from tests.virtual_time import virtual_time
 
 ENV = "examples.agents.env:CalculatorEnv"
@@ -88,6 +90,41 @@ async def test_several_turns_feed_the_engine_exactly_what_it_said_and_what_the_e
     assert len({r.request_id for r in engine.requests}) == 3
     assert len({r.session_id for r in engine.requests}) == 1
     assert episode.metrics == {"turns": 3.0}
+
+
+class Thoughtful(RecordedEnv):
+    def answer(self, action):
+        said = [{"role": "user", "content": f"turn {self.turns}?"}]
+        return {"observations": said, "reward": float(self.turns), "done": self.turns == 3, "metadata": {}}
+
+
+@virtual_time
+@pytest.mark.parametrize("as_shown", [True, False])
+async def test_a_turn_whose_context_the_template_shows_anew_is_a_row_of_its_own(as_shown):
+    """The second reply has no thinking part, so the third turn extends the second."""
+    speaks, asked = deepcopy(tokenizer()), prompts(Thoughtful, 1)
+    speaks.chat_template = DROPS_THOUGHTS
+
+    def says(tokens):
+        return "no" if "turn 1?" in tokenizer().decode(tokens) else "<think>why</think>yes"
+
+    engine = ScriptedEngine(says)
+    client = InferenceClient([engine], 60)
+    plays = EpisodeGenerator(client, local_pool(), speaks, 512, as_template_shows=as_shown)
+    (group,) = await groups(plays, request(asked), asked)
+    (episode,) = group.trajectories
+    rows = [[s.kind for s in row] for row in episode.sequences]
+    if not as_shown:
+        assert rows == [["prompt", "action", "observation", "action", "observation", "action"]]
+    else:
+        assert rows == [["prompt", "action"], ["prompt", "action", "observation", "action"]]
+        assert "<think>" not in tokenizer().decode(episode.segments[0].tokens)
+        assert "yes" in tokenizer().decode(episode.segments[0].tokens)
+    assert [s.reward for s in episode.actions] == [1.0, 2.0, 3.0]
+    for asked_tokens, action in zip((r.prompt_token_ids for r in engine.requests), episode.actions, strict=True):
+        (row,) = [row for row in episode.sequences if any(s is action for s in row)]
+        place = next(n for n, s in enumerate(row) if s is action)
+        assert asked_tokens.tolist() == [t for s in row[:place] for t in s.tokens.tolist()]
 
 
 @virtual_time
