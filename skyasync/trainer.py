@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
+from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.rules import Plan, check_correction, check_values
 from skyasync.config.schema import Config
 from skyasync.config.streaming import check_streaming
@@ -31,11 +32,13 @@ from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
 from skyasync.training import estimates
 from skyasync.training.bookkeeping import Bookkeeping
+from skyasync.training.cadence import Cadence
 from skyasync.training.handover import HandOver, WeightSyncing
 from skyasync.training.learner import Learner, with_advantages
 from skyasync.training.length import RunLength
 from skyasync.training.parts import Client, Parts
 from skyasync.training.phases import Metrics, Phases
+from skyasync.training.profiling import Profiling
 from skyasync.training.progress import Progress
 from skyasync.training.refill import Refill
 from skyasync.training.reporting import Reporting
@@ -105,7 +108,10 @@ class RayPPOTrainer(Views):
         self.refill = Refill(cfg, self.length)
         self.book = Bookkeeping(cfg, self.prompts)
         self.saving = Saving(cfg, self.prompts, self.progress, self.phases, self.learner, self.book)
-        self.reporting = Reporting(tracker, callbacks, cfg.trainer.save_samples)
+        self.cadence, self.profiling = Cadence(cfg.trainer, self.phases.now), Profiling(cfg.trainer.profile_steps)
+        self.reporting = Reporting(
+            tracker, callbacks, cfg.trainer.save_samples, trajectories=cfg.trainer.dump_trajectories
+        )
         self._plan_runs = False
         self._refuse_what_cannot_work()
 
@@ -166,8 +172,7 @@ class RayPPOTrainer(Views):
             self.phases.name = "finishing"
             if self.cfg.trainer.export_path:
                 await self.handover.make_way_for_training()
-                async with self.phases.limited("export"):
-                    await self.dispatch.export(Path(self.cfg.trainer.export_path))
+                await self._export(Path(self.cfg.trainer.export_path))
             self.reporting.tell("on_train_end", self)
             self.saving.check_end()
             self.phases.name = "finished"
@@ -280,8 +285,12 @@ class RayPPOTrainer(Views):
             self.metrics.setdefault(name, value)  # what a hook has found stands
         self.progress.trained(rollout.position, rollout.ahead)
         self.saving.step_done()
-        self.reporting.ended(self.global_step, self.book.close(rollout))
-        self.reporting.trained(self.global_step, rollout.groups, self.tokenizer.decode if self.tokenizer else None)
+        await self.reporting.ended(self.global_step, self.book.close(rollout))
+        decode, step = self.tokenizer.decode if self.tokenizer else None, self.global_step
+        await self.reporting.trained(step, self.total_steps, rollout, decode, self.learner.take_trained())
+        if self.cadence.export(step) and self.run_dir is not None:  # now that the policy has its devices
+            with self.timed("export"):
+                await self._export(self.run_dir.path / "exports" / f"step_{step:06d}")
 
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle, in the steps in which that is due."""
@@ -307,15 +316,19 @@ class RayPPOTrainer(Views):
         metrics, is_last = self.metrics, self.global_step >= self.total_steps
         async with self.phases.limited("report of the engines"):
             metrics |= await self.reporting.usage(self.phases.step_s)
-        if self._due(self.cfg.trainer.eval_interval) or is_last:
+        await self.profiling.end_step(self.dispatch)
+        evaluated = self.cadence.evaluation(self.global_step) or is_last
+        if evaluated:
             metrics |= await self.evaluate()
         self.reporting.tell("on_step_end", self, metrics)
         metrics |= await self.saving.arrived()
         self._tell_of_checkpoints()
-        if self._due(self.cfg.trainer.ckpt_interval) or (is_last and self.cfg.trainer.ckpt_interval):
+        best = self.saving.improves(metrics, evaluated=evaluated and bool(self.eval_dataset))
+        last = is_last and keeps_checkpoints(self.cfg.trainer)
+        if self.cadence.checkpoint(self.global_step) or best or last:
             await self.save_checkpoint()
         self.reporting.log(metrics, self.global_step)
-        self.phases.begin_step(self.global_step + 1)
+        await self._begin_step()
 
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
@@ -392,6 +405,8 @@ class RayPPOTrainer(Views):
         rules = (check_streaming(self.cfg, plan), check_values(self.cfg.trainer.algorithm))
         for problem in chain(*rules, check_correction(self.cfg, plan)):
             raise UserError(problem)
+        if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
+            raise UserError(f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data")
 
     def _check_running(self, step: str) -> None:
         if not self._plan_runs:
@@ -418,7 +433,16 @@ class RayPPOTrainer(Views):
         if self.cfg.trainer.eval_before_train and not resumed:
             self.reporting.log(await self.evaluate(), 0)
         await self.reporting.start(self.inference_engine_client, self.dispatch)
+        self.cadence.begin()
+        await self._begin_step()
+
+    async def _begin_step(self) -> None:
         self.phases.begin_step(self.global_step + 1)
+        await self.profiling.begin_step(self.global_step + 1, self.dispatch, self.run_dir)
+
+    async def _export(self, folder: Path) -> None:
+        async with self.phases.limited("export"):
+            await self.dispatch.export(folder)
 
     async def _save_on_exit(self) -> None:
         """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""
@@ -437,6 +461,3 @@ class RayPPOTrainer(Views):
             self.tracker.close()
         finally:
             self.phases.timeline.close()
-
-    def _due(self, interval: int) -> bool:
-        return interval > 0 and self.global_step % interval == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyasync.config.resume import Resume, checkpoints_of
+from skyasync.config.resume import Resume, checkpoints_of, saves
 from skyasync.config.schema import TrainerConfig
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
@@ -33,8 +33,7 @@ def model_path(path: str, key: str = "trainer.policy.model.path") -> str:
 def refuse_foreign_checkpoints(trainer: TrainerConfig) -> None:
     """Raises UserError if a run that starts anew would save into a folder that holds checkpoints."""
     fresh = not Resume.of(trainer).within(checkpoints_of(trainer))
-    saves = trainer.ckpt_interval or trainer.ckpt_on_exit
-    if fresh and saves and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
+    if fresh and saves(trainer) and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
         raise UserError(
             f"trainer.ckpt_path={trainer.ckpt_path} holds another run's checkpoints, which this one would replace: "
             f"set trainer.resume_mode=latest to go on with them, or choose another folder"

@@ -39,6 +39,16 @@ class Resume:
         return self.wanted and (self.folder is None or self.folder.parent == checkpoints.resolve())
 
 
+def keeps_checkpoints(trainer: TrainerConfig) -> bool:
+    """Whether a run saves now and then, and at its end."""
+    return bool(trainer.ckpt_interval or trainer.ckpt_minutes or trainer.ckpt_best_metric)
+
+
+def saves(trainer: TrainerConfig) -> bool:
+    """Whether a run may write checkpoints at all."""
+    return keeps_checkpoints(trainer) or trainer.ckpt_on_exit
+
+
 def checkpoints_of(trainer: TrainerConfig) -> Path:
     """Where the checkpoints of the run that ``trainer.run_name`` names lie."""
     return Path(trainer.ckpt_path or Path(trainer.runs_dir) / trainer.run_name / "checkpoints").expanduser().resolve()

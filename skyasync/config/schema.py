@@ -14,7 +14,7 @@ from skyasync.config.algorithm import KL, AlgorithmConfig
 from skyasync.config.field import inheriting, key
 from skyasync.config.frozen import Settings
 
-_CHECKPOINTS = "trainer.ckpt_interval or trainer.ckpt_on_exit"
+_CHECKPOINTS = "trainer.ckpt_interval or trainer.ckpt_minutes or trainer.ckpt_best_metric or trainer.ckpt_on_exit"
 _APART = "trainer.placement.colocate_policy_ref=false"
 _ENVIRONMENTS = "not generator.agent_program"
 _AGENTS = "generator.agent_program"
@@ -132,8 +132,21 @@ class TrainerConfig(Settings):
     max_prompt_length: int = key(512, "Prompts with more tokens are left out, and counted.", low=1)
     eval_batch_size: int = key(1024, "Prompts evaluated at once.", low=1)
     eval_interval: int = key(5, "Evaluate every so many steps; 0 only at the end.", low=0)
+    eval_minutes: float = key(0.0, "Evaluate as well when so many minutes have passed; 0 goes by steps.", low=0.0)
     eval_before_train: bool = key(True, "Evaluate the starting policy.")
     ckpt_interval: int = key(0, "Save a checkpoint every so many steps; 0 saves none.", low=0)
+    ckpt_minutes: float = key(
+        0.0, "Save a checkpoint as well when so many minutes have passed; 0 goes by steps.", low=0.0
+    )
+    ckpt_best_metric: str = key(
+        "",
+        "Save a checkpoint whenever this metric (eval/score) is better than before, and keep the best one beside the "
+        "newest.",
+        open_ended=True,
+    )
+    ckpt_best_mode: str = key(
+        "max", "Which value of ckpt_best_metric is better.", choices=("max", "min"), when="trainer.ckpt_best_metric"
+    )
     ckpt_on_exit: bool = key(
         False,
         "Save one however the run ends (Ctrl-C, an error); an update under way is finished first.",
@@ -177,6 +190,12 @@ class TrainerConfig(Settings):
     export_path: str = key(
         "", "Write the final policy here as a Hugging Face folder; empty writes none.", open_ended=True
     )
+    export_interval: int = key(
+        0, "Write the policy as a Hugging Face folder, <run folder>/exports/step_<n>, every so many steps.", low=0
+    )
+    profile_steps: list[int] = key(
+        [], "Steps in which torch's profiler records the workers, into <run folder>/profile.", low=1
+    )
     run_name: str = key("", "Name of the run's folder; empty makes one from plan and time.", open_ended=True)
     runs_dir: str = key("runs", "Folder that holds the runs' folders.", open_ended=True)
     project_name: str = key("skyasync", "Project name for external trackers.", open_ended=True)
@@ -185,6 +204,10 @@ class TrainerConfig(Settings):
     seed: int = key(42, "The one seed that governs the run; with vLLM, sampling depends on timing as well.", low=0)
     step_timeout_s: float = key(1800.0, "Seconds after which a step that has not ended is an error.", above=0.0)
     save_samples: int = key(4, "Trajectories written to samples.jsonl per step.", low=0)
+    dump_trajectories: bool = key(
+        False, "Write every trajectory that is trained to trajectories/step_<n>.parquet, for skyasync replay."
+    )
+    report: bool = key(True, "Make report.html, a page about the run, at its end (skyasync report makes one any time).")
 
 
 @dataclass

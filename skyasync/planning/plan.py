@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyasync.cluster.placement import ENGINES, Slots, plan_slots
+from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
@@ -271,7 +272,7 @@ class _Parts:
 
     @property
     def _saves(self) -> bool:
-        return bool(self.cfg.trainer.ckpt_interval or self.cfg.trainer.ckpt_on_exit)
+        return saves(self.cfg.trainer)
 
 
 def _named(lines: Lines, who: str, count: int = 1) -> Lines:

@@ -17,6 +17,7 @@ from skyasync.observe import TRACKERS
 from skyasync.preflight.references import check_reference
 from skyasync.registry import Registry
 from skyasync.rewards.registry import REWARDS
+from skyasync.rollout.recorded import need_pyarrow
 from skyasync.trainer import RayPPOTrainer
 
 
@@ -37,6 +38,8 @@ def check_parts(cfg: Any, plans: Sequence[type]) -> None:
             check_installed(REWARDS, name)
     if cfg.environment.env_class:
         check_environment(cfg.environment.env_class)
+    if cfg.trainer.dump_trajectories:
+        need_pyarrow()
     if cfg.generator.agent_program:
         check_reference(cfg.generator.agent_program, "generator.agent_program")
 

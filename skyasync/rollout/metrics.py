@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from skyasync.arrays import TURN_TOKENS, Ints, joined
+from skyasync.arrays import TURN_TOKENS, Floats, Ints, joined
+from skyasync.rollout.shown import token_columns
 from skyasync.rollout.types import Group, Trajectory
 
 
@@ -117,8 +118,17 @@ def _staleness(groups: Sequence[Group], version: int, tokens_of: Counter[int]) -
     }
 
 
-def sample_records(groups: Sequence[Group], count: int, decode: Callable[..., str]) -> list[dict[str, Any]]:
-    """The first samples of the first groups, readable by a person."""
+def sample_records(
+    groups: Sequence[Group],
+    count: int,
+    decode: Callable[..., str],
+    trained: Callable[[Ints], Floats | None] = lambda tokens: None,
+) -> list[dict[str, Any]]:
+    """The first samples of the first groups, readable by a person.
+
+    Args:
+        trained: the trainer's log-probabilities of a sequence, where it has looked at it.
+    """
     return [
         {
             "prompt_id": str(trajectory.id),
@@ -127,6 +137,9 @@ def sample_records(groups: Sequence[Group], count: int, decode: Callable[..., st
             "reward": trajectory.reward,
             "stop_reason": trajectory.stop_reason,
             "versions": np.unique(trajectory.versions).tolist(),
+            "tokens": token_columns(
+                trajectory.segments, decode, trained(joined(*(s.tokens for s in trajectory.segments)))
+            ),
         }
         for group in groups[:count]
         for trajectory in group.trajectories[:1]

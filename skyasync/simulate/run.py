@@ -96,6 +96,8 @@ def make_trainer(cfg: SimulationConfig, plan: type[Any]) -> Any:
     cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
     cfg.trainer.save_samples, cfg.trainer.resume_mode = 0, "none"
     cfg.trainer.ckpt_interval, cfg.trainer.ckpt_on_exit = 0, False
+    cfg.trainer.ckpt_minutes, cfg.trainer.ckpt_best_metric = 0.0, ""
+    cfg.trainer.export_interval, cfg.trainer.dump_trajectories, cfg.trainer.profile_steps = 0, False, []
     cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
     cfg.trainer.placement.colocate_all = False  # virtual devices are no shared ones
     client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in range(generator.num_inference_engines)])

@@ -18,6 +18,7 @@ from typing import Any
 
 from skyasync.errors import UserError
 from skyasync.state import manifest
+from skyasync.state.best import Best, read_best, write_best
 from skyasync.state.manifest import FileSum, Sums
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         self.folder, self._keep = folder, keep
+        self.best = read_best(folder)
         self.damaged: set[Path] = set()  # as far as is known
         self._swept = False
 
@@ -110,7 +112,13 @@ class Checkpoints:
         if self._keep:
             whole = [old for old in self.newest_first() if old not in self.damaged]
             for old in whole[self._keep :]:
-                _discard(old)
+                if self.best is None or old.name != self.best.folder:
+                    _discard(old)
+
+    def is_best(self, folder: Path, metric: str, value: float) -> None:
+        """This checkpoint is the best one from here on; the one that was may go when the next is written."""
+        self.best = Best(folder.name, metric, value)
+        write_best(self.folder, self.best)
 
 
 class Unfinished:

@@ -34,6 +34,7 @@ class Learner:
     Attributes:
         dispatch: the models; set when they are up.
         updates: optimizer steps of the training step in hand.
+        trained: the parts that the training step before this moment has trained, until somebody takes them.
     """
 
     dispatch: WorkerDispatch
@@ -48,6 +49,7 @@ class Learner:
         self._cfg, self._progress, self._phases, self._length = cfg.trainer, progress, phases, length
         self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step
         self._parts: list[UpdateBatch] = []  # trained in this training step
+        self.trained: list[UpdateBatch] = []
         self._denominator = 0.0  # of the loss, where the parts' weights lack it
 
     # ---------------------------------------------------------------- prepare
@@ -147,8 +149,14 @@ class Learner:
         metrics = {f"policy/{name}": sum(values) / len(values) for name, values in self._found.items()}
         if self._parts:
             metrics |= self._drift(whole if whole is not None and self.updates > 1 else joined(self._parts))
+        self.trained = self._parts
         self._found, self._parts, self.updates = {}, [], 0
         return metrics
+
+    def take_trained(self) -> list[UpdateBatch]:
+        """What the last step has trained; from here on it is the caller's to keep."""
+        parts, self.trained = self.trained, []
+        return parts
 
     def _drift(self, batch: TrainingBatch) -> Metrics:
         """How far the proximal policy is from the one that sampled, also by staleness."""

@@ -5,18 +5,24 @@ Invariant: a step is logged once, when all of it is done, with everything that w
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.trackers import Tracker
 from skyasync.observe.usage import Engines, UsageMeter, Workers
+from skyasync.rollout import recorded
 from skyasync.rollout.metrics import rollout_metrics, sample_records
 from skyasync.rollout.repeats import repeat_metrics, repeat_warning, repeats_of
-from skyasync.rollout.types import Group
+from skyasync.rollout.types import Group, Rollout
 from skyasync.training.phases import Metrics
+from skyasync.training.trained import TrainedRows
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.workers.batch import UpdateBatch
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +33,25 @@ class Reporting:
     Attributes:
         last_metrics: the newest value of every metric that was logged.
         run_dir: where samples are written; None where a run has no folder.
+
+    Args:
+        samples: written per step.
+        trajectories: all of them are written, as Parquet files.
     """
 
-    def __init__(self, tracker: Tracker, callbacks: Sequence[TrainerCallback] | None, samples: int) -> None:
+    def __init__(
+        self,
+        tracker: Tracker,
+        callbacks: Sequence[TrainerCallback] | None,
+        samples: int,
+        *,
+        trajectories: bool = False,
+    ) -> None:
         self.tracker, self.callbacks = tracker, list(callbacks or [])
         self.last_metrics: Metrics = {}
         self.run_dir: RunDirectory | None = None
-        self._samples, self._trained = samples, 0
-        self._failed: set[str] = set()  # what could not be written, until it is again
+        self._samples, self._trajectories, self._trained = samples, trajectories, 0
+        self._failed: set[str] = set()  # which is told once, until it is written again
         self._usage: UsageMeter | None = None
 
     async def start(self, client: Engines, dispatch: Workers) -> None:
@@ -54,22 +71,49 @@ class Reporting:
             log.warning("%s", problem)
         return rollout_metrics(groups) | repeat_metrics(repeats)
 
-    def trained(self, step: int, groups: Sequence[Group], decode: Callable[..., str] | None) -> None:
-        """These groups were trained in this step; a few samples of them are written down."""
-        self._trained = sum(len(group.trajectories) for group in groups)
-        if self.run_dir is not None and self._samples and decode is not None:
-            records = sample_records(list(groups), self._samples, decode)
-            self._write("samples", self.run_dir.write_samples, step, records)
+    async def trained(
+        self,
+        step: int,
+        total_steps: int,
+        rollout: Rollout,
+        decode: Callable[..., str] | None,
+        parts: Sequence[UpdateBatch] = (),
+    ) -> None:
+        """This was trained in this step: a few samples of it are written down, or all trajectories.
 
-    def ended(self, step: int, prompts: Mapping[str, object]) -> None:
+        Args:
+            parts: the batches that it became, for what the trainer thought of the tokens.
+        """
+        self._trained = sum(len(group.trajectories) for group in rollout.groups)
+        if self.run_dir is None:
+            return
+        rows = TrainedRows(parts)
+        if self._samples and decode is not None:
+            await self._write("samples", step, self._write_samples(step, rollout.groups, decode, rows))
+        if self._trajectories:
+            whole = recorded.Recorded(step, rollout.groups, rollout.position, rollout.ahead, total_steps)
+            path = recorded.path_of(self.run_dir.path, step)
+            await self._write("trajectories", step, asyncio.to_thread(recorded.write, path, whole, rows.logprobs))
+
+    async def ended(self, step: int, prompts: Mapping[str, object]) -> None:
         """How the prompts of this step ended."""
         if self.run_dir is not None:
-            self._write("ledger's line", self.run_dir.write_ledger, step, prompts)
+            await self._write("ledger's line", step, self._write_ledger(step, prompts))
 
-    def _write(self, what: str, write: Callable[[int, Any], None], step: int, records: object) -> None:
-        """A disk that does not take it is told once, and the run goes on."""
+    async def _write_ledger(self, step: int, prompts: Mapping[str, object]) -> None:
+        assert self.run_dir is not None
+        self.run_dir.write_ledger(step, prompts)
+
+    async def _write_samples(
+        self, step: int, groups: Sequence[Group], decode: Callable[..., str], rows: TrainedRows
+    ) -> None:
+        assert self.run_dir is not None
+        self.run_dir.write_samples(step, sample_records(list(groups), self._samples, decode, rows.logprobs))
+
+    async def _write(self, what: str, step: int, writing: Awaitable[None]) -> None:
+        """What the disk does not take is left out, and the run goes on."""
         try:
-            write(step, records)
+            await writing
             self._failed.discard(what)
         except OSError as error:
             if what not in self._failed:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from skyasync.arrays import TURN_TOKENS
-from skyasync.config.resume import Resume
+from skyasync.config.resume import Resume, keeps_checkpoints, saves
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
-from skyasync.errors import UserError
+from skyasync.errors import UserError, nearest
 from skyasync.rollout import saved
 from skyasync.state import manifest
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
@@ -67,6 +67,8 @@ class Saving:
         self._failures, self._problem = 0, ""  # in a row, and what the last of them was
         self._behind: asyncio.Task[Path] | None = None  # writes while training goes on
         self._behind_step, self._behind_s = 0, 0.0
+        self._has_metric = False  # the one that says which checkpoint is the best
+        self._improved: dict[int, float] = {}  # by step: what is the best so far, when its checkpoint is written
 
     def step_begun(self) -> None:
         """From here to ``step_done`` weights and position do not belong together."""
@@ -78,7 +80,7 @@ class Saving:
         With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update cannot be saved. A
         second one ends it too.
         """
-        if not (self._cfg.ckpt_on_exit or self._cfg.ckpt_interval):
+        if not saves(self._cfg):
             await step
             return
         task = asyncio.create_task(step)
@@ -106,7 +108,7 @@ class Saving:
 
     def save_on_exit(self) -> None:
         """From here on as with ``ckpt_on_exit``, if this run keeps checkpoints: its machine is taken from it."""
-        self._asked = self._cfg.ckpt_interval > 0
+        self._asked = keeps_checkpoints(self._cfg)
 
     @property
     def saved_step(self) -> int:
@@ -116,6 +118,31 @@ class Saving:
     @property
     def _saves_on_exit(self) -> bool:
         return self._cfg.ckpt_on_exit or self._asked
+
+    def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
+        """Whether these metrics of the step in hand are the best so far: then its checkpoint is to be kept.
+
+        Raises:
+            UserError: if there is no such metric.
+        """
+        name = self._cfg.ckpt_best_metric
+        if not name or self.checkpoints is None or (name.startswith("eval/") and not evaluated):
+            return False
+        if name not in metrics and self._has_metric:
+            return False  # no group of this step was worth training, say
+        if name not in metrics:
+            close = nearest(name, metrics, count=1)
+            hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+            raise UserError(f"trainer.ckpt_best_metric={name}: step {self._progress.step} has no such metric: {hint}")
+        self._has_metric = True
+        value, before = metrics[name], list(self._improved.values())
+        if (best := self.checkpoints.best) is not None and best.metric == name:
+            before.append(best.value)
+        better = max if self._cfg.ckpt_best_mode == "max" else min
+        if value != value or (before and better([value, *before]) in before):
+            return False
+        self._improved[self._progress.step] = value
+        return True
 
     async def save(self, *, patient: bool = True) -> Path | None:
         """Model, optimizer, data position and versions; complete or absent. The folder, if there is one now.
@@ -258,11 +285,14 @@ class Saving:
             self._fail(step, error, patient)
             return None
         self._saved_step, self._failures, self._problem = step, 0, ""
+        if (value := self._improved.pop(step, None)) is not None and self.checkpoints is not None:
+            self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
         self.complete.append(folder)
         return folder
 
     def _fail(self, step: int, error: OSError, patient: bool) -> None:
         self._failures += 1
+        self._improved.pop(step, None)
         newest = f"the newest is of step {self._saved_step}" if self._saved_step else "there is none yet"
         self._problem = f"the checkpoint of step {step} could not be saved: {error} ({newest})"
         if not patient:

@@ -185,6 +185,12 @@ class Dispatch:
     async def export(self, folder: Path, role: str = POLICY) -> None:
         await self.call(role, "export", str(folder))
 
+    async def begin_profile(self) -> None:
+        await asyncio.gather(*(group.call("begin_profile") for group in self._groups.values()))
+
+    async def end_profile(self, folder: Path) -> None:
+        await asyncio.gather(*(group.call("end_profile", str(folder)) for group in self._groups.values()))
+
     async def stats(self) -> dict[str, Any]:
         others = {f"{role}_busy_s": group.busy_s for role, group in self._groups.items() if role != POLICY}
         return {"busy_s": self._groups[POLICY].busy_s, **others}

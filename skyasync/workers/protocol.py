@@ -91,6 +91,12 @@ class WorkerDispatch(Protocol):
     async def export(self, folder: Path, role: str = "policy") -> None:
         """Write a role's model as a Hugging Face folder (safetensors, config, tokenizer)."""
 
+    async def begin_profile(self) -> None:
+        """From here on what the workers compute is recorded."""
+
+    async def end_profile(self, folder: Path) -> None:
+        """Write what has been recorded there, a trace and a table of each rank."""
+
     async def stats(self) -> dict[str, Any]:
         """``busy_s`` of the policy since start, and whatever else is worth a metric."""
 

@@ -6,6 +6,7 @@ Invariant: a call reaches all ranks of a role in the same order, one at a time.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import ClassVar
 
 import ray
@@ -65,6 +66,16 @@ class Worker:
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Load what it holds. On all ranks at once."""
+
+    def begin_profile(self) -> None:
+        """From here on what this rank computes is recorded."""
+        from skyasync.workers.profiling import RankProfile
+
+        self._profile = RankProfile()
+
+    def end_profile(self, folder: str) -> None:
+        """Write what has been recorded: a trace and a table, ``<role>_rank<n>``."""
+        self._profile.finish(Path(folder), f"{self.role.name}_rank{self.rank}")
 
     def ready(self) -> int:
         """Answers (with the process id) once the calls before it are done."""

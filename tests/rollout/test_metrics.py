@@ -49,7 +49,8 @@ def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
     found = sample_records([Group(prompt(0), [talk]), group(0.0, row=1)], 1, decode=lambda tokens: str(tokens))
     assert found == [
         {"prompt_id": "e0-i0-r0", "prompt": "question 0", "response": "[3, 9, 4]", "reward": 1.0,
-         "stop_reason": "stop", "versions": [0]}
+         "stop_reason": "stop", "versions": [0],
+         "tokens": {"text": ["[3]", "[9]", "[4]"], "versions": [0, -1, 0], "logprobs": [-0.5, None, -0.5]}}
     ]  # fmt: skip
 
 
