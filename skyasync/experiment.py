@@ -222,8 +222,10 @@ class BasePPOExp:
     def _run(self) -> dict[str, float] | None:
         from skyasync.cluster.ray_cluster import cluster
         from skyasync.controller import run_in_controller
+        from skyasync.observe.status import told
 
-        with cluster(self.cfg, roles=self.roles()) as gpus:
+        assert self.run_dir is not None
+        with told(self.run_dir.path), cluster(self.cfg, roles=self.roles()) as gpus:
             self.gpus, self._begun = gpus, True
             if line := chosen_backend(self.cfg, gpus=gpus):
                 print(line)

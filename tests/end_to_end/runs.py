@@ -23,6 +23,7 @@ SETTINGS = {
     "trainer.policy.threads": "1",  # the same number in both plans: sums over threads round differently
     "trainer.run_name": "run",
     "trainer.progress": "false",
+    "trainer.report": "false",  # drawing takes seconds
     "generator.threads": "1",
     "generator.backend": "transformers",
     "generator.verify_interval": "1",  # the runs are short, and each of their syncs shall be seen to arrive

@@ -1,0 +1,84 @@
+"""Whether a run goes on, and how it ended: ``status.json`` in its folder.
+
+Invariant: what is read is never better than the truth: a run whose process is gone without a word is "lost", not
+running. A status that cannot be written costs a line in a list, never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from skyasync.observe.jsonl import replace_text
+
+NAME = "status.json"
+RUNNING, FINISHED, STOPPED, FAILED, LOST, UNKNOWN = "running", "finished", "stopped", "failed", "lost", "unknown"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Status:
+    """``began`` and ``ended`` are seconds since 1970, 0 where nobody knows."""
+
+    state: str = UNKNOWN
+    began: float = 0.0
+    ended: float = 0.0
+    pid: int = 0
+    host: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.state != RUNNING
+
+
+@contextlib.contextmanager
+def told(folder: Path) -> Iterator[None]:
+    """The run goes on inside; behind it, how it ended is in its folder."""
+    status = Status(RUNNING, began=round(time.time(), 3), pid=os.getpid(), host=socket.gethostname())
+    _write(folder, status)
+    state = FAILED
+    try:
+        yield
+        state = FINISHED
+    except (KeyboardInterrupt, SystemExit):
+        state = STOPPED
+        raise
+    finally:
+        _write(folder, replace(status, state=state, ended=round(time.time(), 3)))
+
+
+def read_status(folder: Path) -> Status:
+    """What ``told`` has written; of a folder without it, what its other files tell."""
+    try:
+        values = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        status = Status(**{name: values[name] for name in Status.__dataclass_fields__ if name in values})
+    except (OSError, ValueError, TypeError):
+        return Status(FAILED if (folder / "error.txt").exists() else UNKNOWN)
+    if status.state == RUNNING and status.host == socket.gethostname() and not _lives(status.pid):
+        return replace(status, state=LOST)
+    return status
+
+
+def _write(folder: Path, status: Status) -> None:
+    try:
+        replace_text(folder / NAME, json.dumps(asdict(status)) + "\n")
+    except OSError as error:
+        logger.warning("%s was not written: %s", folder / NAME, error)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
