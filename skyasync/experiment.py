@@ -208,24 +208,27 @@ class BasePPOExp:
 
     def run(self) -> dict[str, float] | None:
         """Train on a Ray cluster; returns the last metrics, or None if the run was stopped."""
+        from skyasync.observe.status import told
+
         self.prepare()
         assert self.run_dir is not None
         try:
-            return self._run()
+            with told(self.run_dir.path):
+                return self._run()
         except (Exception, KeyboardInterrupt) as error:
             if not self._begun:
                 self.run_dir.discard()
             elif isinstance(error, Exception) and not self.run_dir.error.exists():
                 self.run_dir.save_error("".join(format_exception(error)))
             raise
+        finally:
+            self._make_page()
 
     def _run(self) -> dict[str, float] | None:
         from skyasync.cluster.ray_cluster import cluster
         from skyasync.controller import run_in_controller
-        from skyasync.observe.status import told
 
-        assert self.run_dir is not None
-        with told(self.run_dir.path), cluster(self.cfg, roles=self.roles()) as gpus:
+        with cluster(self.cfg, roles=self.roles()) as gpus:
             self.gpus, self._begun = gpus, True
             if line := chosen_backend(self.cfg, gpus=gpus):
                 print(line)
@@ -243,6 +246,14 @@ class BasePPOExp:
             plot_reward(self.run_dir.metrics, self.run_dir.reward_plot)
             print_summary(self.run_dir.metrics)
             print(f"run folder: {os.path.relpath(self.run_dir.path)}")
+
+    def _make_page(self) -> None:
+        """Behind all else: what the page says of the run's end is then written down."""
+        from skyasync.observe.report.page import write_report
+
+        assert self.run_dir is not None
+        if self.cfg.trainer.report and self.run_dir.metrics.exists():
+            write_report(self.run_dir.path)
 
     def prepare(self) -> None:
         """Settle and check what can be before any process starts; the run's folder is made last.

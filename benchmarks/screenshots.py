@@ -1,0 +1,68 @@
+"""The documentation's pictures of a run's page, taken in a real browser without a window (Debian: chromium).
+
+    uv run -m benchmarks.screenshots runs/NAME [--out docs]
+
+Writes report.png (light, 1280 px wide), report-dark.png and report-phone.png (390 px wide).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SHOTS = (("report", 1280, 1500, False), ("report-dark", 1280, 1500, True), ("report-phone", 390, 1500, False))
+
+
+def browser() -> str | None:
+    """The path of a browser; None where there is none."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def ask(page: Path, *flags: str, width: int = 1280, height: int = 900, dark: bool = False) -> str:
+    """Open a page, and what the browser prints.
+
+    Raises:
+        FileNotFoundError: if there is no browser.
+        RuntimeError: with what it says, if it fails.
+    """
+    program = browser()
+    if program is None:
+        raise FileNotFoundError(f"no browser here (one of {', '.join(BROWSERS)}): apt-get install chromium")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        command = [
+            program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
+            "--force-device-scale-factor=1", f"--user-data-dir={profile}", f"--window-size={width},{height}",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=2000", *flags,
+            page.resolve().as_uri(),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise RuntimeError(f"{program} failed on {page}: {done.stderr[-500:]}")
+    return done.stdout
+
+
+def shoot(page: Path, picture: Path, width: int, height: int, *, dark: bool = False) -> None:
+    """A picture of the upper part of a page."""
+    ask(page, f"--screenshot={picture.resolve()}", width=width, height=height, dark=dark)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
+    given = parser.parse_args()
+    from skyasync.observe.report.page import write_report
+
+    if not write_report(given.run):
+        raise SystemExit(1)
+    for name, width, height, dark in SHOTS:
+        shoot(given.run / "report.html", given.out / f"{name}.png", width, height, dark=dark)
+        print(given.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

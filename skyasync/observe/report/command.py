@@ -1,0 +1,79 @@
+"""``skyasync report RUN [RUN ...]``: the arguments, and what is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyasync.errors import UserError
+
+HELP = """\
+usage: skyasync report RUN [RUN ...] [--out FILE.html] [--every SECONDS]
+
+Makes report.html in a run's folder, one page without scripts or network; of several runs, comparison.html here. A run
+makes its own at its end (trainer.report), and this makes one any time. With --every the page is made again and again
+while a run goes on, and the browser loads it anew.
+"""
+COMPARISON = "comparison.html"
+
+
+def report(argv: Sequence[str]) -> None:
+    """Write the page, and say where it is."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(HELP, end="")
+        return
+    folders, out, every_s = _arguments(argv)
+    from skyasync.observe.jsonl import replace_text
+    from skyasync.observe.report.page import NAME, page
+    from skyasync.observe.status import read_status
+
+    path = out or (folders[0] / NAME if len(folders) == 1 else Path(COMPARISON))
+    while True:
+        over = all(read_status(folder).over for folder in folders)
+        try:
+            replace_text(path, page(folders, refresh_s=every_s))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        print(path, flush=True)
+        if over or not every_s:
+            return
+        time.sleep(every_s)
+
+
+def _arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None, float]:
+    arguments, folders, out, every_s = list(argv), [], None, 0.0
+    while arguments:
+        name, equals, value = arguments.pop(0).partition("=")
+        if name in ("--out", "--every"):
+            if not equals and not arguments:
+                raise UserError(f"{name} needs a value: {name} {'page.html' if name == '--out' else '30'}")
+            value = value if equals else arguments.pop(0)
+            out = Path(value) if name == "--out" else out
+            every_s = _seconds(value) if name == "--every" else every_s
+        elif name.startswith("-"):
+            raise UserError(f"unknown option {name}: skyasync report takes --out and --every")
+        else:
+            folders.append(_run(name + equals + value))
+    if not folders:
+        raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
+    return folders, out, every_s
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"--every {text}: not a number of seconds above 0")
+    return seconds
+
+
+def _run(name: str) -> Path:
+    folder = Path(name)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)")
+    if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
+        raise UserError(f"{folder} is no run's folder: it has neither metrics.jsonl nor config.yaml")
+    return folder

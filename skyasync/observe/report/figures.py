@@ -1,0 +1,181 @@
+"""Pictures as SVG for a page: matplotlib draws, the page's style sheet colours.
+
+Invariant: a picture holds no colour of its own but variables of the page (``--ink``, ``--c0``, ...), so light and dark
+are the page's business; text stays text. Nothing is drawn of data that is not there.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from skyasync.observe.plots import Row, series, smooth
+from skyasync.observe.report.charts import Chart, Line, ages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LineStyle = str | tuple[int, tuple[float, ...]]
+
+SIZE = (5.4, 3.1)  # inches: wide enough for a phone's column, and read there without zooming
+MOST_POINTS = 500
+COLOURS = 8
+_STYLES: tuple[LineStyle, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+_LARGE = 5000  # numbers of this size have their thousands apart
+_LONG = 22  # characters of a label that needs a line of the legend to itself
+
+# Colours that stand for the page's variables; a picture has no others.
+_INK, _PALE, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
+_SERIES = [f"#0{n}0{n}1{n}" for n in range(COLOURS)]
+_VARIABLES = {_INK: "--ink", _PALE: "--pale", _GRID: "--grid", _PAPER: "--card"} | {
+    colour: f"--c{n}" for n, colour in enumerate(_SERIES)
+}
+_STYLE: Any = {
+    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 11.5, "axes.edgecolor": _PALE,
+    "axes.labelcolor": _INK, "text.color": _INK, "xtick.color": _PALE, "ytick.color": _PALE,
+    "xtick.labelcolor": _INK, "ytick.labelcolor": _INK, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.color": _GRID, "grid.linewidth": 0.8, "axes.axisbelow": True, "legend.frameon": False,
+    "figure.facecolor": "none", "axes.facecolor": "none", "legend.fontsize": 11, "axes.formatter.useoffset": False,
+}  # fmt: skip
+
+
+def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
+    """The chart of these runs as an ``<svg>``; "" if none of them has logged anything of it."""
+    if chart.kind == "histogram":
+        return _histogram(chart, runs)
+    several = len(runs) > 1
+    wanted = [
+        (run, line, place)
+        for place, (run, rows) in enumerate(runs.items())
+        for line in chart.lines
+        if series(rows, line.metric)[0]
+    ]
+    if not wanted:
+        return ""
+    shown = list(dict.fromkeys(line for _, line, _ in wanted))
+    with canvas(chart.title) as (figure, axes, out):
+        for number, (run, line, place) in enumerate(wanted):
+            label = (run if len(shown) == 1 else "") if several else line.label
+            style = _STYLES[shown.index(line) % len(_STYLES)] if several else "-"
+            _draw_line(axes, runs[run], line, label, colour_of(place if several else number), style)
+        if several and len(shown) > 1:  # colours are runs, as the page says; styles are lines
+            for line, style in zip(shown, itertools.cycle(_STYLES), strict=False):
+                axes.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=line.label)
+        _finish(figure, axes, chart, len(wanted), "training step")
+    return out.getvalue()
+
+
+def _draw_line(axes: Axes, rows: Sequence[Row], line: Line, label: str, colour: str, style: LineStyle) -> None:
+    steps, values = thinned(*series(rows, line.metric))
+    if line.low and line.high:
+        low_at, lows = thinned(*series(rows, line.low))
+        high_at, highs = thinned(*series(rows, line.high))
+        if low_at == high_at and low_at:
+            axes.fill_between(low_at, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    if line.smooth and len(values) > 8:
+        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        values = smooth(values)
+    dots: Any = {"marker": "o", "markersize": 4.5} if line.marks or len(values) == 1 else {}
+    axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=label or "_", **dots)
+
+
+def _histogram(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
+    counts = {run: found for run, rows in runs.items() if (found := ages(rows))}
+    if not counts:
+        return ""
+    with canvas(chart.title) as (figure, axes, out):
+        width = 0.8 / len(counts)
+        for place, (run, found) in enumerate(counts.items()):
+            total = sum(found.values()) or 1.0
+            at = [age + (place - (len(counts) - 1) / 2) * width for age in found]
+            shares = [count / total for count in found.values()]
+            bars = axes.bar(at, shares, width * 0.92, color=_SERIES[list(runs).index(run) % COLOURS], label=run)
+            if len(counts) == 1 and len(found) <= 12:
+                axes.bar_label(bars, [f"{share:.0%}" if share >= 0.005 else "" for share in shares], fontsize=10.5)
+        axes.set_xticks(sorted({age for found in counts.values() for age in found}))
+        axes.grid(visible=False, axis="x")
+        _finish(figure, axes, Chart(chart.title, (), percent=True), len(counts) if len(runs) > 1 else 1, "versions")
+    return out.getvalue()
+
+
+def colour_of(number: int) -> str:
+    """The colour of the n-th line, as the page has it."""
+    return _SERIES[number % COLOURS]
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most ``MOST_POINTS`` points: means of neighbours, where there are more."""
+    size = -(-len(steps) // MOST_POINTS)
+    if size <= 1:
+        return list(map(float, steps)), list(values)
+    pieces = [slice(start, start + size) for start in range(0, len(steps), size)]
+    return [_mean(steps[piece]) for piece in pieces], [_mean(values[piece]) for piece in pieces]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _finish(figure: Figure, axes: Axes, chart: Chart, lines: int, below: str) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+    axes.set_xlabel(below)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    if chart.log and axes.dataLim.minposy == axes.dataLim.y0 > 0:
+        axes.set_yscale("log")
+    if not chart.log and axes.get_ylim()[1] >= _LARGE:
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    if chart.percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        low, high = axes.get_ylim()
+        if low > -0.1 and high < 1.1:
+            axes.set_ylim(min(0.0, max(low, -0.02)), max(high, 0.02))
+    if lines > 1 or (axes.lines and not axes.patches):
+        texts = [text for text in axes.get_legend_handles_labels()[1]]
+        columns = 1 if max(map(len, texts)) > _LONG or lines < 2 else 2
+        figure.legend(
+            *axes.get_legend_handles_labels(), loc="outside upper left", ncols=columns, handlelength=1.6, borderpad=0.1
+        )
+
+
+@contextmanager
+def canvas(title: str, size: tuple[float, float] = SIZE) -> Iterator[tuple[Figure, Axes, io.StringIO]]:
+    """A figure with axes; behind the block its SVG is in the third."""
+    # Without pyplot: no window system is looked for and no figure outlives the call. Imported here: it takes a second.
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    out = io.StringIO()
+    with rc_context({**_STYLE, "svg.hashsalt": title}):  # pictures of one page must not share the names of their parts
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasSVG(figure)
+        yield figure, figure.subplots(), out
+        raw = io.StringIO()
+        figure.savefig(raw, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    out.write(_for_page(raw.getvalue(), title))
+
+
+def _for_page(svg: str, title: str) -> str:
+    """The ``<svg>`` alone, as wide as its place, with the page's colours."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{_escaped(title)}" ', 1)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", svg)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")

@@ -1,0 +1,157 @@
+"""From runs' folders to one page."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyasync.config.values import written
+from skyasync.observe import jsonl
+from skyasync.observe.jsonl import replace_text
+from skyasync.observe.lines import duration
+from skyasync.observe.plots import Row, series
+from skyasync.observe.report import figures, lanes, samples, settings
+from skyasync.observe.report.charts import sections
+from skyasync.observe.report.findings import findings
+from skyasync.observe.status import RUNNING, Status, read_status
+from skyasync.observe.summary import Summary, summarise
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+logger = logging.getLogger(__name__)
+
+NAME = "report.html"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a page needs of one run."""
+
+    folder: Path
+    label: str
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return list(jsonl.read_rows(self.folder / "metrics.jsonl"))
+
+    @cached_property
+    def status(self) -> Status:
+        return read_status(self.folder)
+
+    @cached_property
+    def settings(self) -> settings.Values:
+        return settings.read(self.folder / "config.yaml")
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarise(self.rows)
+
+    @property
+    def plan(self) -> str:
+        return str(self.settings.get("trainer.plan", ""))
+
+    @property
+    def model(self) -> str:
+        return Path(str(self.settings.get("trainer.policy.model.path", ""))).name
+
+    @property
+    def took(self) -> str:
+        return duration(self.summary.total_s)
+
+    @property
+    def last_reward(self) -> str:
+        rewards = series(self.rows, "reward/mean")[1]
+        return f"{rewards[-1]:.3f}" if rewards else "–"
+
+    @property
+    def running(self) -> bool:
+        return self.status.state == RUNNING
+
+    def tiles(self) -> list[tuple[str, str, str]]:
+        """Name, figure, and a word about it."""
+        summary, means = self.summary, self.summary.means
+        rewards = series(self.rows, "reward/mean")[1]
+        found: list[tuple[str, str, str]] = []
+        if summary.first and summary.last and summary.best:
+            word = f"from {summary.first.value:.2f}, best {summary.best.value:.2f} in step {summary.best.step}"
+            found.append(("held-out score", f"{summary.last.value:.3f}", word))
+        if rewards:
+            found.append(("reward", f"{rewards[-1]:.3f}", f"from {rewards[0]:.2f}"))
+        if summary.step_s is not None:
+            found.append(("steps", f"{summary.steps:,}", f"{duration(summary.total_s)}, {summary.step_s:.2f} s each"))
+        for name, label, form in (
+            ("throughput/samples_per_s", "samples/s", "{:,.0f}"), ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+            ("staleness/mean", "mean staleness", "{:.2f}"), ("idle/trainer", "trainer idle", "{:.0%}"),
+            ("idle/engines", "engines idle", "{:.0%}"),
+        ):  # fmt: skip
+            if name in means:
+                found.append((label, form.format(means[name]), ""))
+        return found
+
+
+def write_report(folder: Path) -> bool:
+    """``report.html`` in a run's folder; False, and a warning, if it could not be made."""
+    try:
+        replace_text(folder / NAME, page([folder]))
+    except Exception as error:  # a page is never worth a run
+        logger.warning("%s was not made: %s: %s", folder / NAME, type(error).__name__, error)
+        return False
+    return True
+
+
+def page(folders: Sequence[Path], refresh_s: float = 0.0) -> str:
+    """The page about one run, or the one that compares several.
+
+    Args:
+        refresh_s: a page of a run that goes on is loaded anew by the browser after so many seconds; 0: it is not.
+    """
+    runs = [Run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
+    drawn = {run.label: run.rows for run in runs}
+    every = [row for run in runs for row in run.rows]
+    context: dict[str, Any] = {
+        "runs": runs,
+        "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        "sections": [
+            (part, [(chart, figures.draw(chart, drawn)) for chart in part.charts])
+            for part in sections(every, several=len(runs) > 1)
+        ],
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "refresh_s": refresh_s if any(run.running for run in runs) else 0,
+        "colours": [f"var(--c{n % figures.COLOURS})" for n in range(len(runs))],
+        "findings": {run.label: findings(run.folder, run.rows, run.status) for run in runs},
+        "full_gap": samples.FULL_GAP,
+        **(_of_one(runs[0]) if len(runs) == 1 else {"differing": settings.differing([run.settings for run in runs])}),
+    }
+    return _template().render(context)
+
+
+def _of_one(run: Run) -> Mapping[str, Any]:
+    """What only a page about one run has room for."""
+    spans = lanes.last_steps(lanes.read_spans(run.folder / "timeline.json"))
+    return {
+        "timeline": lanes.draw(spans),
+        "samples": samples.chosen(jsonl.read_rows(run.folder / "samples.jsonl")),
+        "changed": settings.changed(run.settings),
+        "all_settings": run.settings,
+    }
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names; their paths where two have the same."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    here = FileSystemLoader(Path(__file__).parent)
+    made = Environment(loader=here, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters["written"] = written
+    return made.get_template("page.html.j2")

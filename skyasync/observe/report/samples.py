@@ -1,0 +1,105 @@
+"""What a run wrote, for the page: its first, a middle and its last samples, token by token where they are recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+COLUMNS = 3  # steps side by side
+FULL_GAP = 1.0  # nats at which the colour is full
+NEGLIGIBLE = 1e-3  # nats: rounding
+
+
+@dataclass(frozen=True)
+class Token:
+    """``version`` is the number of a colour, -1 for what the environment said; ``gap`` is trainer minus engine."""
+
+    text: str
+    version: int
+    gap: float | None
+    says: str
+
+    @property
+    def strength(self) -> float:
+        """Of the colour of the gap, from 0 to 1; its root, so that small ones are seen too."""
+        if self.gap is None or abs(self.gap) < NEGLIGIBLE:
+            return 0.0
+        return round(min(1.0, math.sqrt(abs(self.gap) / FULL_GAP)), 2)
+
+
+@dataclass(frozen=True)
+class Sample:
+    name: str
+    prompt: str
+    response: str
+    reward: float
+    stop_reason: str
+    versions: list[int]
+    tokens: list[Token]
+    gap: float | None  # the largest
+
+    @property
+    def ended(self) -> str:
+        return {"stop": "ended", "length": "cut by length"}.get(self.stop_reason, self.stop_reason)
+
+
+@dataclass(frozen=True)
+class Step:
+    number: int
+    samples: list[Sample]
+
+
+def chosen(rows: Sequence[Row], columns: int = COLUMNS) -> list[Step]:
+    """The samples of the first, the last, and steps evenly between."""
+    steps = sorted({row["step"] for row in rows})
+    if not steps:
+        return []
+    places = {round(n * (len(steps) - 1) / max(columns - 1, 1)) for n in range(columns)}
+    wanted = [steps[place] for place in sorted(places)]
+    return [Step(step, [sample(row) for row in rows if row["step"] == step]) for step in wanted]
+
+
+def sample(row: Row) -> Sample:
+    tokens = list(_tokens(row))
+    gaps = [abs(token.gap) for token in tokens if token.gap is not None]
+    return Sample(
+        name=str(row.get("prompt_id", "")),
+        prompt=_text(row.get("prompt", "")),
+        response=_text(row.get("response", "")),
+        reward=float(row.get("reward") or 0.0),
+        stop_reason=str(row.get("stop_reason", "")),
+        versions=list(row.get("versions") or []),
+        tokens=tokens,
+        gap=max(gaps, default=None),
+    )
+
+
+def _tokens(row: Row) -> list[Token]:
+    columns = row.get("tokens") or {}
+    texts, versions = columns.get("text") or [], columns.get("versions") or []
+    engine = columns.get("logprobs") or [None] * len(texts)
+    trainer = columns.get("trainer_logprobs") or [None] * len(texts)
+    newest, found = row["step"] - 1, []
+    for text, version, theirs, ours in zip(texts, versions, engine, trainer, strict=False):
+        gap = ours - theirs if ours is not None and theirs is not None else None
+        found.append(Token(text, version, gap, _says(version, newest - version, theirs, ours)))
+    return found
+
+
+def _says(version: int, age: int, engine: float | None, trainer: float | None) -> str:
+    if version < 0:
+        return "said by the environment"
+    words = [f"version {version}" + (f", {age} old" if age > 0 else "")]
+    if engine is not None:
+        words.append(f"engine {engine:.3f}")
+    if trainer is not None:
+        words.append(f"trainer {trainer:.3f}")
+    return " · ".join(words)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else str(value)

@@ -1,0 +1,79 @@
+"""A run's settings for the page: what differs from the defaults, or between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyasync.config.keys import Keys
+from skyasync.config.schema import Config
+from skyasync.config.values import written
+
+Values = dict[str, Any]
+MODEL = "trainer.policy.model.path"
+_WHERE = {"trainer.run_name", "trainer.runs_dir", "trainer.progress"}  # where a run is, not what it does
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``values`` as one would write them, of each run; ``default`` is "" for a key of the user's own."""
+
+    key: str
+    values: list[str]
+    default: str
+    doc: str = ""
+
+
+def read(config: Path) -> Values:
+    """A run's ``config.yaml`` by dotted key; empty where it cannot be read."""
+    try:
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        whole = yaml.load(config.read_text(encoding="utf-8"), Loader=loader)
+    except (OSError, yaml.YAMLError):
+        return {}
+    return dict(_leaves(whole, "", Keys.of(Config)))
+
+
+def changed(values: Values) -> list[Setting]:
+    """The keys that differ from their defaults, in the schema's order; then keys of the user's own."""
+    keys = Keys.of(Config)
+    found = [
+        Setting(key.path, [written(values[key.path])], written(key.default), key.doc)
+        for key in keys
+        if key.path in values and values[key.path] != key.default and not _settled(key.path, values)
+    ]
+    return found + [Setting(path, [written(value)], "") for path, value in values.items() if path not in keys]
+
+
+def _settled(path: str, values: Values) -> bool:
+    """Where a run is, and models that are the policy's because none is named: nobody has set these."""
+    others = path.endswith(".model.path") and path != MODEL
+    return path in _WHERE or (others and values[path] == values.get(MODEL))
+
+
+def differing(runs: list[Values]) -> list[Setting]:
+    """The keys in which the runs differ from each other."""
+    keys = Keys.of(Config)
+    paths = dict.fromkeys([*keys.by_path, *(path for values in runs for path in values)])
+    found = []
+    for path in paths:
+        said = [written(values[path]) if path in values else "(not set)" for values in runs]
+        if len(set(said)) > 1 and path not in _WHERE:
+            known = keys.by_path.get(path)
+            found.append(Setting(path, said, written(known.default) if known else "", known.doc if known else ""))
+    return found
+
+
+def _leaves(node: object, prefix: str, keys: Keys) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, Mapping):
+        return
+    for name, value in node.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path not in keys:
+            yield from _leaves(value, f"{path}.", keys)
+        else:
+            yield path, value
