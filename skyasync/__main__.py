@@ -1,41 +1,57 @@
-"""``python -m skyasync [VERB] key=value ...``; without a verb it runs the base experiment."""
+"""``skyasync [VERB] key=value ...``, and ``python -m skyasync``, which is the same; without a verb it trains.
+
+Invariant: nothing is imported before it is known what is to be done.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from skyasync.config.load import exit_with
-from skyasync.errors import UserError, unknown
-from skyasync.main import DRY_RUN, main
-
-
-def plan(argv: Sequence[str]) -> None:
-    """What a run would need; see ``skyasync.planning.command``."""
-    main(argv=[DRY_RUN, *argv])
-
-
-def translate(argv: Sequence[str]) -> None:
-    """Another system's recipe as our configuration; see ``skyasync.config.translate``."""
-    from skyasync.config.translate import translate as print_translation
-
-    print_translation(argv)
-
-
-VERBS: dict[str, Callable[[Sequence[str]], object]] = {"plan": plan, "translate": translate}
-"""Each takes the arguments behind it. A verb is one word; settings are key=value."""
+from skyasync.errors import UserError, nearest
+from skyasync.tools.verbs import LISTED, VERBS, usage
 
 
 def command(argv: Sequence[str]) -> None:
-    """Carry out the verb that comes first, if one does, or run."""
-    first = argv[0] if argv else ""
-    if first in VERBS:
-        VERBS[first](argv[1:])
-    elif re.fullmatch(r"[a-z]+", first):
-        exit_with(UserError(unknown("verb", first, VERBS) + "; without one, key=value starts a run"))
+    """Carry out the verb that comes first, if one does, or train. Ends the program with one line on a user's error."""
+    first, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if first in ("--help", "-h", "help") and not rest:
+        print(usage(), end="")
+    elif first in VERBS:
+        _carry_out(first, rest)
+    elif re.fullmatch(r"[a-z][a-z_-]*", first):
+        _exit_with(UserError(_unknown_verb(first)))
     else:
-        main(argv=argv)
+        _carry_out("train", argv)
+
+
+def program() -> None:
+    """The console script. Files named on the command line are found as by ``python -m``: from the folder one is in."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    command(sys.argv[1:])
+
+
+def _carry_out(verb: str, argv: Sequence[str]) -> None:
+    try:
+        status = VERBS[verb].carry_out(argv)
+    except UserError as error:
+        _exit_with(error)
+    if status:
+        raise SystemExit(status)
+
+
+def _unknown_verb(word: str) -> str:
+    close = nearest(word, LISTED, count=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"unknown verb {word!r}: {hint}There are {', '.join(LISTED)}; without a verb, key=value starts a run"
+
+
+def _exit_with(error: UserError) -> None:
+    from skyasync.config.load import exit_with
+
+    exit_with(error)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ def _figures(rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(f"{share:.0%} of the responses {last} were cut by their length: raise "
                       f"generator.sampling_params.max_generate_length, or look at the samples.")  # fmt: skip
     if (share := recent("reward/mixed_groups")) is not None and share < 0.1:
-        yield Finding(f"Only {share:.0%} of the groups {last} have different rewards: the others teach a group-relative "
-                      f"estimator nothing.")  # fmt: skip
+        yield Finding(f"Only {share:.0%} of the groups {last} have different rewards: the others teach a "
+                      f"group-relative estimator nothing.")  # fmt: skip
     if (share := recent("off_policy/effective_sample_size")) is not None and share < 0.5:
         yield Finding(f"The effective sample size {last} is {share:.0%} of the tokens: the policy that trains is far "
                       f"from the one that samples.")  # fmt: skip
