@@ -27,7 +27,7 @@ from skyasync.config.rules import (
     weighs_by_behaviour,
 )
 from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
-from skyasync.config.schema import Config, DataConfig, EnvironmentConfig
+from skyasync.config.schema import SCHEDULES, Config, DataConfig, EnvironmentConfig, OptimizerConfig
 from skyasync.config.streaming import check_streaming
 from skyasync.config.unread import check_unread
 from skyasync.errors import unknown
@@ -76,6 +76,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *_check_algorithm(cfg),
         *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),
+        *_check_optimizer("trainer.policy.optimizer_config", cfg.trainer.policy.optimizer_config),
         *_check_lists(cfg),
         *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
         *check_domains(cfg.environment.domains),
@@ -206,9 +207,28 @@ def _check_intervals(algorithm: AlgorithmConfig) -> Iterator[str]:
             )
 
 
+def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
+    if len(optimizer.adam_betas) != 2:
+        yield f"{name}.adam_betas has {len(optimizer.adam_betas)} entries: AdamW takes two, [0.9,0.999]"
+    if optimizer.num_warmup_steps and optimizer.warmup_ratio:
+        yield (
+            f"{name}.num_warmup_steps={optimizer.num_warmup_steps} and {name}.warmup_ratio={optimizer.warmup_ratio} "
+            f"both say how long the warm-up is: set one of them to 0"
+        )
+    allowed, given = SCHEDULES[optimizer.scheduler], optimizer.scheduler_kwargs
+    for word in given:
+        if word not in allowed:
+            what = unknown("setting", str(word), allowed) if allowed else f"{optimizer.scheduler} takes none"
+            yield f"{name}.scheduler_kwargs.{word} has no effect with {name}.scheduler={optimizer.scheduler}: {what}"
+    if optimizer.scheduler == "cosine_with_min_lr" and ("min_lr" in given) == ("min_lr_rate" in given):
+        yield (
+            f"{name}.scheduler=cosine_with_min_lr ends at a rate that must be said once: "
+            f"{name}.scheduler_kwargs={{min_lr_rate: 0.1}} (of lr) or {{min_lr: 1e-7}}"
+        )
+    if optimizer.scheduler == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield f"{name}.scheduler=warmup_stable_decay needs {name}.scheduler_kwargs={{num_decay_steps: 100}}"
+
+
 def _check_lists(cfg: Config) -> Iterator[str]:
-    betas = cfg.trainer.policy.optimizer_config.adam_betas
-    if len(betas) != 2:
-        yield f"trainer.policy.optimizer_config.adam_betas has {len(betas)} entries: AdamW takes two, [0.9,0.999]"
     for name in sorted({name for name in cfg.trainer.logger if cfg.trainer.logger.count(name) > 1}):
         yield f"trainer.logger names {name} twice: name each tracker once"

@@ -32,6 +32,20 @@ class ModelConfig(Settings):
     )
 
 
+#: Schedule -> what ``scheduler_kwargs`` may tell it, as transformers' ``get_scheduler`` takes it.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "constant_with_warmup": (),
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio", "num_cycles"),
+}
+
+
 @dataclass
 class OptimizerConfig(Settings):
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
@@ -40,7 +54,11 @@ class OptimizerConfig(Settings):
     weight_decay: float = key(0.0, "AdamW's decoupled weight decay.", low=0.0)
     max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 is off.", low=0.0)
     num_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", low=0)
-    scheduler: str = key("constant", "Learning rate after the warm-up.", choices=("constant", "linear", "cosine"))
+    warmup_ratio: float = key(0.0, "The same as a share of all optimizer steps.", low=0.0, below=1.0)
+    scheduler: str = key(
+        "constant", "Learning rate after the warm-up, by transformers' names.", choices=tuple(SCHEDULES)
+    )
+    scheduler_kwargs: dict[str, Any] = key({}, "What the schedule is told besides, such as {min_lr_rate: 0.1}.")
 
 
 @dataclass

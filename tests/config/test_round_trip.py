@@ -88,6 +88,7 @@ def consistent(config: Config) -> Config:
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
     trainer.allow_uncorrected = True
     trainer.algorithm.extra = generator.engine_kwargs = {}
+    trainer.policy.optimizer_config = plain.trainer.policy.optimizer_config
     trainer.sync_interval = 1
     trainer.plan = "sync" if trainer.plan == "streamed" else trainer.plan
     trainer.resume_mode = "none"

@@ -7,11 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
-from skyasync.errors import UserError
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
-from skyasync.workers.schedule import learning_rate
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.test_model import plain_forward
 
@@ -259,15 +257,3 @@ def test_bfloat16_keeps_float32_master_weights_and_publishes_bfloat16(untied_mod
         remove_weights(path)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_learning_rate_schedules() -> None:
-    settings = Config().trainer.policy.optimizer_config
-    settings.lr, settings.num_warmup_steps = 1.0, 2
-    assert [learning_rate(step, settings, 0) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
-    settings.scheduler = "linear"
-    assert [learning_rate(step, settings, 6) for step in range(2, 7)] == [1.0, 0.75, 0.5, 0.25, 0.0]
-    settings.scheduler = "cosine"
-    assert learning_rate(4, settings, 6) == pytest.approx(0.5)
-    with pytest.raises(UserError, match="max_training_steps"):
-        learning_rate(4, settings, 0)
