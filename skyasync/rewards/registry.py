@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 REWARDS = Registry(
     "reward function",
-    [f"skyasync.rewards.{module}" for module in ("text", "mathematics", "reasoning")],
+    [f"skyasync.rewards.{module}" for module in ("text", "mathematics", "reasoning", "code")],
     capabilities={"extra": ""},  # of this library, that installs what it needs
 )
 

@@ -8,6 +8,8 @@ from skyasync.errors import UserError
 from skyasync.rewards.registry import REWARDS, quick
 
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
+_CHOICES = re.compile(r"\\boxed\{\s*\(?([A-Za-z])\)?\s*\}|[Aa]nswer(?:\s+is|\s*:)\s*\**\(?([A-Za-z])\b")
+_ONLY = re.compile(r"^\W*([A-Za-z])()\W*$")
 _NUMBER_AT_THE_END = re.compile(r"####\s*-?[\d,]*\.?\d+\s*")
 
 
@@ -37,6 +39,19 @@ def gsm8k(response: str, label: object) -> float:
 def gsm8k_format(response: str) -> float:
     """1 if the response ends with ``####`` and a number, and has no other ``####``."""
     return float(response.count("####") == 1 and bool(_NUMBER_AT_THE_END.fullmatch(response[response.find("####") :])))
+
+
+@REWARDS.register("multiple_choice")
+@quick
+def multiple_choice(response: str, label: object) -> float:
+    """1 if the last letter that the response gives as its choice is the label.
+
+    Read are ``\\boxed{B}``, ``answer: B``, ``answer is (B)``, and a letter alone on the last line.
+    """
+    truth = str(_known(label, "multiple_choice")).strip().strip("()").upper()
+    last = response.strip().splitlines()[-1] if response.strip() else ""
+    chosen = _CHOICES.findall(response) or _ONLY.findall(last)
+    return float(bool(chosen) and max(chosen[-1]).upper() == truth)
 
 
 def _known(label: object, function: str) -> object:

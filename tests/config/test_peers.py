@@ -181,7 +181,7 @@ def test_a_name_that_ours_ends_in_too_is_told_apart() -> None:
     [
         ("trainer.algorithm.policy_loss_type=regular", "SkyRL's regular is ppo here"),
         ("trainer.strategy=fsdp", "fsdp is fsdp2 here"),
-        ("trainer.policy.optimizer_config.scheduler=constant_with_warmup", "constant_with_warmup is constant here"),
+        ("trainer.policy.optimizer_config.scheduler=cosine_with_warmup", "cosine_with_warmup is cosine here"),
         ("trainer.resume_mode=null", "null is none here"),
         ("trainer.ckpt_interval=-1", "-1 is 0 here"),
         ("trainer.resume_mode=auto", "AReaL and verl's auto is latest here"),

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.rewards import REWARDS
+from skyasync.rewards import REWARDS, text
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,26 @@ def test_mathematics_in_a_thread_of_its_own():
     thread.start()
     thread.join()
     assert found == [1.0]
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "It is \\boxed{B}",
+        "\\boxed{(b)}",
+        "A seems so, but the answer is B.",
+        "Answer: **B**",
+        "so\n\n(B)",
+        "B",
+        "B.",
+    ],
+)
+def test_a_choice_is_the_letter_that_a_response_settles_on(response):
+    assert text.multiple_choice(response, "B") == 1.0
+    assert text.multiple_choice(response, "(b)") == 1.0
+    assert text.multiple_choice(response, "A") == 0.0
+
+
+@pytest.mark.parametrize("response", ["", "I do not know", "Bananas are the best", "Both"])
+def test_without_a_letter_there_is_no_choice(response):
+    assert text.multiple_choice(response, "B") == 0.0

@@ -1,0 +1,121 @@
+"""Code is judged by tests that it does not see, in a process that can do nothing but compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyasync.errors import UserError
+from skyasync.rewards import code, sandbox
+from skyasync.rewards.code import code_of, code_tests
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() not in sandbox.ARCHITECTURES, reason="confined by Linux alone"
+)
+
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+RIGHT = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def judged(program: str, label: Any = SUMS) -> dict[str, float]:
+    return code_tests(f"Here it is:\n```python\n{program}\n```\nDone.", label)
+
+
+def error(program: str) -> str:
+    (answer,), _ = code.run(program, [{"stdin": ""}])
+    return str(answer.get("error", ""))
+
+
+def test_all_tests_earn_one_and_some_nothing_but_their_share() -> None:
+    assert judged(RIGHT) == {"reward": 1.0, "passed": 1.0, "ended": 0.0}
+    assert judged("input()\nprint(3)") == {"reward": 0.0, "passed": 0.5, "ended": 0.0}
+    assert judged("print(") == {"reward": 0.0, "passed": 0.0, "ended": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("program", "label"),
+    [
+        ("def add(a, b):\n    return a + b", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
+        ("class Solution:\n    def add(self, a, b):\n        return [a, b]",
+         {"fn_name": "add", "inputs": ["1\n2"], "outputs": [[1, 2]]}),
+        ("def add(a, b):\n    return a + b", ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit()", json.dumps(SUMS)),
+        ("import threading\nout = []\nt = threading.Thread(target=lambda: out.append(input()))\nt.start(); t.join()\n"
+         "print(sum(map(int, out[0].split())))", SUMS),
+    ],
+    ids=["function", "method", "asserts", "stdin as JSON", "threads"],
+)  # fmt: skip
+def test_the_fields_forms_of_tests_are_read(program: str, label: Any) -> None:
+    assert judged(program, label)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import socket; socket.socket()",
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os.kill(os.getppid(), 9)",
+        "open('{file}', 'w')",
+        "open('{file}', 'a')",
+        "import os; os.remove('{file}')",
+        "import os; os.rename('{file}', '{file}.2')",
+        "import os; os.chmod('{file}', 0)",
+        "import os; os.mkdir('{file}.d')",
+        "import os; os.truncate('{file}', 0)",
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))",
+    ],
+)
+def test_nothing_outside_is_reached(program: str, tmp_path: Path) -> None:
+    file = tmp_path / "precious"
+    file.write_text("kept")
+    assert "Error" in error(program.format(file=file))
+    assert file.read_text() == "kept"
+    assert os.listdir(tmp_path) == ["precious"]
+
+
+def test_the_kernel_refuses_and_not_the_language(tmp_path: Path) -> None:
+    program = (
+        "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
+        "print(c.socket(2, 1, 0), c.fork(), c.open(b'/tmp/x', 0o101, 0o600), c.prctl(22, 0, 0, 0, 0) != 0)"
+    )
+    (answer,), _ = code.run(program, [{"stdin": ""}])
+    assert answer["printed"].split() == ["-1", "-1", "-1", "True"]
+
+
+def test_memory_and_time_run_out_for_the_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "SECONDS", 1.5)
+    monkeypatch.setattr(code, "SECONDS_PER_TEST", 0.2)
+    assert "MemoryError" in error("x = bytearray(10 ** 11)")
+    assert "TimeoutError" in error("while True: pass")
+    deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
+    assert judged(deaf) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
+
+
+def test_a_response_that_ends_its_process_or_prints_what_a_test_would_say_has_passed_nothing() -> None:
+    asserts = ["assert f() == 1"]
+    assert judged("import os; os._exit(0)", asserts) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
+    assert judged("import sys; sys.exit(0)", asserts)["reward"] == 0.0
+    assert judged("print('{\"passed\": true}')", asserts)["reward"] == 0.0
+
+
+def test_the_environment_is_empty() -> None:
+    (answer,), _ = code.run("import os\nprint(sorted(os.environ))", [{"stdin": ""}])
+    assert set(eval(answer["printed"])) <= {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
+
+
+@pytest.mark.parametrize("label", [None, "42", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, [1], []])
+def test_a_label_without_tests_is_refused_in_a_line(label: Any) -> None:
+    with pytest.raises(UserError, match=r"needs tests in the row's label.*found"):
+        code_tests("print(1)", label)
+
+
+def test_the_last_block_counts_or_all_of_the_text() -> None:
+    assert code_of("```python\na\n```\n or better\n```py\nb\n```") == "b\n"
+    assert code_of("print(1)") == "print(1)"
