@@ -8,7 +8,7 @@ blame and ``environment.on_error`` says so, only that episode ends, and is count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -116,8 +116,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         episode = str(trajectory.id)
         raw = self._environments.takes_text(env_class)
         frame = self._plain if raw else self._chat
-        begin = self._environments.init(episode, env_class, extras, self._plain.opening(prompt) if raw else prompt)
-        start = await self._asked(begin)
+        opening = self._plain.opening(prompt) if raw else prompt
+        with self._rules.blaming():
+            start = await self._environments.init(episode, env_class, extras, opening)
         tools = self._environments.tools(env_class)
         tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
         said = [] if isinstance(start, str) else list(start)
@@ -126,7 +127,8 @@ class EpisodeGenerator(TrajectoryGenerator):
             action = await self._act(trajectory, tokens, turn, sampling)
             read = partial(frame.text, action.tokens, sampling)
             text = await asyncio.to_thread(read) if len(action.tokens) >= LONG else read()
-            step = await self._asked(self._environments.step(episode, text))
+            with self._rules.blaming():
+                step = await self._environments.step(episode, text)
             action.reward = step["reward"]
             trajectory.metrics = step["metrics"]
             tokens = joined(tokens, action.tokens)
@@ -149,7 +151,8 @@ class EpisodeGenerator(TrajectoryGenerator):
                 trajectory.branches.append(trajectory.segments)
                 trajectory.segments, tokens = [Segment("prompt", anew)], anew
             sampling = replace(sampling, **step["sampling_params"])
-        trajectory.metrics |= await self._asked(self._environments.close(episode))
+        with self._rules.blaming():
+            trajectory.metrics |= await self._environments.close(episode)
 
     async def _act(self, trajectory: Trajectory, tokens: Ints, turn: int, sampling: SamplingParams) -> Segment:
         """One action of the model, appended to the trajectory."""
@@ -174,17 +177,6 @@ class EpisodeGenerator(TrajectoryGenerator):
         trajectory.segments.append(action)
         return action
 
-    async def _asked(self, answer: Awaitable[T]) -> T:
-        """What the environment answers; its failure ends the run, or its own episode."""
-        try:
-            return await answer
-        except UserError:
-            raise  # a setting or a row is wrong, which no other episode will mend
-        except Exception as error:
-            if self._rules.on_error == "raise":
-                raise
-            raise GivenUpError from error
-
     @asynccontextmanager
     async def _time_limit(self, identity: TrajectoryId) -> AsyncIterator[None]:
         limit_s = self._rules.timeout_s
@@ -194,10 +186,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         except TimeoutError as error:
             if not timer.expired():
                 raise
-            late = TimeoutError(f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)")
-            if self._rules.on_error == "raise":
-                raise late from error
-            raise GivenUpError from late
+            late = f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
+            with self._rules.blaming():
+                raise TimeoutError(late) from error
 
 
 async def all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:

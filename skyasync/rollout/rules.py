@@ -7,12 +7,14 @@ and wrote, its reward is ``give_up_reward``, it is counted, and its cause is log
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
 from skyasync.arrays import Ints
 from skyasync.config.schema import Config
+from skyasync.errors import UserError
 from skyasync.rollout.types import Segment, Trajectory, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,18 @@ class EpisodeRules:
     def turns(self) -> Iterable[int]:
         """The numbers of an episode's turns."""
         return range(self.max_turns) if self.max_turns else count()
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Around what an environment can be blamed for: it ends the run, or its episode alone (``on_error``)."""
+        try:
+            yield
+        except UserError:
+            raise  # a setting or a row is wrong, which no other episode will mend
+        except Exception as error:
+            if self.on_error == "raise":
+                raise
+            raise GivenUpError from error
 
     def session(self, episode: TrajectoryId) -> str:
         """Its requests go to the engine that has answered the session's first."""
