@@ -138,7 +138,7 @@ class RankGroup:
 
     async def _gather(self, references: list[Any]) -> list[Any]:
         """All results, or the failure that ends all ranks."""
-        tasks = [asyncio.ensure_future(_result(reference)) for reference in references]
+        tasks = [asyncio.ensure_future(reference) for reference in references]
         try:
             with self._at_work():
                 finished, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -183,10 +183,6 @@ def joined(batch: TokenBatch, shards: list[Tensor], pieces: list[Tensor]) -> Ten
     for rows, piece in zip(shards, pieces, strict=True):
         result[rows, : piece.shape[1]] = piece
     return result
-
-
-async def _result(reference: Any) -> Any:
-    return await reference
 
 
 def split_for_ranks(batch: TokenBatch, ranks: int) -> list[Tensor]:
