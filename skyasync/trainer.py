@@ -195,16 +195,14 @@ class RayPPOTrainer(Views):
             with self.timed("generate", metrics, "rollout", step):
                 had = self.book.start(prompts, version)  # in the checkpoint
                 left = [prompt for prompt in prompts if prompt.id not in had]
-                groups, found = await self._play(left, version) if left else ([], {})
+                request = request_for(left, self.cfg.generator)
+                self.handover.check_awake(type(self).__name__)
+                async with self.phases.limited("generation"):
+                    groups, found = await play(self.generator, request, left, version)
                 groups = self.book.finish(prompts, had, groups)
         if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | found
-
-    async def _play(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
-        self.handover.check_awake(type(self).__name__)
-        async with self.phases.limited("generation"):
-            return await play(self.generator, request_for(prompts, self.cfg.generator), prompts, version)
 
     def assemble(
         self,

@@ -46,7 +46,7 @@ class TrajectoryGenerator:
 async def play(
     generator: Generator, request: GeneratorInput, prompts: Sequence[Prompt], version: int
 ) -> tuple[list[Group], dict[str, float]]:
-    """One group per prompt of a request, and the generator's own metrics.
+    """One group per prompt of a request, and the generator's own metrics. Without prompts the generator is not asked.
 
     Args:
         version: taken for all tokens where a foreign generator gives no ``rollout_versions``.
@@ -54,8 +54,10 @@ async def play(
     Raises:
         UserError: naming the list or the trajectory that is wrong.
     """
+    if not prompts:
+        return [], {}
     asked = request["trajectory_ids"]
-    samples = len(asked) // max(len(prompts), 1)
+    samples = len(asked) // len(prompts)
     if not _hands_over_trajectories(generator):
         output = await generator.generate(request)
         return await groups_in_turns(output, prompts, version, samples), output.get("rollout_metrics") or {}
