@@ -120,7 +120,7 @@ class BasePPOExp:
             for index in range(generator.num_inference_engines)
         ]
         slots = self._placement.slots
-        devices = len(slots.of[POLICY])
+        devices = len(slots.of.get(POLICY, ()))
         at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
         return InferenceClient(engines, generator.request_timeout_s, lambda: self._tokenizer, at_once)
 

@@ -41,7 +41,7 @@ def main(
         arguments, fixed = list(sys.argv[1:] if argv is None else argv), _plan_of(experiment_class, plan)
         if DRY_RUN in arguments:
             raise SystemExit(_dry_run(arguments, schema, fixed))
-        return _run(_experiment(experiment_class)(_configuration(arguments, schema, fixed)))
+        return _run(_experiment(experiment_class)(configuration(arguments, schema, fixed)))
     except UserError as error:
         exit_with(error)
     except Terminated as end:
@@ -52,7 +52,8 @@ def main(
         raise SystemExit(130) from None
 
 
-def _configuration(arguments: Sequence[str], schema: type[Any], plan: str | type | None) -> Any:
+def configuration(arguments: Sequence[str], schema: type[Any] = Config, plan: str | type | None = None) -> Any:
+    """What the arguments ask for; the laptop-sized run where they name neither a model nor a configuration."""
     default = TINY_CONFIG if TINY_CONFIG.is_file() else None
     cfg = load_config(arguments, schema=schema, default_config=default, plan=plan)
     if isinstance(plan, str) and plan:
@@ -67,7 +68,7 @@ def _dry_run(arguments: list[str], schema: type[Any], plan: str | type | None) -
     if rest in (["--help"], ["-h"]):
         print(HELP, end="")
         return 0
-    return 0 if show_plan(_configuration(rest, schema, plan), options) else 1
+    return 0 if show_plan(configuration(rest, schema, plan), options) else 1
 
 
 def _run(experiment: BasePPOExp) -> dict[str, float] | None:

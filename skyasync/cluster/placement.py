@@ -44,7 +44,7 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
             of[role.name] = of[POLICY]
         else:
             of[role.name] = _next(bundles, role.size(cfg), _bundle(gpus and role.gpu, 1))
-    policy = len(of[POLICY])
+    policy = len(of.get(POLICY, ()))  # an experiment may have no workers
     if together:
         of[ENGINES] = tuple(i % policy for i in range(engines))
     else:
@@ -166,7 +166,7 @@ def share_threads(cfg: Config, cores: int, *, overlap: bool) -> tuple[int, int]:
     Phases that take turns may each use all cores; phases that overlap divide them.
     """
     ranks = ROLES[POLICY].size(cfg)
-    engines = cfg.generator.num_inference_engines
+    engines = max(1, cfg.generator.num_inference_engines)
     if overlap:
         each = max(1, cores // (ranks + engines))
         policy, engine = each, each

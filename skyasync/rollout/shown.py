@@ -17,18 +17,21 @@ Decode = Callable[[list[int]], str]
 Columns = dict[str, list[Any]]
 
 
-def token_columns(segments: Sequence[Segment], decode: Decode, trained: Floats | None = None) -> Columns:
+def token_columns(
+    segments: Sequence[Segment], decode: Decode, trained: Floats | None = None, *, most: int | None = MOST_TOKENS
+) -> Columns:
     """Behind the prompt, one entry per token: ``text``, ``versions`` (-1 for what the environment said), ``logprobs``
     (null there) and, where the trainer has looked at the sequence, ``trainer_logprobs``.
 
     Args:
         trained: the trainer's, of the whole sequence.
+        most: tokens that are shown; None shows all.
     """
     columns: Columns = {"text": [], "versions": [], "logprobs": []}
     found: list[float | None] = []
     place = len(segments[0].tokens) if segments else 0
     for segment in segments[1:]:
-        room = MOST_TOKENS - len(columns["text"])
+        room = None if most is None else most - len(columns["text"])
         tokens = segment.tokens[:room].tolist()
         action = segment.kind == "action"
         columns["text"] += [decode([token]) for token in tokens]

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from skyasync.config.resume import saves
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
 from skyasync.rollout import saved
@@ -31,7 +32,7 @@ class Bookkeeping:
         self.ledger: Ledger[Group] = Ledger()
         self._prompts, self._samples = prompts, cfg.generator.n_samples_per_prompt
         trainer = cfg.trainer
-        self._keeps = trainer.ckpt_rollouts and bool(trainer.ckpt_interval or trainer.ckpt_on_exit)
+        self._keeps = trainer.ckpt_rollouts and saves(trainer)
         self._ids: dict[str, PromptId] = {}  # of open prompts
         self._rejected: set[str] = set()  # found in the step in hand
 

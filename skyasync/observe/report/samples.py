@@ -22,6 +22,8 @@ class Token:
     version: int
     gap: float | None
     says: str
+    engine: float | None = None
+    trainer: float | None = None
 
     @property
     def strength(self) -> float:
@@ -86,7 +88,7 @@ def _tokens(row: Row) -> list[Token]:
     newest, found = row["step"] - 1, []
     for text, version, theirs, ours in zip(texts, versions, engine, trainer, strict=False):
         gap = ours - theirs if ours is not None and theirs is not None else None
-        found.append(Token(text, version, gap, _says(version, newest - version, theirs, ours)))
+        found.append(Token(text, version, gap, _says(version, newest - version, theirs, ours), theirs, ours))
     return found
 
 

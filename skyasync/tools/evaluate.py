@@ -1,0 +1,126 @@
+"""``skyasync evaluate``: the score of a model or a checkpoint on the held-out prompts, without workers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from math import comb, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from skyasync.errors import UserError
+from skyasync.tools.options import number, take
+from skyasync.tools.verbs import Arguments
+
+if TYPE_CHECKING:
+    from skyasync.rollout.types import Group
+
+HELP = """\
+usage: skyasync evaluate [--of MODEL|CHECKPOINT|RUN] [--best] [--k 1,4,16] [--passing REWARD] [--prompts N] [--json]
+                         [key=value ...]
+
+Scores a model on data.val_data (any set: data.val_data=...), by the run's engine and environments, without workers.
+--of is a Hugging Face folder or name, a checkpoint, or a run, of which the newest checkpoint (or with --best the best)
+is taken, with the run's own settings; key=value wins over those. pass@k is the chance that one of k samples has a
+reward of at least REWARD (1), estimated without bias from generator.eval_n_samples_per_prompt samples
+(Chen et al. 2021); by default for 1, 2, 4, ... as far as the samples go.
+"""
+PASSING = 1.0
+
+
+def evaluate(argv: Arguments) -> None:
+    """Play all held-out prompts, and print the scores."""
+    if not argv or list(argv) in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return
+    values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
+    options, rest = take(argv, values, ("--json", "--best"), settings=True)
+    passing, wanted = _passing(options.get("--passing", str(PASSING))), _ks(options.get("--k", ""))
+    with ExitStack() as stack:
+        settings = _settings_of(options.get("--of", ""), stack, best="--best" in options)
+        given = {argument.partition("=")[0] for argument in rest}
+        rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
+        from skyasync.main import configuration
+        from skyasync.tools.playing import Playing
+
+        cfg = configuration(rest)
+        if too_many := [k for k in wanted if k > cfg.generator.eval_n_samples_per_prompt]:
+            raise UserError(
+                f"--k {too_many[0]} needs as many samples: set generator.eval_n_samples_per_prompt={too_many[0]} (with "
+                f"generator.eval_sampling_params.temperature=null, that of training)"
+            )
+        experiment = Playing(cfg)
+        experiment.settle(held_out=True)
+        most = number(options["--prompts"], "--prompts") if "--prompts" in options else 0
+        groups = experiment.play(experiment.prompts(held_out=True, most=most), held_out=True)
+    found = scores(groups, wanted or _powers(cfg.generator.eval_n_samples_per_prompt), passing)
+    if "--json" in options:
+        print(json.dumps(found, indent=1))
+    else:
+        _show(found)
+
+
+def scores(groups: Sequence[Group], ks: Sequence[int], passing: float = PASSING) -> dict[str, float]:
+    """The score with its standard error over prompts, per domain, pass@k, and what else a run would log."""
+    from skyasync.rollout.metrics import eval_name, rollout_metrics
+
+    found = {eval_name(name): value for name, value in rollout_metrics(groups).items()}
+    means = [fmean(group.rewards) for group in groups if group.rewards]
+    found["eval/prompts"] = float(len(means))
+    if len(means) > 1:
+        found["eval/score_error"] = stdev(means) / sqrt(len(means))
+    for k in ks:
+        found[f"eval/pass@{k}"] = fmean(pass_at(k, group.rewards, passing) for group in groups if group.rewards)
+    return found
+
+
+def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING) -> float:
+    """The chance that one of ``k`` samples drawn from these without putting back passes: 1 - C(n - c, k) / C(n, k)."""
+    n, right = len(rewards), sum(reward >= passing for reward in rewards)
+    return 1.0 - comb(n - right, k) / comb(n, k)
+
+
+def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
+    """Settings that make the run's engine have these weights."""
+    from skyasync.tools.checkpoints import find, is_checkpoint_or_run
+
+    if not name:
+        return []
+    if not is_checkpoint_or_run(name):
+        return [f"trainer.policy.model.path={name}"]
+    checkpoint = find(name, best=best)
+    from skyasync.tools.export import write
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    write(checkpoint, folder / "model")
+    run = checkpoint.parent.parent / "config.yaml"
+    config = ["--config", str(run)] if run.is_file() else []
+    return [*config, f"trainer.policy.model.path={folder / 'model'}", "trainer.resume_mode=none"]
+
+
+def _powers(samples: int) -> list[int]:
+    return [k for k in (2**n for n in range(samples.bit_length())) if k <= samples]
+
+
+def _ks(text: str) -> list[int]:
+    return [number(part, "--k") for part in text.split(",")] if text else []
+
+
+def _passing(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"--passing {text}: not a reward") from None
+
+
+def _show(found: dict[str, float]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for name, value in found.items():
+        error = f" ± {found['eval/score_error']:.4f}" if name == "eval/score" and "eval/score_error" in found else ""
+        if name != "eval/score_error":
+            console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")

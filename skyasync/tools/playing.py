@@ -1,0 +1,84 @@
+"""Engines and environments without workers: prompts are played, nothing is trained.
+
+Invariant: what is played is what a run of the same settings would play in its first step (prompts, chat template,
+sampling, environments, engines), by the same parts. Nothing is left running, and no run folder is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.experiment import BasePPOExp
+from skyasync.preflight.data import check_data
+from skyasync.preflight.parts import check_parts
+from skyasync.preflight.settling import settle_models, settle_references
+from skyasync.rollout.contract import play
+from skyasync.rollout.requests import eval_prompts, request_for
+from skyasync.rollout.types import Group, Prompt
+from skyasync.workers.roles import POLICY, ROLES, Role
+
+Progress = Callable[[int, int], None]
+
+
+class Playing(BasePPOExp):
+    """An experiment that has engines alone."""
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        cfg.trainer.placement.colocate_all = False  # nobody takes the engines' devices
+
+    def roles(self) -> list[Role]:
+        return []
+
+    def settle(self, *, held_out: bool) -> None:
+        """Check and settle what can be before any process starts.
+
+        Raises:
+            UserError: for the first thing that is wrong.
+        """
+        settle_references(self.cfg)
+        check_parts(self.cfg, [])
+        if held_out and not self.cfg.data.val_data:
+            raise UserError("there are no held-out prompts: name data.val_data")
+        check_data(self.cfg, self._rows, train=not held_out, held_out=held_out)
+        settle_models(self.cfg, [ROLES[POLICY]], own_tokenizer=False)
+
+    def prompts(self, *, held_out: bool, most: int = 0) -> Sequence[Prompt]:
+        """The prompts of the run, or the first ``most`` of them."""
+        found = eval_prompts(self.get_eval_dataset() or []) if held_out else self.get_train_dataset()
+        return found[:most] if most else found
+
+    def play(self, prompts: Sequence[Prompt], *, held_out: bool, progress: Progress | None = None) -> list[Group]:
+        """Start the engines, play, and end them; groups in the order of the prompts."""
+        from skyasync.cluster.placement import release
+        from skyasync.cluster.ray_cluster import cluster
+
+        with cluster(self.cfg, roles=self.roles()) as gpus:
+            self.gpus = gpus
+            try:
+                return asyncio.run(self._play(prompts, held_out, progress))
+            finally:
+                release(self.placement_name)
+
+    async def _play(self, prompts: Sequence[Prompt], held_out: bool, progress: Progress | None) -> list[Group]:
+        cfg, groups, at_once = self.cfg, list[Group](), self.cfg.trainer.eval_batch_size
+        try:
+            self._placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
+            self._client = self.get_inference_client()
+            generator: Any = self.get_generator(cfg, self._tokenizer, self._client)
+            self._generator = generator
+            self._share_threads(False)
+            await self._client.start()
+            for start in range(0, len(prompts), at_once):
+                some = prompts[start : start + at_once]
+                request = request_for(some, cfg.generator, is_eval=held_out)
+                groups += (await play(generator, request, some, version=0))[0]
+                if progress is not None:
+                    progress(len(groups), len(prompts))
+        finally:
+            await self.close()
+        return groups

@@ -1,0 +1,77 @@
+"""The command: its verbs, its help, and how quickly it is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from skyasync.__main__ import command
+from skyasync.tools.verbs import LISTED, VERBS
+
+HEAVY = {"torch", "ray", "transformers", "datasets", "matplotlib", "numpy", "omegaconf", "rich", "yaml", "jinja2"}
+
+
+def imported_by(*argv: str) -> tuple[str, set[str]]:
+    """What a command prints, and the modules that it has imported at its end, in a process of its own."""
+    program = (
+        "import sys\nfrom skyasync.__main__ import command\ntry:\n    command(sys.argv[1:])\nexcept SystemExit: pass\n"
+        "print('MODULES', *sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True)
+    said, _, modules = done.stdout.rpartition("MODULES ")
+    return said, {name.partition(".")[0] for name in modules.split()}
+
+
+def test_help_lists_every_verb_and_imports_nothing_heavy() -> None:
+    said, modules = imported_by("--help")
+    assert all(f"\n  {name} " in said for name in LISTED)
+    assert modules & HEAVY == set()
+
+
+@pytest.mark.parametrize("verb", ["export", "report", "runs", "rollout", "evaluate", "replay", "completion"])
+def test_a_verbs_help_imports_no_model_library(verb: str) -> None:
+    said, modules = imported_by(verb, "--help")
+    assert f"skyasync {verb}" in said
+    assert modules & {"torch", "ray", "transformers", "datasets", "matplotlib"} == set()
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_has_a_home(name: str) -> None:
+    module, _, function = VERBS[name].home.partition(":")
+    assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("simulat", "simulate"), ("evalute", "evaluate"), ("trian", "train"), ("show-runs", "runs")]
+)
+def test_an_unknown_verb_is_answered_with_the_nearest(
+    wrong: str, right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command([wrong, "trainer.seed=1"])
+    assert ended.value.code == 2
+    assert f"unknown verb {wrong!r}: did you mean {right}? " in capsys.readouterr().err
+
+
+def test_without_a_verb_settings_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["trainer.sed=1"], ["train", "trainer.sed=1"]):
+        with pytest.raises(SystemExit):
+            command(argv)
+        assert "unknown key 'trainer.sed': did you mean trainer.seed" in capsys.readouterr().err
+
+
+def test_help_of_a_group_is_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command(["--help", "trainer.placement"])
+    assert "trainer.placement.colocate_all" in capsys.readouterr().out
+
+
+def test_the_package_installs_the_command() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["skyasync"].partition(":")
+    assert callable(getattr(import_module(module), function))

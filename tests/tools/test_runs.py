@@ -1,0 +1,53 @@
+"""The list of runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyasync.__main__ import command
+from skyasync.observe.status import told
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two runs, one of which goes on, and a folder that is none."""
+    for name, plan, last in (("first", "sync", 3), ("second", "one_step_off", 2)):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.yaml").write_text(f"trainer:\n  plan: {plan}\n  max_training_steps: 3\n")
+        rows = [{"step": step, "time": 100.0 + step, "reward/mean": step / 10} for step in range(1, last + 1)]
+        rows = [{"step": 0, "time": 99.0, "eval/score": 0.25}, *rows, {"step": last, "eval/score": 0.2}]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "no_run").mkdir()
+    return tmp_path
+
+
+def test_runs_are_listed_with_their_state(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with told(folder / "second"):
+        command(["runs", str(folder)])
+    out = capsys.readouterr().out
+    (second,) = [line for line in out.splitlines() if "second" in line]
+    assert second.split()[:6] == ["second", "one_step_off", "2/3", "0.200", "0.250", "0.200"]
+    assert second.split()[-1] == "running"
+    assert "first" in out and "no_run" not in out
+
+
+def test_the_list_is_there_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with told(folder / "first"):
+        pass
+    command(["runs", "--json", str(folder)])
+    newest, other = json.loads(capsys.readouterr().out)
+    assert (newest["name"], newest["state"], newest["best_score"]) == ("first", "finished", 0.25)
+    assert (other["name"], other["state"], other["seconds"]) == ("second", "unknown", None)
+
+
+def test_a_folder_without_runs_says_what_a_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command(["runs", str(tmp_path)])
+    assert "there is no run in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(["runs", str(tmp_path / "nowhere")])
+    assert "there is no folder" in capsys.readouterr().err
