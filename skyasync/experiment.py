@@ -152,14 +152,14 @@ class BasePPOExp:
         """What plays agent programs through the endpoint."""
         from skyasync.endpoint.agent_generator import AgentGenerator
         from skyasync.endpoint.agent_pool import AgentPool, ray_processes
+        from skyasync.endpoint.openrlhf import agent_config
         from skyasync.endpoint.server import Endpoint
         from skyasync.rollout.rules import EpisodeRules
 
         host = cfg.generator.endpoint_host
         endpoint = Endpoint(inference_engine_client, tokenizer, self.engine_config().max_model_len, host)
-        processes = ray_processes(
-            cfg.generator.agent_program, cfg.environment.env_config, cfg.generator.agent_env, host
-        )
+        config = agent_config(cfg, self.engine_config().max_model_len)
+        processes = ray_processes(cfg.generator.agent_program, config, cfg.generator.agent_env, host)
         pool = AgentPool(processes, cfg.environment.num_workers)
         return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
 

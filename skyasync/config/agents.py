@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from skyasync.config.schema import Config
 
 
+def _plays_files(cfg: Config) -> bool:
+    """It is what agent files with a loop of their own are played by, and was settled, not chosen."""
+    return cfg.generator.agent_program == "skyasync.endpoint.openrlhf:play"
+
+
 def check_agents(cfg: Config) -> Iterator[str]:
     """Settings that would judge what the program judges."""
-    program = cfg.generator.agent_program
+    program = "" if cfg.generator.agent_func_path and _plays_files(cfg) else cfg.generator.agent_program
     others = {
         "environment.env_class": cfg.environment.env_class,
         "environment.reward_funcs": ",".join(cfg.environment.reward_funcs),

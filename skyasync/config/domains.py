@@ -120,7 +120,7 @@ def _names(value: object) -> str:
     from skyasync.rewards.registry import REWARDS
 
     for name in names:
-        if ":" not in name and name not in REWARDS.names():
+        if ":" not in name and not name.endswith(".py") and name not in REWARDS.names():
             return unknown("reward function", name, REWARDS.names())
     return ""
 

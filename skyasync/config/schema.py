@@ -316,8 +316,17 @@ class GeneratorConfig(Settings):
     agent_program: str = key(
         "",
         "Agent program in place of environments, module:function or file.py:function: it is called with data, base_url "
-        "and api_key of an OpenAI-compatible endpoint, and returns the score.",
+        "and api_key of an OpenAI-compatible endpoint, and returns the score. Or a class with async "
+        "run(data, **extra).",
         open_ended=True,
+    )
+    turn_discount: float = key(
+        1.0,
+        "Factor of the reward of each call of an agent program, once for every call before it, where the program gives "
+        "rewards call by call.",
+        above=0.0,
+        high=1.0,
+        when=_AGENTS,
     )
     agent_env: list[str] = key(
         [],
@@ -413,9 +422,11 @@ class EnvironmentConfig(Settings):
     )
     reward_funcs: list[str] = key(
         [],
-        "Functions that judge a response (environment.env_class=reward): registered names, module:function, or "
-        "path/to/file.py:function.",
+        "Functions that judge a response (environment.env_class=reward): registered names, module:function, "
+        "path/to/file.py:function (alone: its reward_func), or the address of an OpenRLHF reward server (http://...; "
+        "several with commas).",
         registry="skyasync.rewards:REWARDS",
+        pattern=r".+\.py",
         open_ended=True,
     )
     reward_weights: list[float] = key([], "Factors of the functions' scores in their sum; none weighs all 1.")

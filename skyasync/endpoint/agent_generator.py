@@ -46,7 +46,7 @@ class AgentGenerator(TrajectoryGenerator):
         await self._endpoint.start()
         sampling, is_eval = input_batch["sampling_params"], input_batch["is_eval"]
         episodes = [
-            self._episode(identity, {**extras, "prompt": prompt}, sampling, is_eval)
+            self._episode(identity, {"messages": prompt, **extras, "prompt": prompt}, sampling, is_eval)
             for identity, prompt, extras in zip(
                 input_batch["trajectory_ids"], input_batch["prompts"], input_batch["env_extras"], strict=True
             )
@@ -89,17 +89,26 @@ class AgentGenerator(TrajectoryGenerator):
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
-        if not session.recorder.calls:
-            raise AgentError(f"{session.identity}: the program returned a score without a call of the model")
+        _check_calls(session, score)
         return score
 
     def _scored(self, session: Session, score: Score) -> Trajectory:
-        trajectory = _recorded(session)
-        trajectory.segments[-1].reward = score.reward
+        trajectory = _recorded(session, score.left_out)
+        if score.rewards:
+            self._reward_calls(session, score)
+        else:
+            trajectory.segments[-1].reward = score.reward
         trajectory.metrics |= score.metrics
         if self._rules.on_error != "raise":
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
         return trajectory
+
+    def _reward_calls(self, session: Session, score: Score) -> None:
+        """Each call's reward on its tokens, worth less by ``turn_discount`` for every call before it."""
+        kept = [call for call in session.recorder.calls if call.id not in score.left_out]
+        for number, call in enumerate(kept):
+            if call is [c for c in kept if c.id == call.id][-1]:  # an answer's choices share its id
+                call.action.reward = score.rewards.get(call.id, 0.0) * self._rules.turn_discount**number
 
     def _given_up(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
         if self._rules.on_error == "raise":
@@ -114,8 +123,20 @@ class AgentGenerator(TrajectoryGenerator):
         return give_up(trajectory, self._rules, reason, self._chat.prompt(data["prompt"]))
 
 
-def _recorded(session: Session) -> Trajectory:
-    calls = session.recorder.calls
+def _check_calls(session: Session, score: Score) -> None:
+    """Raises ``AgentError`` if there is nothing to train, or a reward for a call that was not made."""
+    calls = {call.id for call in session.recorder.calls}
+    if not calls - score.left_out:
+        raise AgentError(f"{session.identity}: the program returned a score without a call of the model")
+    if foreign := sorted(score.rewards.keys() - calls):
+        raise AgentError(
+            f"{session.identity}: the program returned a reward for {foreign[0]}, which is the id of none of its "
+            f"{len(calls)} answers: {', '.join(sorted(calls))}"
+        )
+
+
+def _recorded(session: Session, left_out: frozenset[str] = frozenset()) -> Trajectory:
+    calls = [call for call in session.recorder.calls if call.id not in left_out]
     *branches, last = sequences(calls)
     metrics = {"agent_calls": float(len(calls)), "agent_sequences": float(len(branches) + 1)}
     return Trajectory(session.identity, last, calls[-1].stop_reason, metrics, branches)

@@ -18,6 +18,7 @@ from numbers import Real
 from traceback import format_exception
 from typing import Any
 
+from skyasync.endpoint.agent_class import is_agent_class, program_of
 from skyasync.errors import UserError
 from skyasync.processes.calls import Answer, Call
 from skyasync.registry import resolve_reference
@@ -25,6 +26,7 @@ from skyasync.registry import resolve_reference
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 THREAD = "agent program"
 MOST_THREADS = 100_000  # more than there are episodes: one that hangs for ever is in nobody's way
+ANSWER_IDS = ("chatcmpl-", "cmpl-")  # what the ids of answers begin with
 MOST_FRAMES = 20  # of a traceback, from its end
 
 
@@ -34,10 +36,15 @@ class AgentError(Exception):
 
 @dataclass(frozen=True)
 class Score:
-    """What a program has returned."""
+    """What a program has returned: the episode's reward, or (in ``rewards``) that of each call by its answer's id.
 
-    reward: float
+    Calls in ``left_out`` are not trained: the program says that they are no part of the episode.
+    """
+
+    reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
 
 class AgentProcess:
@@ -64,7 +71,7 @@ class AgentProcess:
             UserError: if that cannot be done, or it is none.
         """
         try:
-            self._program = load_program(self._reference)
+            self._program = load_program(self._reference, self._config)
         except UserError:
             raise
         except BaseException as error:
@@ -119,13 +126,18 @@ def isolate(kept: Collection[str]) -> None:
             del os.environ[name]
 
 
-def load_program(reference: str) -> Callable[..., Any]:
-    """The function behind ``module:function``.
+def load_program(reference: str, settings: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """The function behind ``module:function``, or what calls ``run`` of the class there.
+
+    Args:
+        settings: a class is made with those of them that it takes.
 
     Raises:
         UserError: if there is none, or it cannot be called with a row, a base URL and a key.
     """
     program = resolve_reference(reference, kind="generator.agent_program")
+    if is_agent_class(program):
+        return program_of(program, settings or {})
     try:
         inspect.signature(program).bind({}, base_url="", api_key="")
     except TypeError as error:
@@ -153,8 +165,13 @@ def check_score(result: Any) -> Score:
     """The reward and the metrics of what a program has returned.
 
     Raises:
-        ValueError: if it is neither a finite number nor a dictionary with a finite ``reward``.
+        ValueError: if it is neither a finite number, nor a dictionary with a finite ``reward``, nor one of a finite
+            reward per answer's id.
     """
+    if isinstance(result, Score):
+        return result
+    if isinstance(result, dict) and result and all(str(name).startswith(ANSWER_IDS) for name in result):
+        return Score(rewards={str(name): _finite(f"reward of {name}", value) for name, value in result.items()})
     known = {"reward", "metrics"}
     if isinstance(result, dict) and (result.keys() - known or "reward" not in result):
         raise ValueError(

@@ -24,11 +24,12 @@ from skyasync.rollout.types import Segment
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One answered request: what the engine read, what it wrote, and why it stopped."""
+    """One answered request: what the engine read, what it wrote, why it stopped, and the answer's ``id``."""
 
     prompt: Ints
     action: Segment
     stop_reason: str = "stop"
+    id: str = ""
 
     @cached_property
     def tokens(self) -> Ints:

@@ -116,8 +116,16 @@ def _chat_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _text_choice(choice: Choice) -> dict[str, Any]:
-    body = {"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason, "logprobs": None}
-    return {**body, **_token_ids(choice)}
+    body = {"index": choice.index, "text": choice.text, "finish_reason": choice.finish_reason}
+    return {**body, "logprobs": _token_logprobs(choice), **_token_ids(choice)}
+
+
+def _token_logprobs(choice: Choice) -> dict[str, Any] | None:
+    """In the form of text completions, which is another."""
+    if choice.logprobs is None:
+        return None
+    tokens, values = [token for token, _ in choice.logprobs], [value for _, value in choice.logprobs]
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
 
 
 def _token_ids(choice: Choice) -> dict[str, Any]:

@@ -47,7 +47,7 @@ _COMMON = frozenset(
 CHAT_FIELDS = _COMMON | {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "max_completion_tokens",
 }  # fmt: skip
-COMPLETION_FIELDS = _COMMON | {"prompt"}
+COMPLETION_FIELDS = _COMMON | {"prompt", "logprobs"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -119,7 +119,10 @@ def completion_request(body: dict[str, Any], defaults: SamplingParams) -> tuple[
     tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not prompt or not (tokens or isinstance(prompt, str)):
         raise RequestError("prompt must be one text or one list of token ids, not empty", "prompt")
-    return _asked(body, defaults), prompt
+    if (body.get("logprobs") or 0) not in (0, 1):
+        problem = f"logprobs={body['logprobs']!r} is not supported here: 0 or 1 gives those of the sampled tokens"
+        raise RequestError(problem, "logprobs", "unsupported_parameter")
+    return replace(_asked(body, defaults), logprobs=body.get("logprobs") is not None), prompt
 
 
 def _refuse(body: dict[str, Any], known: frozenset[str]) -> None:

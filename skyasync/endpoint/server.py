@@ -149,10 +149,10 @@ class Endpoint:
             prompt = self._prompt(chat.messages, chat.tools, session)
             outputs = await self._sample(session, prompt, chat.asked)
             choices = [self._choice(i, output, chat.asked, chat) for i, output in enumerate(outputs)]
+            answer = _answer("chatcmpl", prompt, outputs, chat.asked)
             for output, choice in zip(outputs, choices, strict=True):
                 led_to = conversation([*chat.messages, choice.message], chat.tools)
-                session.recorder.record(_call(prompt, output), led_to)
-            answer = _answer("chatcmpl", prompt, outputs, chat.asked)
+                session.recorder.record(_call(prompt, output, answer.id), led_to)
             if chat.asked.stream:
                 return _events(reply.chat_chunks(answer, choices, usage=chat.asked.include_usage))
             return web.json_response(reply.chat_completion(answer, choices))
@@ -165,9 +165,9 @@ class Endpoint:
             prompt = ints(tokens)
             outputs = await self._sample(session, prompt, asked)
             choices = [self._choice(i, output, asked) for i, output in enumerate(outputs)]
-            for output in outputs:
-                session.recorder.record(_call(prompt, output))
             answer = _answer("cmpl", prompt, outputs, asked)
+            for output in outputs:
+                session.recorder.record(_call(prompt, output, answer.id))
             if asked.stream:
                 return _events(reply.text_chunks(answer, choices, usage=asked.include_usage))
             return web.json_response(reply.text_completion(answer, choices))
@@ -229,9 +229,9 @@ class Endpoint:
         )
 
 
-def _call(prompt: Ints, output: GenerationOutput) -> Call:
+def _call(prompt: Ints, output: GenerationOutput, identity: str) -> Call:
     action = Segment("action", output.token_ids, output.logprobs, output.versions)
-    return Call(prompt, action, output.finish_reason or "stop")
+    return Call(prompt, action, output.finish_reason or "stop", identity)
 
 
 def _answer(kind: str, prompt: Ints, outputs: list[GenerationOutput], asked: Asked) -> reply.Answer:

@@ -1,11 +1,12 @@
 """The environment of one episode: it frames the prompt, reads each action, answers and rewards.
 
-Invariant: an environment sees text only; tokens, log-probabilities and versions never pass through it.
+Invariant: an environment says text only. Tokens, log-probabilities and versions never pass through it; one that asks
+for it is shown the tokens of a turn (``sees_tokens``), to judge them.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict
 
 from skyasync.envs.tools import answer_to, read_tool_calls
 
@@ -28,6 +29,15 @@ class BaseTextEnvStepOutput(TypedDict):
     sampling_params: NotRequired[dict[str, Any]]
 
 
+class Seen(NamedTuple):
+    """What the model read before an action and what it wrote, as the engine had it; texts with their special tokens."""
+
+    read: str
+    wrote: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+
 class BaseTextEnv:
     """Subclass this and override ``step``.
 
@@ -43,12 +53,20 @@ class BaseTextEnv:
     #: Actions then come with their special tokens.
     raw_text: ClassVar[bool] = False
 
+    #: The turn that ``step`` is asked about, where ``sees_tokens``.
+    seen: Seen | None = None
+
     @classmethod
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
         """Whether such an episode costs next to nothing whatever the response is.
 
         It is then played beside the generator, without a process of its own and without a limit.
         """
+        return False
+
+    @classmethod
+    def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+        """Whether such an episode is shown the tokens of each turn, in ``self.seen``."""
         return False
 
     @classmethod

@@ -16,7 +16,7 @@ from traceback import format_exc
 from typing import Any, NamedTuple, TypedDict, cast
 
 from skyasync.config.schema import Config
-from skyasync.envs.base import BaseTextEnv, Conversation
+from skyasync.envs.base import BaseTextEnv, Conversation, Seen
 from skyasync.envs.check import NonsenseError, check_metrics, check_prompt, check_step
 from skyasync.envs.registry import EnvFactory
 from skyasync.processes.calls import Answer, Call, portable
@@ -80,7 +80,7 @@ class Episodes:
 
     def is_async(self, call: Call) -> bool:
         """Whether this call's environment has ``async def`` methods, so that it belongs on an event loop."""
-        made = call.args[:1] if call.method == "init" else call.args[1:2]
+        made = call.args[:1] if call.method == "init" else call.args[2:3]
         if made:
             return _has_async_methods(self._factories[made[0]])
         episode = self._episodes.get(call.key)
@@ -127,9 +127,11 @@ class Episodes:
         self._episodes[name] = episode = _Episode(env)
         return episode
 
-    async def _step(self, name: str, action: str, *made_of: Any) -> StepResult:
+    async def _step(self, name: str, action: str, seen: Seen | None = None, *made_of: Any) -> StepResult:
         episode = self._make(name, *made_of) if made_of else self._episodes[name]
         episode.busy = True
+        if seen is not None:
+            episode.env.seen = seen
         try:
             output = episode.env.step(action)
             output = await output if hasattr(output, "__await__") else output

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from skyasync.envs.base import BaseTextEnv, Conversation
+from skyasync.envs.base import BaseTextEnv, Conversation, Seen
 from skyasync.envs.episodes import EnvSettings, Episodes, StepResult
 from skyasync.envs.registry import EnvFactory, env_factory
 from skyasync.envs.tools import ToolSchema, schemas
@@ -55,6 +55,11 @@ class EnvPool:
             self._tools[env_class] = schemas(self._factory(env_class))
         return self._tools[env_class]
 
+    def sees_tokens(self, env_class: str, extras: dict[str, Any]) -> bool:
+        """Whether such an episode is to be shown the tokens of each turn."""
+        sees = getattr(self._factory(env_class), "sees_tokens", None)  # a function that makes environments has none
+        return sees is not None and bool(sees(self._env_config, extras))
+
     async def init(self, episode: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
         """Begin an episode; returns the conversation (or text) it starts from."""
         factory = self._factory(env_class)
@@ -70,8 +75,8 @@ class EnvPool:
             return prompt
         return await self._ask("init", episode, env_class, extras, prompt)
 
-    async def step(self, episode: str, action: str) -> StepResult:
-        result: StepResult = await self._ask("step", episode, action, *self._openings.pop(episode, ()))
+    async def step(self, episode: str, action: str, seen: Seen | None = None) -> StepResult:
+        result: StepResult = await self._ask("step", episode, action, seen, *self._openings.pop(episode, ()))
         if result["done"]:
             self._leave(episode)
         return result

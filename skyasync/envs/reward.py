@@ -10,6 +10,7 @@ from typing import Any
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
+from skyasync.rewards.forms import seen
 from skyasync.rewards.panel import Member, judge, load
 from skyasync.rewards.score import Score
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
@@ -33,6 +34,14 @@ class RewardEnv(BaseTextEnv):
         """Where all functions are marked as quick."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
         return all(_member(name, settings.registered.get(name)).quick for name, _ in settings.weighted(extras))
+
+    @classmethod
+    def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+        """Where a function looks at them."""
+        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
+        return any(
+            _member(name, settings.registered.get(name)).looks_at_tokens for name, _ in settings.weighted(extras)
+        )
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
@@ -61,6 +70,8 @@ class RewardEnv(BaseTextEnv):
             "response": action,
             "label": right_answer(self.extras),
         }
+        if self.seen is not None:
+            known |= seen(*self.seen, label=known["label"])
         self._scores = judge(self._members, known, self._settings.timeout_s)
         self._refuse_unjudged()
         reward = sum(w * score.reward for w, score in zip(self._weights, self._scores, strict=True))

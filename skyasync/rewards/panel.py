@@ -19,16 +19,17 @@ from typing import Any
 
 from skyasync.errors import UserError, nearest
 from skyasync.processes.calls import GRACE_S
+from skyasync.rewards.forms import SEEN, as_areal_knows, looks_at_tokens, of_areal, parameter_names
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.registry import find
-from skyasync.rewards.score import Score, as_score
+from skyasync.rewards.score import Score, verdict
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A reward function, ready to be called. ``accepts``: the names of its parameters; None takes all."""
+    """A reward function, ready to be called. ``named``: its parameters; ``accepts``: the same, or None for all."""
 
     name: str
     function: Callable[..., Any]
@@ -37,6 +38,7 @@ class Member:
     asynchronous: bool
     quick: bool
     portable: bytes  # how the judge finds it, if it is called there
+    named: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, reference: str, function: Callable[..., Any] | None = None) -> Member:
@@ -64,7 +66,13 @@ class Member:
             asynchronous,
             quick,
             b"" if quick or asynchronous else portable(found, reference),
+            parameter_names(found),
         )
+
+    @property
+    def looks_at_tokens(self) -> bool:
+        """It needs what the engine read and wrote, not only the response's text."""
+        return looks_at_tokens(self.named)
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the known values that the function takes.
@@ -72,11 +80,14 @@ class Member:
         Raises:
             UserError: if one that it needs is not known.
         """
+        if of_areal(self.named):
+            known = as_areal_knows(known)
         for name in sorted(self.needs - known.keys()):
             close = nearest(name, known, count=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise UserError(f"reward function {self.name} needs {name!r}: {hint}the row gives: {', '.join(known)}")
-        return {name: value for name, value in known.items() if self.accepts is None or name in self.accepts}
+        takes_all, named = self.accepts is None, self.named
+        return {name: v for name, v in known.items() if name in named or (takes_all and name not in SEEN)}
 
 
 def load(members: Sequence[Member]) -> None:
@@ -116,14 +127,14 @@ def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -
 def _verdict(member: Member, running: Future[Any] | None, known: Mapping[str, Any], limit_s: float) -> Score:
     if running is not None:
         try:
-            return as_score(member.name, running.result(limit_s + GRACE_S))
+            return verdict(member.name, member.function, running.result(limit_s + GRACE_S))
         except TimeoutError:
             if running.done():
                 raise  # the function's own
             raise Unjudged(f"it kept its event loop for more than {limit_s:g} s") from None
     arguments = member.arguments(known)
     if member.quick:
-        return as_score(member.name, member.function(**arguments))
+        return verdict(member.name, member.function, member.function(**arguments))
     return _judge().call(member.name, member.portable, arguments, limit_s)
 
 

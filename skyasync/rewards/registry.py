@@ -1,9 +1,9 @@
-"""Reward functions by name: a registered one, ``module:function``, or ``path/to/file.py:function``.
+"""Reward functions by name: a registered one, ``module:function``, ``path/to/file.py:function``, or a server's address.
 
 A reward function is called with keyword arguments of which it takes the ones it names (all, with ``**extra``):
 ``prompt`` (the last message's text), ``response`` (what the model wrote), ``label`` (the row's), ``messages`` (the
 whole conversation), and every other column of the row. It returns what ``skyasync.rewards.score`` accepts. It may
-be ``async``.
+be ``async``. Functions in other systems' forms are called as they are there (``skyasync.rewards.forms``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from skyasync.registry import Registry
+from skyasync.rewards.openrlhf import stand_ins
+from skyasync.rewards.remote import is_remote, remote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,4 +51,9 @@ def find(name: str) -> Callable[..., Any]:
     Raises:
         UserError: if there is none, listing the nearest names.
     """
-    return REWARDS.find(name)
+    if is_remote(name):
+        return remote(name)
+    if ":" not in name:
+        return REWARDS.find(name)
+    with stand_ins():
+        return REWARDS.find(name)

@@ -7,11 +7,12 @@ function's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 
 from skyasync.errors import UserError, nearest
+from skyasync.rewards.forms import in_batches, unbatched
 
 REWARD_KEYS = ("reward", "score")
 
@@ -23,6 +24,11 @@ class Score:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     unjudged: bool = False
+
+
+def verdict(name: str, function: Callable[..., object], returned: object) -> Score:
+    """What this function has returned, by the rules of its form."""
+    return as_score(name, unbatched(returned) if in_batches(function) else returned)
 
 
 def as_score(function: str, returned: object) -> Score:

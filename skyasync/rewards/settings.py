@@ -16,6 +16,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards.panel import Member
 from skyasync.rewards.registry import REWARDS
+from skyasync.rewards.remote import is_remote
 
 ENV_KEY = "rewards"  # where an environment finds these settings in its env_config
 
@@ -80,19 +81,25 @@ def settle_references(environment: EnvironmentConfig) -> None:
     Raises:
         UserError: for a function that does not exist.
     """
-    environment.reward_funcs = [absolute_reference(func) for func in environment.reward_funcs]
+    environment.reward_funcs = [absolute_reference(_whole(func)) for func in environment.reward_funcs]
     for entry in environment.domains.values():
         if "reward_funcs" in entry:
             funcs = entry["reward_funcs"]
-            entry["reward_funcs"] = [absolute_reference(f) for f in ([funcs] if isinstance(funcs, str) else funcs)]
+            funcs = [funcs] if isinstance(funcs, str) else funcs
+            entry["reward_funcs"] = [absolute_reference(_whole(func)) for func in funcs]
     for func in judges(environment):
         Member.of(func)
 
 
 def short_names(funcs: Sequence[str]) -> list[str]:
     """The names that the functions' metrics bear: of a reference the attribute, where no other bears it."""
-    short = [func.rpartition(":")[2] for func in funcs]
+    short = ["remote_reward" if is_remote(func) else func.rpartition(":")[2] for func in funcs]
     return [name if short.count(name) == 1 else func for name, func in zip(short, funcs, strict=True)]
+
+
+def _whole(func: str) -> str:
+    """A file alone means its ``reward_func``, as OpenRLHF names it."""
+    return f"{func}:reward_func" if func.endswith(".py") and not is_remote(func) else func
 
 
 def _nobody(domain: str, domains: Mapping[str, Domain]) -> str:

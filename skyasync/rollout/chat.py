@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from skyasync.arrays import Ints, ints
 from skyasync.engines.protocol import SamplingParams
-from skyasync.envs.base import Conversation
+from skyasync.envs.base import Conversation, Seen
 from skyasync.errors import UserError
 from skyasync.rollout.tokenizer import Tokenizer
 
@@ -32,7 +32,18 @@ _THOUGHT: Conversation = [_BEFORE[0], {"role": "assistant", "content": "<think>\
 Tools = Sequence[dict[str, Any]] | None  # in OpenAI's form
 
 
-class ChatTokenizer:
+class _Frame:
+    """What both ways of framing have."""
+
+    tokenizer: Tokenizer
+
+    def seen(self, read: Ints, wrote: Ints) -> Seen:
+        """A turn as the engine had it; the texts with all their special tokens."""
+        before, behind = (_decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, wrote))
+        return Seen(before, behind, ints(read).tolist(), ints(wrote).tolist())
+
+
+class ChatTokenizer(_Frame):
     """A Hugging Face tokenizer with a chat template, remembering what it has framed.
 
     Args:
@@ -130,7 +141,7 @@ class ChatTokenizer:
         )
 
 
-class PlainText:
+class PlainText(_Frame):
     """For environments with ``raw_text``: the template makes the prompt, then text follows text, as it is.
 
     Args:

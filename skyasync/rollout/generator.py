@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from skyasync.arrays import NO_INTS, Ints, ints, joined
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.envs.base import Conversation
+from skyasync.envs.base import Conversation, Seen
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import UserError
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
@@ -123,12 +123,14 @@ class EpisodeGenerator(TrajectoryGenerator):
         tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
         said = [] if isinstance(start, str) else list(start)
         trajectory.segments[0].tokens = tokens
+        sees = self._environments.sees_tokens(env_class, extras)
         for turn in self._rules.turns():
             action = await self._act(trajectory, tokens, turn, sampling)
             read = partial(frame.text, action.tokens, sampling)
             text = await asyncio.to_thread(read) if len(action.tokens) >= LONG else read()
+            seen = await _seen(frame, tokens, action.tokens) if sees else None
             with self._rules.blaming():
-                step = await self._environments.step(episode, text)
+                step = await self._environments.step(episode, text, seen)
             action.reward = step["reward"]
             trajectory.metrics = step["metrics"]
             tokens = joined(tokens, action.tokens)
@@ -189,6 +191,12 @@ class EpisodeGenerator(TrajectoryGenerator):
             late = f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
             with self._rules.blaming():
                 raise TimeoutError(late) from error
+
+
+async def _seen(frame: ChatTokenizer | PlainText, read: Ints, wrote: Ints) -> Seen:
+    """A turn's tokens for an environment that judges them."""
+    is_long = len(read) + len(wrote) >= LONG
+    return await asyncio.to_thread(frame.seen, read, wrote) if is_long else frame.seen(read, wrote)
 
 
 async def all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:

@@ -34,6 +34,7 @@ class EpisodeRules:
         give_up_reward: ``environment.give_up_reward``.
         spread: ``generator.is_num_return_sequences_expand``: each episode is a session of its own, so that a group's
             may go to different engines; false keeps a group on one.
+        turn_discount: ``generator.turn_discount``.
     """
 
     max_turns: int = 0
@@ -42,6 +43,7 @@ class EpisodeRules:
     on_error: str = "raise"
     give_up_reward: float = 0.0
     spread: bool = True
+    turn_discount: float = 1.0
 
     @staticmethod
     def of(cfg: Config) -> EpisodeRules:
@@ -54,6 +56,7 @@ class EpisodeRules:
             environment.on_error,
             environment.give_up_reward,
             generator.is_num_return_sequences_expand,
+            generator.turn_discount,
         )
 
     def turns(self) -> Iterable[int]:

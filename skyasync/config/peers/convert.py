@@ -126,10 +126,10 @@ def _bound(value: Value, around: Around) -> list[Value]:
 
 
 def _reward(value: Value, around: Around) -> list[Value]:
-    """A file (whose function is named elsewhere), or an address."""
+    """A file (whose function is named elsewhere), or the addresses of a reward model's servers."""
     files = [str(part) for part in _list(value, around)[0]]  # type: ignore[union-attr]
-    if any(re.match(r"https?://", file) for file in files):
-        raise NoCounterpartError("a reward is a function here, which may ask a server: file.py:function")
+    if all(re.match(r"https?://", file) for file in files):
+        return [[",".join(files)]]
     name = str(around.theirs.get("reward.custom_reward_function.name")
                or around.theirs.get("custom_reward_function.name")
                or ("compute_score" if _known_to_verl(around) else "reward_func"))  # fmt: skip

@@ -1,36 +1,36 @@
 """OpenRLHF's agent files, as they are: ``generator.agent_func_path=FILE.py``.
 
-The file defines either a function ``async def step(state, action, label, **kwargs)`` or a class ``AgentInstance`` with
-``reset(states)`` and ``step(states)``. A step gives a tuple (reward, next state, done[, extra]) or a dictionary with
-``rewards``, ``scores``, ``environment_feedback`` (what is appended) or ``next_state`` / ``next_observation`` (the whole
-text, which must begin with the state and the action), ``done``, ``sampling_params`` and ``extra_logs``. Source of these
-forms: OpenRLHF's documentation and ``examples/python/agent_func.py`` over its history.
+The file defines a class ``AgentExecutor`` that names an agent, a class ``AgentInstance`` with ``step(states)`` (and
+``reset(states)`` if it likes), or a function ``async def step(state, action, label, **kwargs)``. A step gives a tuple
+(reward, next state, done[, extra]) or a dictionary with ``rewards``, ``scores``, ``environment_feedback`` (what is
+appended) or ``next_state`` / ``next_observation`` (the whole text, which must begin with the state and the action),
+``done``, ``sampling_params`` and ``extra_logs``. Source of these forms: OpenRLHF's documentation and
+``examples/python/agent_func.py`` over its history. An executor with an ``execute`` of its own is played by
+``skyasync.endpoint.openrlhf``.
 
-Invariant: every episode has the file's globals to itself, as an agent has there. Text is appended as it is, and the
-tokens that the model wrote are never made again from it.
+Invariant: text is appended as it is, and the tokens that the model wrote are never made again from it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from types import CodeType, ModuleType
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from skyasync.engines.protocol import SamplingParams
+from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent
+from skyasync.envs.adapters.openrlhf_names import NO_IMAGES, awaited, new_instance, number, refuse_images
 from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.check import SAMPLING, NonsenseError
 from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
 
 PATH_KEY = "agent_func_path"  # where the environment finds the file in its env_config
+SAMPLING_KEY = "agent_sampling"  # and how the run samples
+PROGRAM = "skyasync.endpoint.openrlhf:play"  # plays executors with a loop of their own
 FEEDBACK = ("environment_feedback", "next_state", "next_observation")
-_BASES_AT = "openrlhf.utils.agent"
-_BASES = ("AgentInstanceBase", "AgentExecutorBase", "SingleTurnAgentExecutor", "MultiTurnAgentExecutor")
+IMAGES = ("images", "image")
 
 
 @ENVS.register("openrlhf")
@@ -53,44 +53,61 @@ class OpenRLHFAgent(BaseTextEnv):
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
-        """Run the file once: what it imports is there when the first episode runs it anew."""
-        _load(env_config.get(PATH_KEY, ""))
+        """Run the file: what it imports is there when the first episode begins."""
+        instance_class(env_config.get(PATH_KEY, ""))
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         self._file = self.env_config.get(PATH_KEY, "")
-        self._agent = _load(self._file)
+        self._agent = load_agent(self._file)  # a function step has these globals to itself
+        self._agent_class = instance_class(self._file)
         self._instance: Any = None
+        self._sampling = sampling_object(self.env_config.get(SAMPLING_KEY, {}))
         self._text = ""  # everything read and written so far
         self._logs: dict[str, float] = {}
 
     async def init(self, prompt: str) -> tuple[str, dict[str, Any]]:
+        refuse_row_with_images(self.extras)
         self._text = prompt
-        if "AgentInstance" in self._agent:
-            self._instance = await _new(self._agent["AgentInstance"])
+        if self._agent_class is not None:
+            self._instance = await new_instance(self._agent_class)
+        if hasattr(self._instance, "reset"):
             states = {"observation": prompt, "prompt": prompt, "label": self._label}
-            begun = await _awaited(self._instance.reset(states))
+            begun = await awaited(self._instance.reset(states))
             self._text = begun["observation"] if isinstance(begun, Mapping) else begun
         return self._text, {}
 
     async def step(self, action: str) -> dict[str, Any]:
         if self._instance is not None:
             states = {"observation_text": self._text, "action_text": action, "label": self._label}
-            answer = await _awaited(self._instance.step({**states, "sampling_params": None}))
+            answer = await awaited(self._instance.step({**states, "sampling_params": self._sampling}))
         else:
-            answer = await _awaited(self._agent["step"](self._text, action, self._label))
+            step, sampling = self._agent["step"], {"sampling_params": self._sampling}
+            answer = await awaited(step(self._text, action, self._label, **sampling))
         said = _as_mapping(answer)
+        refuse_images(said.get("environment_images"))
         read = self._text + action
         feedback = _feedback(said, read)
         self._text = read + feedback
         self._logs |= _numbers({"score": said.get("scores"), **(said.get("extra_logs") or {})})
         return {
             "observations": feedback,
-            "reward": _number(said["rewards"]),
+            "reward": number(said["rewards"]),
             "done": bool(said["done"]),
             "metadata": {},
-            "sampling_params": _sampling(said.get("sampling_params")),
+            "sampling_params": self._resampled(said.get("sampling_params")),
         }
+
+    def _resampled(self, changes: Any) -> dict[str, Any]:
+        """What the agent has changed of how it is sampled: a dictionary, or an object with vLLM's names."""
+        if isinstance(changes, Mapping):
+            return dict(changes)
+        if changes is None or changes is self._sampling:  # which may have been changed where it is
+            before = vars(sampling_object(self.env_config.get(SAMPLING_KEY, {})))
+            return {name: value for name, value in vars(self._sampling).items()
+                    if name in SAMPLING and value != before[name]}  # fmt: skip
+        self._sampling = changes
+        return {name: getattr(changes, name) for name in SAMPLING if getattr(changes, name, None) is not None}
 
     def get_metrics(self) -> dict[str, float]:
         return self._logs
@@ -100,83 +117,32 @@ class OpenRLHFAgent(BaseTextEnv):
         return self.extras.get("label")
 
 
-def agent_file(path: str) -> Path:
-    """The file behind ``generator.agent_func_path``.
-
-    Raises:
-        UserError: if there is none.
-    """
-    found = Path(path).expanduser().resolve()
-    if found.suffix != ".py" or not found.is_file():
-        raise UserError(f"generator.agent_func_path={path} is no Python file")
-    return found
-
-
 def settle_agent_file(cfg: Any) -> None:
     """Rows that name no environment are played by the file of ``generator.agent_func_path``, if there is one."""
-    if path := cfg.generator.agent_func_path:
-        cfg.environment.env_class = cfg.environment.env_class or "openrlhf"
-        cfg.environment.env_config = {**cfg.environment.env_config, PATH_KEY: str(agent_file(path))}
-
-
-def _load(path: str) -> dict[str, Any]:
-    """The globals of the file, run anew."""
-    name = f"agent_func@{path}"
-    module = ModuleType(name)
-    module.__file__ = path
-    _provide_bases()
-    with _importable(module, path):
-        exec(_code(path), module.__dict__)
-    agent = module.__dict__
-    if "execute" in vars(agent.get("AgentExecutor", object)):
-        raise UserError(
-            f"generator.agent_func_path={path}: its AgentExecutor overrides execute, which is not called here: an "
-            f"agent with a loop of its own is a program that takes a base URL (generator.agent_program)"
-        )
-    if not callable(agent.get("AgentInstance")) and not callable(agent.get("step")):
-        raise UserError(
-            f"generator.agent_func_path={path} defines neither AgentInstance nor step(state, action, label)"
-        )
-    return agent
-
-
-@cache
-def _code(path: str) -> CodeType:
-    return compile(agent_file(path).read_text(), path, "exec")
-
-
-@contextmanager
-def _importable(module: ModuleType, path: str) -> Iterator[None]:
-    """While the file runs it finds the files beside it, and its dataclasses find it."""
-    folder = str(Path(path).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    sys.modules[module.__name__] = module
-    try:
-        yield
-    finally:
-        sys.modules.pop(module.__name__, None)
-
-
-def _provide_bases() -> None:
-    """Where OpenRLHF is not installed, empty stand-ins for the classes that agent files inherit from."""
-    if "openrlhf" in sys.modules or importlib.util.find_spec("openrlhf") is not None:
+    if not cfg.generator.agent_func_path:
         return
-    for name in ("openrlhf", "openrlhf.utils", _BASES_AT):
-        sys.modules[name] = ModuleType(name)
-    for base in _BASES:
-        setattr(sys.modules[_BASES_AT], base, type(base, (), {}))
+    file = agent_file(cfg.generator.agent_func_path)
+    told = {PATH_KEY: str(file), SAMPLING_KEY: asdict(cfg.generator.sampling_params)}
+    cfg.environment.env_config = {**cfg.environment.env_config, **told}
+    if has_own_loop(file):
+        cfg.generator.agent_program, cfg.environment.env_class = PROGRAM, ""
+    else:
+        cfg.environment.env_class = cfg.environment.env_class or "openrlhf"
 
 
-async def _new(agent_class: Any) -> Any:
-    """An instance; its ``__init__`` may be ``async def``, as Ray allows."""
-    instance = agent_class.__new__(agent_class)
-    await _awaited(instance.__init__())
-    return instance
+def sampling_object(sampling: Mapping[str, Any]) -> SimpleNamespace:
+    """Sampling parameters as agents know them: an object with vLLM's names, which may be changed and handed back."""
+    known = {name: value for name, value in sampling.items() if name in SAMPLING}
+    if "max_generate_length" in sampling:
+        known["max_tokens"] = sampling["max_generate_length"]
+    return SimpleNamespace(**{**asdict(SamplingParams()), **known}, n=1, logprobs=1)
 
 
-async def _awaited(answer: Any) -> Any:
-    return await answer if inspect.isawaitable(answer) else answer
+def refuse_row_with_images(extras: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` for a row that brings images."""
+    for name in IMAGES:
+        if extras.get(name) is not None and len(extras[name]):
+            raise UserError(f"the row has {name}: {NO_IMAGES} (drop the column if it has no part in the task)")
 
 
 def _as_mapping(answer: Any) -> Mapping[str, Any]:
@@ -213,19 +179,7 @@ def _feedback(said: Mapping[str, Any], read: str) -> str:
     )
 
 
-def _number(value: Any) -> Any:
-    """A tensor or array of one element as a number; anything else as it is, to be judged where all rewards are."""
-    return value.item() if hasattr(value, "item") and getattr(value, "size", None) is not None else value
-
-
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     """Those of the logs that are numbers."""
-    found = {str(name): _number(value) for name, value in logs.items()}
+    found = {str(name): number(value) for name, value in logs.items()}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
-
-
-def _sampling(changes: Any) -> dict[str, Any]:
-    """A dictionary, or an object with vLLM's names, of which those that are known here count."""
-    if changes is None or isinstance(changes, Mapping):
-        return dict(changes or {})
-    return {name: getattr(changes, name) for name in SAMPLING if getattr(changes, name, None) is not None}

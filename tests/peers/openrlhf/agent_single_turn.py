@@ -1,0 +1,19 @@
+"""One answer, judged by a reward file, with a bonus of the executor's own."""
+
+from pathlib import Path
+
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+
+class AgentExecutor(SingleTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(str(Path(__file__).with_name("reward_list.py")))
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        sampling_params.max_tokens = 4
+        output = await super().execute(
+            prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=images
+        )
+        output["reward"] += 10.0
+        output["extra_logs"]["cut"] = float(output["truncated"])
+        return output
