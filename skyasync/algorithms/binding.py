@@ -30,8 +30,13 @@ def configured(**keys: str) -> Callable[[F], F]:
 
 
 def setting(cfg: object, key: str, default: object) -> Any:
-    """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it has none."""
+    """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it has none.
+
+    "." is ``cfg`` itself.
+    """
     value = cfg
+    if key == ".":
+        return cfg
     for name in key.split("."):
         value = value.get(name, _MISSING) if isinstance(value, Mapping) else getattr(value, name, _MISSING)
         if value is _MISSING:

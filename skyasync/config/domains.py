@@ -26,12 +26,14 @@ class Domain:
         reward_weights: one per function; none weighs all 1.
         scale: factor of the sum.
         proportion: share of the training prompts; None is what its rows make of what the others leave.
+        tags: rows whose column names one of these belong to the domain as well (ROLL's ``tag_included``).
     """
 
     reward_funcs: tuple[str, ...] = field(default=())
     reward_weights: tuple[float, ...] = field(default=())
     scale: float = 1.0
     proportion: float | None = None
+    tags: tuple[str, ...] = field(default=())
 
 
 def domains_of(mapping: Mapping[str, Any]) -> dict[str, Domain]:
@@ -39,6 +41,11 @@ def domains_of(mapping: Mapping[str, Any]) -> dict[str, Domain]:
     return {
         str(name): Domain(**{key: _plain(value) for key, value in entry.items()}) for name, entry in mapping.items()
     }
+
+
+def tags_of(mapping: Mapping[str, Any]) -> dict[str, str]:
+    """Tag -> domain, for every tag that a domain lists."""
+    return {tag: name for name, domain in domains_of(mapping).items() for tag in domain.tags}
 
 
 def proportions_of(mapping: Mapping[str, Any]) -> dict[str, float]:
@@ -65,6 +72,13 @@ def check_domains(mapping: Mapping[str, Any]) -> Iterator[str]:
     yield from problems
     if problems:
         return
+    owners: dict[str, list[str]] = {}
+    for name, domain in domains_of(mapping).items():
+        for tag in domain.tags:
+            owners.setdefault(tag, []).append(name)
+    for tag, names in owners.items():
+        if len(names) > 1:
+            yield f"{_WHERE}: the tag {tag} is listed by {' and '.join(names)}: a row belongs to one domain"
     shares = [domain.proportion for domain in domains_of(mapping).values() if domain.proportion is not None]
     if sum(shares) > 1 + 1e-9:
         yield f"the proportions in {_WHERE} add up to {sum(shares):g}: they are shares of the prompts, 1 in all"
@@ -99,6 +113,8 @@ def _problem(name: str, value: object, known: list[str]) -> str:
     """What is wrong with one entry of a domain; "" if nothing is."""
     if name not in known:
         return unknown("entry", name, known)
+    if name == "tags":
+        return "" if _are_names(value) else f"expected a list of names, found {value!r}"
     if name == "reward_funcs":
         return _names(value)
     numbers = value if name == "reward_weights" and isinstance(value, list | tuple) else [value]
@@ -115,7 +131,7 @@ def _problem(name: str, value: object, known: list[str]) -> str:
 
 def _names(value: object) -> str:
     names = _plain(value)
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+    if not _are_names(value):
         return f"expected a list of names, found {value!r}"
     from skyasync.rewards.registry import REWARDS
 
@@ -123,6 +139,11 @@ def _names(value: object) -> str:
         if ":" not in name and not name.endswith(".py") and name not in REWARDS.names():
             return unknown("reward function", name, REWARDS.names())
     return ""
+
+
+def _are_names(value: object) -> bool:
+    names = _plain(value)
+    return isinstance(names, tuple) and all(isinstance(name, str) for name in names)
 
 
 def _plain(value: object) -> Any:

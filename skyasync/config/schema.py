@@ -440,7 +440,7 @@ class EnvironmentConfig(Settings):
     domains: dict[str, Any] = key(
         {},
         "Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the "
-        "training prompts).",
+        "training prompts), tags (rows whose column names one of these are the domain's too).",
     )
 
 

@@ -6,12 +6,13 @@ domain, and whatever else the environment wants to know. Invariant: rows are nev
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from skyasync.config.domains import domains_of, judges
+from skyasync.config.domains import domains_of, judges, tags_of
 from skyasync.config.schema import Config, DataConfig
 from skyasync.data.sources import Row, rows
 from skyasync.envs.base import Conversation
@@ -88,12 +89,15 @@ def as_prompt(index: int, row: dict[str, Any], cfg: Config) -> Prompt:
     for name, column, usual in (("label", cfg.data.label_key, "label"), ("domain", cfg.data.domain_key, "domain")):
         if column != usual or column in row:
             extras[name] = _column(index, row, column, f"data.{name}_key")
+    if cfg.environment.domains and extras.get("domain"):
+        extras["domain"] = tags_of(cfg.environment.domains).get(str(extras["domain"]), extras["domain"])
     return Prompt(PromptId(0, index), messages, env_class, extras)
 
 
 def _messages(index: int, row: dict[str, Any], data: DataConfig) -> Conversation:
     prompt = _column(index, row, data.prompt_key, "data.prompt_key")
     row.pop(data.prompt_key, None)
+    prompt = _unpacked(prompt)
     if not isinstance(prompt, str):
         if not data.apply_chat_template:
             raise UserError(f"data row {index} holds a conversation, and data.apply_chat_template=false takes text")
@@ -108,6 +112,17 @@ def _messages(index: int, row: dict[str, Any], data: DataConfig) -> Conversation
     if data.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     return messages
+
+
+def _unpacked(prompt: object) -> Any:
+    """A conversation that is written as JSON, as ROLL's data has it, as what it is; anything else as it is."""
+    if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
+        try:
+            found = json.loads(prompt)
+        except ValueError:
+            return prompt
+        return found if _is_conversation(found) else prompt
+    return prompt
 
 
 def _is_conversation(value: object) -> bool:

@@ -141,7 +141,7 @@ class _Episode:
             elif name not in _PLAIN | _TEXT and value != before and value is not None:
                 if name not in COMPLETION_FIELDS:
                     raise ValueError(
-                        f"the executor has changed sampling_params.{name} to {value!r}, which cannot be changed call by "
+                        f"the executor has changed sampling_params.{name} to {value!r}, which is not changed call by "
                         f"call: set generator.sampling_params.{name}"
                     )
                 changed[name] = list(value) if isinstance(value, tuple) else value

@@ -79,8 +79,11 @@ class Endpoint:
             runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
             await runner.setup()
             self._runner = runner
-            await web.TCPSite(runner, self._host, 0, backlog=WAITING_CONNECTIONS).start()
+            await self._listen(runner)
             self._port = runner.addresses[0][1]
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        await web.TCPSite(runner, self._host, 0, backlog=WAITING_CONNECTIONS).start()
 
     @property
     def port(self) -> int:

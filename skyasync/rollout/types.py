@@ -36,6 +36,18 @@ class TrajectoryId(NamedTuple):
     def __str__(self) -> str:
         return f"{self.prompt}-r{self.repetition}"
 
+    @property
+    def instance_id(self) -> str:
+        """The prompt, by SkyRL's name; ``repetition_id`` is the sample."""
+        return str(self.prompt)
+
+    @property
+    def repetition_id(self) -> int:
+        return self.repetition
+
+    def to_string(self) -> str:
+        return f"{self.instance_id}_{self.repetition_id}"
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -64,23 +64,23 @@ def tokenizer() -> Any:
 
 def configuration(*overrides: str, schema: Any = Config) -> Any:
     """Small and quick; every override is a user's own."""
-    return load_config(
-        [
-            f"trainer.policy.model.path={model()}", "trainer.policy.threads=1", "trainer.train_batch_size=2",
-            "trainer.max_training_steps=2", "trainer.eval_before_train=false", "trainer.eval_interval=0",
-            "generator.n_samples_per_prompt=2", "trainer.max_prompt_length=160",
-            "generator.sampling_params.max_generate_length=8",
-            "generator.eval_sampling_params.max_generate_length=8", f"generator.max_model_len={LENGTH}",
-            "generator.backend=transformers", *overrides,
-        ],
-        schema=schema,
-    )  # fmt: skip
+    usual = {
+        "trainer.policy.model.path": model(), "trainer.policy.threads": 1, "trainer.train_batch_size": 2,
+        "trainer.max_training_steps": 2, "trainer.eval_before_train": "false", "trainer.eval_interval": 0,
+        "trainer.max_prompt_length": 160, "generator.n_samples_per_prompt": 2, "generator.max_model_len": LENGTH,
+        "generator.sampling_params.max_generate_length": 8, "generator.backend": "transformers",
+        "generator.eval_sampling_params.max_generate_length": 8,
+    }  # fmt: skip
+    given = {override.partition("=")[0] for override in overrides}
+    kept = [f"{name}={value}" for name, value in usual.items() if name not in given]
+    return load_config([*kept, *overrides], schema=schema)
 
 
-class Local:
-    """Mixed into an experiment: its parts live in this process. ``train()`` runs it to its end."""
+class Local(BasePPOExp):
+    """Whose parts live in this process. ``train()`` runs it to its end."""
 
     rows: Sequence[dict[str, Any]] = ROWS
+    length = LENGTH
 
     def get_train_dataset(self) -> Any:
         source = "rows"
@@ -93,20 +93,23 @@ class Local:
     def get_tracker(self) -> Any:
         return Rows()
 
+    def engine_config(self) -> Any:
+        return engine(self.length)
+
     def get_inference_client(self) -> InferenceClient:
-        return InferenceClient([TransformersEngine(engine())], 60, tokenizer)
+        return InferenceClient([TransformersEngine(engine(self.length))], 60, tokenizer)
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         if cfg.generator.agent_program:
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         pool = local_pool(env_settings(cfg.environment))
         return EpisodeGenerator(
-            inference_engine_client, pool, tokenizer, LENGTH, EpisodeRules.of(cfg), cfg.data.apply_chat_template
+            inference_engine_client, pool, tokenizer, self.length, EpisodeRules.of(cfg), cfg.data.apply_chat_template
         )
 
     def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
-        endpoint = Endpoint(inference_engine_client, tokenizer, LENGTH)
-        program, config = cfg.generator.agent_program, agent_config(cfg, LENGTH)
+        endpoint = Endpoint(inference_engine_client, tokenizer, self.length)
+        program, config = cfg.generator.agent_program, agent_config(cfg, self.length)
         pool = AgentPool(lambda: LocalHost(AgentProcess(program, config)))
         return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
 
@@ -157,13 +160,17 @@ class Run:
         return [tokenizer().decode(tokens[mask].tolist()) for tokens, mask in found]
 
 
-def engine() -> Any:
+def engine(length: int) -> Any:
     from dataclasses import replace
 
-    return replace(engine_config(model()), max_model_len=LENGTH)
+    return replace(engine_config(model()), max_model_len=length)
 
 
-def train(*overrides: str, rows: Sequence[dict[str, Any]] = ROWS, exp: type = BasePPOExp, schema: Any = Config) -> Run:
+def train(
+    *overrides: str, rows: Sequence[dict[str, Any]] = ROWS, exp: type = BasePPOExp, schema: Any = Config,
+    length: int = LENGTH,
+) -> Run:  # fmt: skip
     """Train with these overrides, an experiment of the user's in place of the library's if there is one."""
-    local = type(f"Local{exp.__name__}", (Local, exp), {"rows": rows})
+    bases = (Local,) if exp is BasePPOExp else (exp, Local)
+    local = type(f"Local{exp.__name__}", bases, {"rows": rows, "length": length})
     return asyncio.run(local(configuration(*overrides, schema=schema)).train())

@@ -37,8 +37,10 @@ class AgentInstanceBase:
 class AgentExecutorBase:
     """Plays an episode from a prompt. A subclass overrides ``execute``, or says which agent is to be played."""
 
-    def __init__(self, agent_instance_cls: Foreign = None, max_steps: int = 0, max_length: int = 0, llm_engine: Foreign = None,
-                 hf_tokenizer: Foreign = None, result_queue: Foreign = None) -> None:  # fmt: skip
+    def __init__(
+        self, agent_instance_cls: Foreign = None, max_steps: int = 0, max_length: int = 0,
+        llm_engine: Foreign = None, hf_tokenizer: Foreign = None, result_queue: Foreign = None,
+    ) -> None:  # fmt: skip
         self.agent_instance_cls, self.max_steps, self.max_length = agent_instance_cls, max_steps, max_length
         self.llm_engine, self.hf_tokenizer, self.result_queue = llm_engine, hf_tokenizer, result_queue
 

@@ -1,0 +1,136 @@
+"""What code of SkyRL's reads and calls around its trainer: settings, the tracker, the dispatch, timers.
+
+Invariant: each of these is our own part with a few names more; a setting that only they have has the value that leaves
+its feature off.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from skyasync.envs.registry import Foreign
+
+if TYPE_CHECKING:
+    from skyasync.observe import trackers
+
+log = logging.getLogger("skyrl")
+
+#: Their settings that have no counterpart, off.
+THEIRS: dict[str, Any] = {
+    "trainer": {
+        "hf_save_interval": -1, "update_ref_every_epoch": False, "dump_data_batch": False, "print_example_interval": 0,
+        "enable_ray_gpu_monitor": False, "num_logger_train_samples": 0, "critic": {"model": {"path": None}},
+    },
+    "generator": {
+        "step_wise_trajectories": False, "merge_stepwise_output": False, "batched": False,
+        "inference_engine": {"backend": "vllm", "enable_ray_prometheus_stats": False},
+    },
+}  # fmt: skip
+
+
+class ResumeMode(StrEnum):
+    NONE = "none"
+    LATEST = "latest"
+    FROM_PATH = "from_path"
+
+
+class Told:
+    """The run's settings, and behind them those that only SkyRL has."""
+
+    def __init__(self, ours: Foreign, theirs: Mapping[str, Any] = THEIRS) -> None:
+        self._ours, self._theirs = ours, theirs
+
+    def __getattr__(self, name: str) -> Foreign:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        more = self._theirs.get(name)
+        if not hasattr(self._ours, name) and name in self._theirs:
+            return Told(SimpleNamespace(), more) if isinstance(more, Mapping) else more
+        found = getattr(self._ours, name)
+        return Told(found, more) if isinstance(more, Mapping) else found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Told, (self._ours, self._theirs))
+
+
+class Tracker:
+    """Takes ``commit``, knows ``finish``, and lets callbacks see what is logged."""
+
+    def __init__(self, tracker: trackers.Tracker, seen: Callable[[dict[str, Any]], None]) -> None:
+        self._tracker, self._seen = tracker, seen
+
+    def log(self, metrics: Mapping[str, Any], step: int, commit: bool = False) -> None:
+        logs = dict(metrics)
+        self._seen(logs)
+        self.add(logs, step)
+
+    def add(self, metrics: Mapping[str, Any], step: int) -> None:
+        """More of a step that was logged."""
+        self._tracker.log(numbers(metrics), step=step)
+
+    def close(self) -> None:
+        self._tracker.close()
+
+    finish = close
+
+    def __getattr__(self, name: str) -> Foreign:
+        return getattr(object.__getattribute__(self, "_tracker"), name)
+
+
+class Dispatch:
+    """Our workers, with the calls that their loops make of them."""
+
+    def __init__(self, dispatch: Foreign, sync: Callable[[], Awaitable[None]]) -> None:
+        self._dispatch, self._sync = dispatch, sync
+
+    async def save_weights_for_sampler(self) -> None:
+        """Hand the newest weights to the engines."""
+        await self._sync()
+
+    def get_lcm_dp_size(self) -> int:
+        """1: batches of any size are divided among the ranks."""
+        return 1
+
+    def init_weight_sync_state(self, inference_engine_client: object) -> None:
+        """Nothing: the way of the weights is there."""
+
+    def empty_cache(self, model: str = "") -> None: ...
+
+    def finalize_pending_saves(self, model: str) -> None: ...
+
+    def __getattr__(self, name: str) -> Foreign:
+        return getattr(object.__getattribute__(self, "_dispatch"), name)
+
+
+class Timer:
+    """Adds the seconds of a block to ``update_dict[message]``."""
+
+    def __init__(self, message: str, update_dict: dict[str, float] | None = None) -> None:
+        self.message, self.update_dict, self.start_time = message, update_dict, 0.0
+
+    def __enter__(self) -> Timer:
+        self.start_time = time.monotonic()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        took_s = time.monotonic() - self.start_time
+        log.debug("%s: %.2f s", self.message, took_s)
+        if self.update_dict is not None:
+            self.update_dict[self.message] = self.update_dict.get(self.message, 0.0) + took_s
+
+    async def __aenter__(self) -> Timer:
+        return self.__enter__()
+
+    async def __aexit__(self, *error: object) -> None:
+        self.__exit__(*error)
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are numbers, arrays and tensors of one among them."""
+    found = {str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {name: float(value) for name, value in found.items() if isinstance(value, bool | int | float)}

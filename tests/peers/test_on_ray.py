@@ -1,0 +1,62 @@
+"""Foreign code through the whole machine: what a program registers or names is found in every process of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyasync import BasePPOExp, load_config
+from skyasync.algorithms import POLICY_LOSSES
+from skyasync.compat.skyrl import BasePPOExp as SkyRLExp
+from tests.end_to_end.runs import Trained
+from tests.peers.harness import model
+from tests.peers.skyrl import environment, hooks, loss, one_step_off
+
+pytestmark = pytest.mark.slow
+
+FILES = Path(__file__).parent
+ROWS = f"{FILES}/rows.py:rows"
+
+
+def run(folder: Path, experiment: type[BasePPOExp], *overrides: str, steps: int = 2) -> Trained:
+    experiment(load_config([
+        f"trainer.policy.model.path={model()}", "trainer.policy.threads=1", "trainer.train_batch_size=2",
+        f"trainer.max_training_steps={steps}", "trainer.eval_before_train=false", "trainer.eval_interval=0",
+        "trainer.max_prompt_length=128", "generator.n_samples_per_prompt=2", "generator.threads=1",
+        "generator.sampling_params.max_generate_length=8", "generator.eval_sampling_params.max_generate_length=8",
+        "generator.backend=transformers", "generator.max_model_len=256", f"data.train_data=['{ROWS}']",
+        "data.label_key=answer", f"trainer.runs_dir={folder}", "trainer.run_name=run", "trainer.progress=false",
+        *overrides,
+    ])).run()  # fmt: skip
+    return Trained(folder / "run")
+
+
+def test_skyrls_environment_loss_and_hooks(ray_session: None, tmp_path: Path) -> None:
+    environment.register(id="measure", entry_point=f"{environment.__file__}:Measure", kwargs={"bonus": 2.0})
+    loss.PolicyLossRegistry.register("peers_clipped", loss.clipped)
+    try:
+        trained = run(
+            tmp_path, hooks.LengthExp, "environment.env_class=measure", "generator.max_turns=2",
+            "environment.env_config={start: 10, reward: {scale: 0.5}}", "trainer.algorithm.policy_loss_type=peers_clipped",
+        )  # fmt: skip
+    finally:
+        del POLICY_LOSSES["peers_clipped"]
+    assert trained.series("env/calls") == [12.0, 12.0]
+    assert "policy/clip_ratio" in trained.metrics[-1] and "mine/advantage" in trained.metrics[-1]
+
+
+def test_the_tutorials_loop(ray_session: None, tmp_path: Path) -> None:
+    assert issubclass(one_step_off.AheadExp, SkyRLExp)
+    trained = run(
+        tmp_path, one_step_off.AheadExp, "trainer.plan=one_step_off", "trainer.epochs=1",
+        f"environment.reward_funcs=['{FILES}/odd.py:odd']", steps=0,
+    )  # fmt: skip
+    assert trained.series("trainer/global_step") == [1.0, 2.0, 3.0, 4.0]
+    assert trained.series("staleness/max")[1:] == [1.0, 1.0, 1.0]
+
+
+def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Path) -> None:
+    trained = run(tmp_path, BasePPOExp, f"generator.agent_func_path={FILES}/openrlhf/agent_single_turn.py")
+    assert all(mean >= 10.0 for mean in trained.series("reward/mean"))
+    assert max(trained.series("response/length_max")) <= 4.0
