@@ -83,8 +83,10 @@ def _plain(answer: str) -> str:
 
 
 def _installed() -> bool:
-    found = sys.modules.get(_ROOT)
-    return getattr(found, "__spec__", None) is not None if found else importlib.util.find_spec(_ROOT) is not None
+    """A package, not a folder of this name that happens to lie beside the user's files."""
+    known = sys.modules.get(_ROOT)
+    spec = known.__spec__ if known is not None else importlib.util.find_spec(_ROOT)
+    return spec is not None and spec.origin is not None
 
 
 def _modules(more: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:

@@ -1,0 +1,60 @@
+"""Environments in gem's and gymnasium's form, played by hand."""
+
+import pytest
+
+from skyasync.envs import make, register
+from skyasync.envs.check import NonsenseError
+from skyasync.errors import MissingExtraError, UserError
+
+
+class Count:
+    def __init__(self, start=0):
+        self.value = start
+
+    def reset(self, seed=None):
+        return f"at {self.value + seed}", {"env_instruction": "count"}
+
+    def step(self, action):
+        self.value += len(action)
+        info = {"metrics": {"length": len(action), "why": "text"}, "metrics_agg_mode": {"length": "max"}}
+        return f"at {self.value}", 0.5, self.value > 9, False, info
+
+
+def test_the_row_makes_seeds_and_limits_the_episode():
+    register("count", Count)
+    env = make("count", env_config={"start": 1}, extras={"start": 2, "seed": 3, "max_steps": 2})
+    assert env.init([{"role": "user", "content": "Play."}])[0] == [{"role": "user", "content": "Play.\ncount\nat 5"}]
+    first, second = env.step("ab"), env.step("a")
+    assert (first["observations"], first["done"]) == ([{"role": "user", "content": "at 4"}], False)
+    assert (second["observations"], second["reward"], second["done"]) == ([], 0.5, True)
+    assert env.get_metrics() == {"length": 2.0, "steps": 2.0}
+
+
+def test_what_a_class_is_registered_with_comes_before_the_row():
+    register(id="count", entry_point=Count, kwargs={"start": 7})
+    assert make("count", extras={"start": 2}).init([])[0][0]["content"] == "count\nat 7"
+
+
+def test_a_step_of_another_form_is_told():
+    class Wrong(Count):
+        def step(self, action):
+            return 1.0
+
+    register("wrong", Wrong)
+    env = make("wrong")
+    env.init([])
+    with pytest.raises(NonsenseError, match=r"step must return \(observation, reward, terminated, truncated, info\)"):
+        env.step("a")
+
+
+def test_the_adapter_by_name_says_what_it_needs():
+    with pytest.raises(UserError, match="gem needs gem_env"):
+        make("gem")
+    assert make("gem", extras={"gem_env": f"{__file__}:Count"}).init([])[0][0]["content"] == "count\nat 0"
+    with pytest.raises((MissingExtraError, UserError)):
+        make("gem", extras={"gem_env": "game:GuessTheNumber-v0"})
+
+
+def test_register_takes_both_spellings_and_needs_a_class():
+    with pytest.raises(UserError, match="register takes a name and a class"):
+        register(id="nothing")
