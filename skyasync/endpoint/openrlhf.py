@@ -11,6 +11,7 @@ the episode fails by name; a call of the engine that is in none of them is not t
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -29,7 +30,7 @@ from skyasync.envs.base import Conversation
 from skyasync.rewards.forms import unbatched
 from skyasync.rewards.score import as_score
 from skyasync.rollout.chat import PlainText
-from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer
+from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, template_text, told
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -46,7 +47,11 @@ def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
     if cfg.generator.agent_program != PROGRAM:
         return told
     return told | {
-        "tokenizer": cfg.trainer.policy.model.path,
+        "tokenizer": (
+            cfg.trainer.policy.model.path,
+            template_text(cfg.data.chat_template) if cfg.data.chat_template else "",
+            json.dumps(dict(cfg.data.chat_template_kwargs)),
+        ),
         "chat_template": cfg.data.apply_chat_template,
         "max_length": max_length,
         "sampling": {False: asdict(cfg.generator.sampling_params), True: asdict(evaluation(cfg.generator))},
@@ -60,7 +65,8 @@ async def play(
     import aiohttp
 
     refuse_row_with_images(data)
-    path, tokenizer = str(config[PATH_KEY]), _tokenizer(str(config["tokenizer"]))
+    path, named = str(config[PATH_KEY]), cast("tuple[str, str, str]", config["tokenizer"])
+    tokenizer = _tokenizer(*named)
     headers = {"Authorization": f"Bearer {api_key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as http:
         episode = _Episode(
@@ -68,7 +74,7 @@ async def play(
         )
         _EPISODE.set(episode)
         max_length = cast(int, config["max_length"])
-        executor = _executor(path, str(config["tokenizer"]), max_length)
+        executor = _executor(path, named, max_length)
         prompt = PlainText(tokenizer, bool(config["chat_template"])).opening(cast(Conversation, data["prompt"]))
         known = {
             "prompt": prompt, "label": data.get("label"), "sampling_params": sampling_object(episode.sampling),
@@ -180,16 +186,16 @@ class _Episode:
 
 
 @cache
-def _tokenizer(path: str) -> Tokenizer:
-    return load_tokenizer(path)
+def _tokenizer(path: str, template: str, arguments: str) -> Tokenizer:
+    return told(load_tokenizer(path), template, json.loads(arguments))
 
 
 @cache
-def _executor(path: str, tokenizer: str, max_length: int) -> SimpleNamespace:
+def _executor(path: str, tokenizer: tuple[str, str, str], max_length: int) -> SimpleNamespace:
     """The process's one executor."""
     parts = {
         "max_length": max_length,
-        "hf_tokenizer": _tokenizer(tokenizer),
+        "hf_tokenizer": _tokenizer(*tokenizer),
         "llm_engine": ENGINE,
         "result_queue": _QUEUE,
     }

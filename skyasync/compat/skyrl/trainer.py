@@ -31,9 +31,8 @@ from skyasync.config.resume import Resume
 from skyasync.data.prompts import PromptBatch
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError
-from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.requests import sampling_params
-from skyasync.rollout.types import GeneratorInput, PromptId, TrajectoryId
+from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Rollout, TrajectoryId
 from skyasync.trainer import RayPPOTrainer as Ours
 from skyasync.training.phases import Metrics
 
@@ -77,6 +76,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
             return await super().generate(input_batch)
         await self.told.settle()
         version = self.policy_version
+        self.book.start(self._prompts_of(input_batch), version)
         async with self.handover.rollout():
             self._rolling += 1
             try:
@@ -104,6 +104,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
         self.phases.begin_step(self.progress.step + 1)
         prompts = {uid: self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked}
         groups = bridge.as_groups(generator_output, uids, prompts, self.policy_version)
+        groups = self.book.finish([group.prompt for group in groups], {}, groups)
         self.all_metrics |= self.reporting.rolled_out(groups)
         kept = self.drop_truncated(self.filter_groups(groups))
         if not kept:
@@ -128,14 +129,16 @@ class RayPPOTrainer(SkyRLNames, Ours):
                 for part, _ in batch.mini_batches(trainer.policy_mini_batch_size):
                     await self.forward_backward(part)
                     await self.optimizer_step()
-        status = self.learner.finish(batch) | await staleness_metrics(groups, self.progress.step)
+        self.metrics.update(status := self.learner.finish(batch))
         uids = [str(group.prompt.id) for group in groups]
         last = max((self.train_dataloader.asked[uid][1] for uid in uids), key=lambda asked: asked.position)
         self.train_dataloader.forget(uids)
-        self.progress.trained(last.position, last.ahead)
-        self.saving.step_done()
-        self.reporting.trained(self.progress.step, groups, self.tokenizer.decode)
-        self.all_metrics |= self.metrics | status
+        theirs, self._their_step = self._their_step, None  # they count the step in hand, we the steps done
+        try:
+            await self.finish_step(Rollout(groups, last.position, {}, last.ahead))
+        finally:
+            self._their_step = theirs
+        self.all_metrics |= self.metrics
         return status
 
     def save_checkpoints(self) -> str:
@@ -169,6 +172,10 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     def _remove_tail_data(self, entries: list[Any]) -> list[Any]:
         return entries  # batches of any size are divided among the ranks
+
+    def _prompts_of(self, batch: Foreign) -> list[Prompt]:
+        uids = dict.fromkeys(trajectory.instance_id for trajectory in batch["trajectory_ids"])
+        return [self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked]
 
     def _request(self, batch: Foreign) -> GeneratorInput:
         prompts = {uid: prompt for uid, (prompt, _) in self.train_dataloader.asked.items()}
