@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Unpack
 from skyasync.callbacks import TrainerCallback
 from skyasync.cleanup import afterwards
 from skyasync.config.resume import keeps_checkpoints
-from skyasync.config.rules import Plan, check_correction, check_values
+from skyasync.config.rules import Plan, check_correction
 from skyasync.config.schema import Config
 from skyasync.config.streaming import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
@@ -45,6 +45,7 @@ from skyasync.training.reporting import Reporting
 from skyasync.training.saving import Saving
 from skyasync.training.views import Views
 from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.workers.roles import POLICY
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
@@ -170,9 +171,10 @@ class RayPPOTrainer(Views):
             async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
                 yield
             self.phases.name = "finishing"
-            if self.cfg.trainer.export_path:
+            if self.saving.exports:
                 await self.handover.make_way_for_training()
-                await self._export(Path(self.cfg.trainer.export_path))
+                for role, folder in self.saving.exports.items():
+                    await self._export(Path(folder), role)
             self.reporting.tell("on_train_end", self)
             self.saving.check_end()
             self.phases.name = "finished"
@@ -400,8 +402,7 @@ class RayPPOTrainer(Views):
         """What the program has checked for the plan that it knew of: an experiment may make another."""
         plan = Plan.of(self.cfg, type(self))
         assert plan is not None
-        rules = (check_streaming(self.cfg, plan), check_values(self.cfg.trainer.algorithm))
-        for problem in chain(*rules, check_correction(self.cfg, plan)):
+        for problem in chain(check_streaming(self.cfg, plan), check_correction(self.cfg, plan)):
             raise UserError(problem)
         if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
             raise UserError(f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data")
@@ -438,9 +439,9 @@ class RayPPOTrainer(Views):
         self.phases.begin_step(self.global_step + 1)
         await self.profiling.begin_step(self.global_step + 1, self.dispatch, self.run_dir)
 
-    async def _export(self, folder: Path) -> None:
+    async def _export(self, folder: Path, role: str = POLICY) -> None:
         async with self.phases.limited("export"):
-            await self.dispatch.export(folder)
+            await self.dispatch.export(folder, role)
 
     async def _save_on_exit(self) -> None:
         """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""

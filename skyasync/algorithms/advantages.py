@@ -145,8 +145,8 @@ def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, s
     return advantages, advantages
 
 
-@ADVANTAGE_ESTIMATORS.register("gae", whole_batch=True)
-@configured(gamma="gamma", lambd="lambd")
+@ADVANTAGE_ESTIMATORS.register("gae", whole_batch=("whitened",))
+@configured(gamma="gamma", lambd="lambd", whitened="gae_whiten")
 def generalized(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0,
                 whitened: bool = True) -> Estimate:  # fmt: skip
     """Generalised advantage estimation with a critic, whitened over the batch's tokens. See ``returns.gae``."""

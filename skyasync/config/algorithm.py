@@ -21,6 +21,8 @@ limit = partial(key, infinite=True)
 _REGISTRIES = "skyasync.algorithms:"
 #: There is a reference model.
 KL = "trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward"
+#: There is a critic.
+CRITIC = "trainer.algorithm.advantage_estimator takes values"
 _SAMPLING = "trainer.algorithm.dynamic_sampling"
 _ADAPTIVE = "trainer.algorithm.kl_ctrl.type=adaptive"
 
@@ -249,6 +251,7 @@ class AlgorithmConfig(Settings):
     )
     gamma: float = key(1.0, "Discount per token (reinforce++, gae).", low=0.0, high=1.0)
     lambd: float = key(1.0, "GAE's decay: 1 is the return, 0 the one-step error.", low=0.0, high=1.0)
+    gae_whiten: bool = key(True, "gae whitens its advantages over the tokens of the batch.")
     advantage_batch_normalize: bool = key(False, "Whiten advantages over the tokens of the batch.")
     advantage_clip: float = key(0.0, "Clamp advantages to plus or minus this; 0 is off.", low=0.0)
     # KL to the reference model

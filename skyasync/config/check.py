@@ -17,6 +17,7 @@ from skyasync.config.resume import Resume
 from skyasync.config.rules import (
     Plan,
     check_admission,
+    check_critic,
     check_engine,
     check_engine_kwargs,
     check_estimator,
@@ -73,6 +74,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *_check_lengths(cfg),
         *check_sampling(cfg),
         *check_estimator(cfg),
+        *check_critic(cfg),
         *_check_algorithm(cfg),
         *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),

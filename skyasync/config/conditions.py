@@ -1,4 +1,5 @@
-"""When a key is read: ``a.b or c.d`` (one of them is set), ``a.type=mean|variance``, ``not a.b``.
+"""When a key is read: ``a.b or c.d`` (one of them is set), ``a.type=mean|variance``, ``not a.b``, ``a.b takes c`` (the
+part that is chosen by name has the input ``c``).
 
 Invariant: a condition names keys that exist (a test holds it), and stands beside the field that it is about.
 """
@@ -7,33 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import NamedTuple
 
+from skyasync.config.keys import Keys
 from skyasync.config.schema import Config
 from skyasync.config.values import written
+from skyasync.registry import Registry, resolve_reference
+
+
+class _Alternative(NamedTuple):
+    """``values`` that the key at ``path`` may have (none: any that is true), ``negated``: it must not; or the input
+    that the part which it chooses ``takes``."""
+
+    path: str
+    values: frozenset[str] = frozenset()
+    negated: bool = False
+    takes: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> _Alternative:
+        path, taking, takes = text.partition(" takes ")
+        if taking:
+            return cls(path, takes=takes)
+        path, _, values = text.removeprefix("not ").partition("=")
+        return cls(path, frozenset(values.split("|")) - {""}, text.startswith("not "))
+
+    def true(self, cfg: Config) -> bool:
+        value = attrgetter(self.path)(cfg)
+        if self.takes:
+            return self.takes in _registry(cfg, self.path).about(value).inputs
+        return (written(value) in self.values if self.values else bool(value)) is not self.negated
 
 
 def holds(condition: str, cfg: Config) -> bool:
     """Whether any of its alternatives is true."""
-    return any(_true(cfg, *alternative) for alternative in _alternatives(condition))
+    return any(alternative.true(cfg) for alternative in _alternatives(condition))
 
 
 def found(condition: str, cfg: Config) -> str:
     """What its keys are, as one would write them."""
-    paths = dict.fromkeys(path for path, _, _ in _alternatives(condition))
-    return " and ".join(f"{path}={written(attrgetter(path)(cfg))}" for path in paths)
+    return " and ".join(f"{path}={written(attrgetter(path)(cfg))}" for path in dict.fromkeys(paths(condition)))
+
+
+def takers(condition: str, cfg: Config) -> list[str]:
+    """Choices of ours, as one would write them, with which an alternative about an input is true."""
+    return [
+        f"{path}={'|'.join(name for name, about in _registry(cfg, path).builtins().items() if takes in about.inputs)}"
+        for path, _, _, takes in _alternatives(condition)
+        if takes
+    ]
 
 
 def paths(condition: str) -> list[str]:
-    return [path for path, _, _ in _alternatives(condition)]
+    return [alternative.path for alternative in _alternatives(condition)]
 
 
-def _alternatives(condition: str) -> Iterator[tuple[str, frozenset[str], bool]]:
-    """Path, the values it may have (none: any that is true), and whether that is turned round."""
-    for alternative in condition.split(" or "):
-        path, _, values = alternative.removeprefix("not ").partition("=")
-        yield path, frozenset(values.split("|")) - {""}, alternative.startswith("not ")
+def _registry(cfg: Config, path: str) -> Registry:
+    """Where the parts are that a key chooses from."""
+    registry: Registry = resolve_reference(Keys.of(type(cfg))[path].registry, kind="registry")
+    return registry
 
 
-def _true(cfg: Config, path: str, values: frozenset[str], negated: bool) -> bool:
-    value = attrgetter(path)(cfg)
-    return (written(value) in values if values else bool(value)) is not negated
+def _alternatives(condition: str) -> Iterator[_Alternative]:
+    return map(_Alternative.read, condition.split(" or "))

@@ -133,19 +133,20 @@ def _read(schema: type) -> Keys:
     return keys
 
 
-def _walk(group: type, instance: object, prefix: str, groups: dict[str, type]) -> Iterator[Key]:
+def _walk(group: type, instance: object, prefix: str, groups: dict[str, type], when: str = "") -> Iterator[Key]:
+    """``when``: the condition of the group that this one is in, which holds for all in it that name none."""
     hints = _hints(group)
     for item in dataclasses.fields(group):
         path = prefix + item.name
         value = getattr(instance, item.name) if instance is not None else _default(item)
         nested = type(value) if dataclasses.is_dataclass(value) else hints[item.name]
         if dataclasses.is_dataclass(nested) and isinstance(nested, type):
-            groups[path] = nested
-            yield from _walk(nested, None if value == MISSING else value, f"{path}.", groups)
+            groups[path], inherited = nested, item.metadata.get("when", when)
+            yield from _walk(nested, None if value == MISSING else value, f"{path}.", groups, inherited)
         else:
             known = {f.name for f in dataclasses.fields(Key)} - {"path", "type", "default"}
             metadata = {name: entry for name, entry in item.metadata.items() if name in known}
-            yield Key(path, hints[item.name], value, **metadata)
+            yield Key(path, hints[item.name], value, **{**metadata, "when": metadata.get("when") or when})
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

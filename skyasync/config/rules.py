@@ -10,7 +10,8 @@ from math import ceil
 from typing import NamedTuple
 
 from skyasync.catalogue import About
-from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.algorithm import CRITIC, AlgorithmConfig
+from skyasync.config.conditions import holds
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.config.values import written
@@ -211,17 +212,13 @@ def check_engine_kwargs(cfg: Config) -> Iterator[str]:
 
 
 def check_estimator(cfg: Config) -> Iterator[str]:
-    """Advantages that would always be 0, and values that nobody estimates."""
+    """Advantages that would always be 0."""
     from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 
     algorithm = cfg.trainer.algorithm
     about = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
-    others = ADVANTAGE_ESTIMATORS.builtins()
-    yield from check_values(algorithm)
     if cfg.generator.n_samples_per_prompt == 1 and judges_by(algorithm, about, "group_relative", "group"):
-        free = [
-            n for n, other in others.items() if other.can["group_relative"] is False and "values" not in other.inputs
-        ]
+        free = [n for n, other in ADVANTAGE_ESTIMATORS.builtins().items() if other.can["group_relative"] is False]
         yield (
             f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
             f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
@@ -229,25 +226,22 @@ def check_estimator(cfg: Config) -> Iterator[str]:
         )
 
 
-def check_values(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Values that nobody estimates."""
-    from skyasync.algorithms import ADVANTAGE_ESTIMATORS
-
-    if "values" in ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator).inputs:
-        preset = f" (trainer.algorithm.preset={algorithm.preset})" if algorithm.preset == "ppo" else ""
+def check_critic(cfg: Config) -> Iterator[str]:
+    """A policy that is never trained."""
+    trainer, warmup = cfg.trainer, cfg.trainer.critic.warmup_steps
+    if holds(CRITIC, cfg) and 0 < trainer.max_training_steps <= warmup:
         yield (
-            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{preset} needs a critic, and there "
-            f"is none yet: choose an estimator without one, trainer.algorithm.advantage_estimator=reinforce++ (no "
-            f"groups) or grpo"
+            f"trainer.critic.warmup_steps={warmup} trains the critic alone to the end of "
+            f"trainer.max_training_steps={trainer.max_training_steps}: lower the one, or raise the other"
         )
 
 
 def judges_by(algorithm: AlgorithmConfig, about: About, capability: str, pool: str) -> bool:
-    """Whether an estimator has a capability, which may depend on the settings that choose its pools."""
+    """Whether an estimator has a capability, which may depend on settings: those that choose its pools, or switches."""
     said = about.can[capability]
     if isinstance(said, bool):
         return said
-    return any(getattr(algorithm, about.keys[setting]) == pool for setting in said)
+    return any(getattr(algorithm, about.keys[setting]) in (pool, True) for setting in said)
 
 
 def corrected(algorithm: AlgorithmConfig) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyasync.config.algorithm import KL, AlgorithmConfig
+from skyasync.config.algorithm import CRITIC, KL, AlgorithmConfig
 from skyasync.config.field import inheriting, key
 from skyasync.config.frozen import Settings
 
 _CHECKPOINTS = "trainer.ckpt_interval or trainer.ckpt_minutes or trainer.ckpt_best_metric or trainer.ckpt_on_exit"
 _APART = "trainer.placement.colocate_policy_ref=false"
+_CRITIC_APART = "trainer.placement.colocate_policy_critic=false"
 _ENVIRONMENTS = "not generator.agent_program"
 _AGENTS = "generator.agent_program"
 
@@ -79,6 +80,32 @@ class RefConfig(Settings):
 
 
 @dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = key(5e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
+
+
+@dataclass
+class CriticConfig(Settings):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    gradient_checkpointing: bool | str = key(
+        "auto",
+        "Recompute activations in the backward pass to save memory; auto does so on a GPU.",
+        choices=("auto", True, False),
+    )
+    value_clip: float = key(
+        0.2, "The value loss lets a value move by at most this from what it was before the update; 0 is off.", low=0.0
+    )
+    warmup_steps: int = key(0, "First training steps in which the critic alone is trained, and no policy.", low=0)
+    export_path: str = key(
+        "",
+        "Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none.",
+        open_ended=True,
+    )
+    threads: int = key(0, "CPU threads per critic rank; 0 takes as many as a policy rank has.", low=0)
+
+
+@dataclass
 class PlacementConfig(Settings):
     colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
     colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)
@@ -88,6 +115,9 @@ class PlacementConfig(Settings):
     )
     ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1, when=_APART)
     ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1, when=_APART)
+    colocate_policy_critic: bool = key(True, "The critic shares the policy's devices.", when=CRITIC)
+    critic_num_nodes: int = key(1, "Nodes for the critic.", low=1, when=_CRITIC_APART)
+    critic_num_gpus_per_node: int = key(1, "Critic ranks per node.", low=1, when=_CRITIC_APART)
     timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
 
 
@@ -96,6 +126,7 @@ class TrainerConfig(Settings):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig, metadata={"when": CRITIC})
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     plan: str = key(
         "sync",

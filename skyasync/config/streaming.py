@@ -27,8 +27,12 @@ def whole_batch_settings(cfg: Config) -> Iterator[str]:
     reduction = LOSS_REDUCTIONS.about(algorithm.loss_reduction)
     if trainer.update_epochs_per_batch > 1:
         yield f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}"
-    if judges_by(algorithm, ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator), "whole_batch", "batch"):
-        yield f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}"
+    estimator = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
+    if judges_by(algorithm, estimator, "whole_batch", "batch"):
+        said = estimator.can["whole_batch"]
+        switches = [] if said is True else [estimator.keys[name] for name in said]
+        on = [f" with trainer.algorithm.{key}=true" for key in switches if getattr(algorithm, key) is True]
+        yield f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{''.join(on)}"
     if algorithm.advantage_batch_normalize:
         yield "trainer.algorithm.advantage_batch_normalize=true"
     if algorithm.reward_normalization == "batch":

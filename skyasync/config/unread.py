@@ -36,9 +36,15 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
     yield from _of_plans(cfg, plan, asked)
     yield from _of_functions(cfg.trainer.algorithm, changed)
     for key in changed:
-        if key.when and not conditions.holds(key.when, cfg):
-            yield _line(cfg, key, f"has no effect with {conditions.found(key.when, cfg)}")
+        if key.when and not conditions.holds(key.when, cfg) and not _settled(cfg, key):
+            readers = "".join(f"it is read with {choice};" for choice in conditions.takers(key.when, cfg))
+            yield _line(cfg, key, f"has no effect with {conditions.found(key.when, cfg)}", readers)
     yield from _of_updates(cfg, [key.path for key in changed])
+
+
+def _settled(cfg: Config, key: Key) -> bool:
+    """A role's model that is the policy's: every run writes it so."""
+    return key.path.endswith(".model.path") and attrgetter(key.path)(cfg) == cfg.trainer.policy.model.path
 
 
 def _of_plans(cfg: Config, plan: Plan | None, asked: Collection[Key]) -> Iterator[str]:

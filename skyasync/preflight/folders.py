@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 
 from skyasync.config.resume import Resume, checkpoints_of
@@ -18,9 +19,9 @@ from skyasync.state.recorded import check_recorded
 def check_folders(trainer: TrainerConfig) -> None:
     """Raises ``UserError`` naming the key of a folder that cannot be written."""
     check_writable("trainer.runs_dir", trainer.runs_dir)
-    for name in ("ckpt_path", "export_path"):
-        if getattr(trainer, name):
-            check_writable(f"trainer.{name}", getattr(trainer, name))
+    for name in ("ckpt_path", "export_path", "critic.export_path"):
+        if folder := attrgetter(name)(trainer):
+            check_writable(f"trainer.{name}", folder)
 
 
 def check_resuming(cfg: Config) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from skyasync.config.paths import model_path
 from skyasync.config.resume import Resume
@@ -25,9 +26,10 @@ def settle_references(cfg: Config) -> None:
 
     trainer = cfg.trainer
     settle_agent_file(cfg)
-    for name in ("ckpt_path", "export_path"):
-        if getattr(trainer, name):
-            setattr(trainer, name, str(Path(getattr(trainer, name)).expanduser().resolve()))
+    folders: list[tuple[Any, str]] = [(trainer, "ckpt_path"), (trainer, "export_path"), (trainer.critic, "export_path")]
+    for settings, name in folders:
+        if getattr(settings, name):
+            setattr(settings, name, str(Path(getattr(settings, name)).expanduser().resolve()))
     if folder := Resume.of(trainer).folder:
         trainer.resume_mode = str(folder.resolve())
     if cfg.data.chat_template and "{" not in cfg.data.chat_template:

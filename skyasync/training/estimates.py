@@ -81,11 +81,11 @@ def penalize_rewards(
 
 
 def advantages(algorithm: AlgorithmConfig, batch: ScoredBatch) -> TrainingBatch:
-    """The batch with advantages, which are made of ``batch.rewards``."""
+    """The batch with advantages and returns, which are made of ``batch.rewards``, and of the critic's values."""
     from skyasync.algorithms.advantages import compute_advantages
     from skyasync.workers.batch import TrainingBatch
 
-    found, _ = compute_advantages(
-        algorithm, batch.rewards, batch.loss_mask, batch.group_ids, trajectory_ids=batch.trajectory_ids
+    found, returns = compute_advantages(
+        algorithm, batch.rewards, batch.loss_mask, batch.group_ids, batch.values, batch.trajectory_ids
     )
-    return batch.to_stage(TrainingBatch, advantages=found)
+    return batch.to_stage(TrainingBatch, advantages=found, returns=None if batch.values is None else returns)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.together import run_together
 from skyasync.training.length import RunLength
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
+from skyasync.workers.roles import CRITIC_ROLE, ROLES
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from torch import Tensor
@@ -47,6 +49,9 @@ class Learner:
         self.kl_controller = kl_controller(cfg.trainer.algorithm)
         self.updates = 0
         self._cfg, self._progress, self._phases, self._length = cfg.trainer, progress, phases, length
+        critic = ROLES[CRITIC_ROLE]
+        self._has_critic = critic.wanted(cfg)
+        self._at_once = self._has_critic and not critic.shares(cfg)  # on devices of its own it trains beside the policy
         self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step
         self._parts: list[UpdateBatch] = []  # trained in this training step
         self.trained: list[UpdateBatch] = []
@@ -61,7 +66,7 @@ class Learner:
             metrics["dynamic_sampling/rejected"] = metrics.get("dynamic_sampling/rejected", 0.0) + groups
 
     async def scored(self, sampled: RolloutBatch) -> ScoredBatch:
-        """Add the log-probabilities that the objective needs and that an update does not give for free.
+        """Add the critic's values, and the log-probabilities that the objective needs and no update gives for free.
 
         With one update per batch the policy before the update is the proximal one, and the update has its
         log-probabilities anyway. Behind an update of the same step that policy is gone, and the engines' own
@@ -77,6 +82,9 @@ class Learner:
         if "reference" in needs:
             with self._phases.timed("reference"):
                 batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
+        if self._has_critic:
+            with self._phases.timed("values"):
+                batch.values = await self.dispatch.values(batch)
         several = self._length.updates_per_batch(groups) > 1 and not self._approximates
         if "proximal" in early or ("proximal" in needs and several):
             if self.updates:
@@ -110,13 +118,33 @@ class Learner:
                 divides by the denominator that all parts before it have together, and the gradient is the same.
         """
         batch = self._weighted(part, complete)
+        if self._at_once:
+            await run_together(self._policy_gradient(batch, complete), self._critic_gradient(batch))
+        else:
+            await self._policy_gradient(batch, complete)
+            await self._critic_gradient(batch)
+        part.proximal_logprobs = batch.proximal_logprobs  # for whoever trains on it again
+        self._parts.append(batch)
+
+    async def _policy_gradient(self, batch: UpdateBatch, complete: bool) -> None:
+        if self._frozen:
+            return
         if self.updates and self._approximates:  # in the first one the current policy is the proximal
             batch.approximated_version = self._progress.step + 1
         elif self.updates and not complete and batch.proximal_logprobs is None:
             batch.proximal_logprobs = batch.behaviour_logprobs
         await self.dispatch.forward_backward(batch)
-        part.proximal_logprobs = batch.proximal_logprobs  # for whoever trains on it again
-        self._parts.append(batch)
+
+    async def _critic_gradient(self, batch: UpdateBatch) -> None:
+        if self._has_critic:
+            if batch.returns is None:
+                raise UserError("compute_advantages_and_returns must set batch.returns, which the critic learns")
+            await self.dispatch.forward_backward(batch, role=CRITIC_ROLE)
+
+    @property
+    def _frozen(self) -> bool:
+        """The policy is not trained yet: the critic learns to judge it first."""
+        return self._has_critic and self._progress.step < self._cfg.critic.warmup_steps
 
     def _weighted(self, part: TrainingBatch, complete: bool) -> UpdateBatch:
         from skyasync.algorithms.reductions import loss_numerators, loss_weights
@@ -132,13 +160,37 @@ class Learner:
         return part.to_stage(UpdateBatch, loss_weights=weights)
 
     async def optimizer_step(self) -> Metrics:
-        """Change the weights by the gradient that ``forward_backward`` has added up; returns the workers' metrics."""
+        """Change the weights by the gradient that ``forward_backward`` has added up.
+
+        Returns:
+            The policy's metrics, and the critic's as ``critic/...``.
+        """
         scale, self._denominator = 1.0 / self._denominator if self._denominator else 1.0, 0.0
-        found = await self.dispatch.optimizer_step(self._length.planned_updates + self.updates, scale)
+        found: Metrics = {}
+        if self._at_once:
+            await run_together(self._policy_step(scale, found), self._critic_step(scale, found))
+        else:
+            await self._policy_step(scale, found)
+            await self._critic_step(scale, found)
         self.updates += 1
-        for name, value in found.items():
-            self._found.setdefault(name, []).append(value)
         return found
+
+    async def _policy_step(self, scale: float, found: Metrics) -> None:
+        if not self._frozen:
+            metrics = await self.dispatch.optimizer_step(self._length.planned_updates + self.updates, scale)
+            self._note("policy", metrics)
+            found |= metrics
+
+    async def _critic_step(self, scale: float, found: Metrics) -> None:
+        if self._has_critic:
+            step = self._length.planned_updates + self.updates
+            metrics = await self.dispatch.optimizer_step(step, scale, role=CRITIC_ROLE)
+            self._note("critic", metrics)
+            found |= {f"critic/{name}": value for name, value in metrics.items()}
+
+    def _note(self, role: str, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._found.setdefault(f"{role}/{name}", []).append(value)
 
     def finish(self, whole: TrainingBatch | None = None) -> Metrics:
         """The metrics of all updates of the training step, which is over.
@@ -146,9 +198,10 @@ class Learner:
         Args:
             whole: the batch that all parts were cut from, if they were.
         """
-        metrics = {f"policy/{name}": sum(values) / len(values) for name, values in self._found.items()}
+        metrics = {name: sum(values) / len(values) for name, values in self._found.items()}
         if self._parts:
-            metrics |= self._drift(whole if whole is not None and self.updates > 1 else joined(self._parts))
+            batch = whole if whole is not None and self.updates > 1 else joined(self._parts)
+            metrics |= self._drift(batch) | _foresight(batch)
         self.trained = self._parts
         self._found, self._parts, self.updates = {}, [], 0
         return metrics
@@ -172,6 +225,16 @@ class Learner:
             log.warning("step %d: %s", self._progress.step + 1, problem)
             metrics["warnings/stuck_ratio"] = 1.0
         return metrics
+
+
+def _foresight(batch: TrainingBatch) -> Metrics:
+    """How well the critic's values, from before its update, foresaw the returns."""
+    from skyasync.algorithms.values import value_metrics
+
+    if batch.values is None or batch.returns is None:
+        return {}
+    found = value_metrics(batch.values, batch.returns, batch.loss_mask)
+    return {f"critic/{name}": value for name, value in found.items()}
 
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:

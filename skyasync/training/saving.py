@@ -27,6 +27,7 @@ from skyasync.training.bookkeeping import Bookkeeping
 from skyasync.training.learner import Learner
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,13 @@ class Saving:
         self._behind = None
         await self._settle(task, step, patient)
         return {"checkpoint/write_s": self._behind_s}
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """Role -> folder that its final model goes to."""
+        critic = self._cfg.critic.export_path if ROLES[CRITIC_ROLE].wanted(self._config) else ""
+        folders = {POLICY: self._cfg.export_path, CRITIC_ROLE: critic}
+        return {role: folder for role, folder in folders.items() if folder}
 
     async def close(self) -> None:
         """Nothing is left of a checkpoint that is still being written."""

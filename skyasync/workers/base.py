@@ -22,12 +22,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import ModelConfig
 from skyasync.workers.batch import B, TokenBatch
+from skyasync.workers.heads import HEADS
 from skyasync.workers.limits import MICRO_BATCH_TOKENS
 from skyasync.workers.loading import load_sharded
-from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
+from skyasync.workers.model import Wrapped, can_share_prefixes
 from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.worker import LOOPBACK, Worker
@@ -71,18 +71,17 @@ class ModelWorker(Worker):
         """Dtype in which the weights are kept; computation is in ``self.dtype``."""
         return self.dtype
 
-    def build(self) -> TokenLogprobs:
+    def build(self) -> Wrapped:
         """Load, wrap, place and shard."""
-        filtered = self.cfg.trainer.algorithm.filter_logprobs
-        distribution = SampledDistribution.of(self.cfg.generator.sampling_params, filtered=filtered)
+        head, dtype = HEADS[self.role.head], self.master_dtype()
 
-        def wrap(model: PreTrainedModel) -> TokenLogprobs:
-            return TokenLogprobs(model, distribution).eval()
+        def wrap(model: PreTrainedModel) -> Wrapped:
+            return head.wrap(model, self.cfg).eval()
 
         if self._sharded():
             self._form_group()
-            return load_sharded(self.path, self.master_dtype(), self.device, lambda model: self._shard(wrap(model)))
-        return wrap(load_causal_lm(self.path, self.master_dtype())).to(self.device)
+            return load_sharded(self.path, head, dtype, self.device, lambda model: self._shard(wrap(model)))
+        return wrap(head.load(self.path, dtype)).to(self.device)
 
     def _join(self, host: str, port: int) -> None:
         if host == LOOPBACK:
@@ -107,7 +106,7 @@ class ModelWorker(Worker):
                 "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
             )
 
-    def _shard(self, wrapper: TokenLogprobs) -> TokenLogprobs:
+    def _shard(self, wrapper: Wrapped) -> Wrapped:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         precision = MixedPrecisionPolicy(

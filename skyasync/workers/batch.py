@@ -104,14 +104,15 @@ class RolloutBatch(TokenBatch):
 
 @dataclass(kw_only=True)
 class ScoredBatch(RolloutBatch):
-    """With the log-probabilities of the trainer's own models, where the objective asks for them.
+    """With what the trainer's own models say, where the objective asks for it.
 
     Without ``proximal_logprobs`` the current policy is the proximal one, and the update fills them in; without
-    ``reference_logprobs`` nothing is compared with a reference model.
+    ``reference_logprobs`` nothing is compared with a reference model. ``values`` are the critic's, before its update.
     """
 
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    values: Tensor | None = None
 
 
 @dataclass(kw_only=True)
@@ -119,6 +120,7 @@ class TrainingBatch(ScoredBatch):
     """A whole batch that is ready to be trained on, or mini-batches of it."""
 
     advantages: Tensor
+    returns: Tensor | None = None  # what the critic learns
 
 
 @dataclass(kw_only=True)

@@ -94,8 +94,17 @@ def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int) 
     return _tensors(model, moments, step)
 
 
-def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+def load(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    role: str = "policy",
+    key: str = "trainer.policy.model.path",
+) -> int:
     """Make model, optimizer and random state what they were when they were saved, whatever they are now.
+
+    Args:
+        role, key: whose they are and what chose the model, for errors.
 
     Returns:
         The number of optimizer steps taken.
@@ -105,7 +114,7 @@ def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path)
         UserError: if it is of another model.
     """
     if not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"no policy checkpoint in {folder}")
+        raise FileNotFoundError(f"no {role} checkpoint in {folder}")
     reader = HuggingFaceStorageReader(str(folder))
     metadata = reader.read_metadata().state_dict_metadata
     saved = metadata.keys()
@@ -116,16 +125,15 @@ def load(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: Path)
     moments = {n: m for n, m in kept["state"].items() if not saved.isdisjoint(_moment_names(n, m))}
     state = _tensors(model, moments, step=0)
     if strange := sorted(saved ^ state.keys()):
-        where = "the checkpoint" if strange[0] in saved else "the policy"
+        where = "the checkpoint" if strange[0] in saved else f"the {role}"
         raise UserError(
-            f"{folder} was saved by another model (trainer.policy.model.path), or another version: only {where} has "
-            f"{strange[0]}"
+            f"{folder} was saved by another model ({key}), or another version: only {where} has {strange[0]}"
         )
     for name, value in state.items():
         if name != RANDOM and (size := getattr(metadata[name], "size", value.shape)) != value.shape:
             raise UserError(
-                f"{folder} was saved by another model (trainer.policy.model.path): {name} is {list(size)} there and "
-                f"{list(value.shape)} in the policy"
+                f"{folder} was saved by another model ({key}): {name} is {list(size)} there and {list(value.shape)} in "
+                f"the {role}"
             )
     with _quietly():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())

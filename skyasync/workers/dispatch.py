@@ -26,7 +26,7 @@ from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
-from skyasync.workers.roles import POLICY, ROLES
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 from skyasync.workers.saved import Saved, files_of
 
 
@@ -113,6 +113,9 @@ class Dispatch:
 
     async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self.ask("reference", "logprobs", batch)
+
+    async def values(self, batch: TokenBatch) -> Tensor:
+        return await self.ask(CRITIC_ROLE, "values", batch)
 
     # ---------------------------------------------------------------- the policy's weights, for engines
 

@@ -18,37 +18,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.distributed import DistributedConfig
 
 from skyasync.errors import UserError
 from skyasync.model_loading import ONE_AT_A_TIME
-from skyasync.workers.model import ATTENTION, TokenLogprobs, load_causal_lm, training_config
+from skyasync.workers.heads import Head
+from skyasync.workers.model import ATTENTION, Wrapped
 
-Shard = Callable[[PreTrainedModel], TokenLogprobs]
+Shard = Callable[[PreTrainedModel], Wrapped]
 
 
-def load_sharded(path: str, dtype: torch.dtype, device: torch.device, shard: Shard) -> TokenLogprobs:
-    """A causal language model from a folder or hub name, of which each rank holds its shards, on ``device``.
+def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device, shard: Shard) -> Wrapped:
+    """A model from a folder or hub name, of which each rank holds its shards, on ``device``.
 
     All ranks of the default process group call it together.
 
     Args:
+        head: what kind of model it is.
         shard: wraps a model whose parameters have no memory yet, and applies FSDP to it.
 
     Raises:
-        UserError: if the model's head does more than a linear map, or its files contradict its configuration.
+        UserError: if it is no such model, or its files contradict its configuration.
     """
-    with ONE_AT_A_TIME:
+    with ONE_AT_A_TIME, head.loading():
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(training_config(path), dtype=dtype, attn_implementation=ATTENTION)
+            empty = head.empty(path, dtype)
         if _can_be_sliced(empty):
-            wrapper = _from_slices(path, empty, dtype, shard)
+            wrapper = _from_slices(path, head, empty, dtype, shard)
             _own_memory(wrapper)
         else:
-            wrapper = _from_rank_zero(path, empty, dtype, device, shard)
+            wrapper = _from_rank_zero(path, head, empty, dtype, device, shard)
     return wrapper.to(device)
 
 
@@ -58,7 +60,7 @@ def _can_be_sliced(model: PreTrainedModel) -> bool:
     if not converters:
         return True
     ranks = dist.get_world_size()
-    nobody_has_nothing = all(len(parameter.chunk(ranks)) == ranks for parameter in model.parameters())
+    nobody_has_nothing = all(len(parameter.chunk(ranks)) == ranks for parameter in model.base_model.parameters())
     return nobody_has_nothing and all(_keeps_rows_apart(op) for c in converters for op in c.operations)
 
 
@@ -69,9 +71,9 @@ def _keeps_rows_apart(operation: ConversionOps) -> bool:
     return isinstance(operation, Concatenate) and operation.dim > 0
 
 
-def _from_slices(path: str, empty: PreTrainedModel, dtype: torch.dtype, shard: Shard) -> TokenLogprobs:
+def _from_slices(path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, shard: Shard) -> Wrapped:
     """By transformers' own loader, with our sharding in the place where it would apply its own."""
-    wrappers: list[TokenLogprobs] = []
+    wrappers: list[Wrapped] = []
 
     def prepare(settings: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, Any, None]:
         return settings, device_map, None
@@ -85,26 +87,28 @@ def _from_slices(path: str, empty: PreTrainedModel, dtype: torch.dtype, shard: S
     model_class = type(empty)
     hooks = {"prepare_distribute_model": staticmethod(prepare), "maybe_distribute_model": staticmethod(distribute)}
     hooked: Any = type(model_class.__name__, (model_class,), {**hooks, "__module__": model_class.__module__})
-    model = hooked.from_pretrained(
+    model, found = hooked.from_pretrained(
         path,
-        config=training_config(path),
+        config=head.config(path),
         dtype=dtype,
         attn_implementation=ATTENTION,
         use_safetensors=True,
         distributed_config=DistributedConfig(),
+        output_loading_info=True,
     )
     model.__class__ = model_class
+    head.complete(path, model, found["missing_keys"])
     _check_ties(path, empty, model)
     return wrappers[0]
 
 
 def _from_rank_zero(
-    path: str, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device, shard: Shard
-) -> TokenLogprobs:
+    path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device, shard: Shard
+) -> Wrapped:
     """Rank 0 loads the whole model and sends each rank its shards, forgetting each parameter that it has sent."""
     wrapper = shard(empty)
     wrapper.to_empty(device=device)
-    source = load_causal_lm(path, dtype) if dist.get_rank() == 0 else None
+    source = head.load(path, dtype) if dist.get_rank() == 0 else None
     if source is not None:
         _check_ties(path, wrapper.model, source)
     for name, parameter in wrapper.model.named_parameters():
@@ -142,7 +146,7 @@ def _check_ties(path: str, expected: PreTrainedModel, loaded: PreTrainedModel) -
         )
 
 
-def _own_memory(wrapper: TokenLogprobs) -> None:
+def _own_memory(wrapper: Wrapped) -> None:
     """On a CPU a loaded weight may be a view of its file, which an export may overwrite: copy what is so."""
     for parameter in wrapper.parameters():
         assert isinstance(parameter, DTensor)

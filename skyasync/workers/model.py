@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.errors import UserError
-from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.packing import Layout
 
@@ -34,31 +33,24 @@ class TokenScores(NamedTuple):
 
 
 def training_config(path: str) -> PreTrainedConfig:
-    """The configuration of a folder or hub name, without dropout.
-
-    Raises:
-        UserError: if the model's head does more than a linear map.
-    """
+    """The configuration of a folder or hub name, without dropout."""
     config = AutoConfig.from_pretrained(path)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-        if name in SCALED_HEADS and value not in (None, 1.0):
-            raise UserError(f"{path}: models with {name} (here {value}) are not supported for training")
     return config
 
 
-def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a folder or hub name, whole, on the CPU; safetensors only, no code from the folder.
+def check_linear_head(path: str, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same configuration.
 
     Raises:
         UserError: if the model's head does more than a linear map.
     """
-    config = training_config(path)
-    with ONE_AT_A_TIME:
-        return AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True
-        )
+    for name, value in vars(config).items():
+        if name in SCALED_HEADS and value not in (None, 1.0):
+            raise UserError(f"{path}: models with {name} (here {value}) are not supported for training")
+    return config
 
 
 def can_share_prefixes(config: PreTrainedConfig) -> bool:
@@ -69,7 +61,25 @@ def can_share_prefixes(config: PreTrainedConfig) -> bool:
     return getattr(config, "sliding_window", None) is None
 
 
-class TokenLogprobs(nn.Module):
+class Wrapped(nn.Module):
+    """A model of transformers, ``model``, as a function from a :class:`Layout` to something per token."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def hidden(self, layout: Layout) -> Tensor:
+        """``[n, hidden]``: the states that predict the n loss tokens."""
+        hidden = self.model.base_model(
+            input_ids=layout.tokens,
+            attention_mask=layout.attention(),
+            position_ids=layout.positions,
+            use_cache=False,
+        ).last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
+
+
+class TokenLogprobs(Wrapped):
     """The wrapped model as a function from a :class:`Layout` to per-token log-probabilities.
 
     Args:
@@ -78,8 +88,7 @@ class TokenLogprobs(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, distribution: SampledDistribution | None = None) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.distribution = distribution or SampledDistribution()
 
     def forward(self, layout: Layout, with_entropy: bool = False, plain: bool = False) -> TokenScores:
@@ -89,15 +98,8 @@ class TokenLogprobs(nn.Module):
             with_entropy: also the entropy of the distribution that each loss token was drawn from.
             plain: of the model's own distribution, temperature 1 and nothing left out.
         """
-        hidden = self.model.base_model(
-            input_ids=layout.tokens,
-            attention_mask=layout.attention(),
-            position_ids=layout.positions,
-            use_cache=False,
-        ).last_hidden_state
-        hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
         distribution = SampledDistribution() if plain else self.distribution
-        logprobs, entropy = self._score(hidden, layout.targets, distribution, with_entropy)
+        logprobs, entropy = self._score(self.hidden(layout), layout.targets, distribution, with_entropy)
         return TokenScores(layout.to_rows(logprobs), None if entropy is None else layout.to_rows(entropy))
 
     def _score(

@@ -31,6 +31,9 @@ class WorkerDispatch(Protocol):
     async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The same under the frozen reference model."""
 
+    async def values(self, batch: TokenBatch) -> Tensor:
+        """What the critic says the rest of each episode is worth before each loss token, ``[batch, length]``."""
+
     async def forward_backward(self, batch: UpdateBatch, role: str = "policy") -> None:
         """Add the gradient of these rows to what has been added up since the last optimizer step.
 

@@ -12,13 +12,14 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
-from skyasync.config.algorithm import KL
+from skyasync.config.algorithm import CRITIC, KL
 from skyasync.config.conditions import holds
 from skyasync.config.schema import Config
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 
-POLICY = "policy"
+POLICY, CRITIC_ROLE = "policy", "critic"
+VOCABULARY, VALUE = "vocabulary", "value"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Role:
             host memory while engines have those (``trainer.placement.colocate_all``).
         columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
         gpu: devices of its own are GPUs, if there are any.
+        head: what its model, if it has one, says of a token: ``vocabulary`` (a causal language model's logits) or
+            ``value`` (one number; where the files hold none the head is new). See ``skyasync.workers.heads``.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Role:
     beside: str = ""
     columns: tuple[str, ...] = ()
     gpu: bool = True
+    head: str = VOCABULARY
 
     def wanted(self, cfg: Config) -> bool:
         """Whether a run of this configuration has it."""
@@ -114,6 +118,16 @@ _OURS = {
             when=KL,
             ranks=("trainer.placement.ref_num_nodes", "trainer.placement.ref_num_gpus_per_node"),
             beside="trainer.placement.colocate_policy_ref",
+        ),
+        Role(
+            CRITIC_ROLE,
+            "skyasync.workers.critic:CriticWorker",
+            section="trainer.critic",
+            trains=True,
+            when=CRITIC,
+            ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
+            beside="trainer.placement.colocate_policy_critic",
+            head=VALUE,
         ),
     )
 }

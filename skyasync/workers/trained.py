@@ -20,7 +20,7 @@ from skyasync.state.manifest import Sums
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
-from skyasync.workers.model import TokenLogprobs
+from skyasync.workers.model import Wrapped
 from skyasync.workers.offload import move_moments
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.saved import Saved
@@ -62,7 +62,7 @@ class TrainedWorker(ModelWorker):
         """Small learning rates vanish in bfloat16, so the optimizer always sees float32 weights."""
         return torch.float32
 
-    def build(self) -> TokenLogprobs:
+    def build(self) -> Wrapped:
         wrapper = super().build()
         if self._recomputes():
             wrapper.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -75,7 +75,7 @@ class TrainedWorker(ModelWorker):
         setting = self.settings.gradient_checkpointing
         return self.device.type != "cpu" if setting == "auto" else bool(setting)
 
-    def _make_optimizer(self, wrapper: TokenLogprobs) -> torch.optim.AdamW:
+    def _make_optimizer(self, wrapper: Wrapped) -> torch.optim.AdamW:
         settings = self.settings.optimizer_config
         matrices = [p for p in wrapper.parameters() if p.dim() > 1]
         vectors = [p for p in wrapper.parameters() if p.dim() <= 1]
@@ -197,7 +197,8 @@ class TrainedWorker(ModelWorker):
 
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""
-        self.step = checkpoint.load(self.model.model, self.optimizer, Path(folder))
+        key = f"{self.role.section}.model.path"
+        self.step = checkpoint.load(self.model.model, self.optimizer, Path(folder), self.role.name, key)
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""

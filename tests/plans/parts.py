@@ -174,7 +174,7 @@ class Dispatch:
     async def load(self, folder: Path) -> None:
         self.weights = int((folder / "weights").read_text())
 
-    async def export(self, folder: Path) -> None:
+    async def export(self, folder: Path, role: str = "policy") -> None:
         self.faults.pass_or_raise("export")
         self.exported.append(folder)
 

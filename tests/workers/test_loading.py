@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from skyasync.workers.base import ModelWorker
-from skyasync.workers.model import load_causal_lm
+from skyasync.workers.heads import load_causal_lm
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
 from tests.workers.conftest import config_for

@@ -10,7 +10,8 @@ from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.errors import UserError
 from skyasync.workers import model as model_module
-from skyasync.workers.model import TokenLogprobs, can_share_prefixes, load_causal_lm
+from skyasync.workers.heads import load_causal_lm
+from skyasync.workers.model import TokenLogprobs, can_share_prefixes
 from skyasync.workers.packing import plain_layout
 from tests.workers.conftest import make_batch
 

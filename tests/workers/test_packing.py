@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.workers.batch import TokenBatch
-from skyasync.workers.model import TokenLogprobs, load_causal_lm
+from skyasync.workers.heads import load_causal_lm
+from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import MicroBatches, plain_layout
 from tests.workers.conftest import make_batch
 

@@ -16,6 +16,8 @@ def clipped_value_loss(
 
     Source: Schulman et al. 2017 (PPO's reference code); OpenRLHF, SkyRL, AReaL, verl.
     """
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    moved = values - old_values
+    clipped = old_values + moved.clamp(-clip, clip)
     plain, bounded = (values - returns).square(), (clipped - returns).square()
-    return torch.maximum(plain, bounded) / 2, {"value_clip_fraction": bounded.detach() > plain.detach()}
+    # Inside the range the two differ by rounding alone.
+    return torch.maximum(plain, bounded) / 2, {"value_clip_fraction": (moved.abs() > clip) & (bounded > plain)}

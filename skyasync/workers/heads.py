@@ -1,0 +1,182 @@
+"""What a role's model says of a token: the class of transformers that a folder is loaded as, its head, its wrapper.
+
+Invariant: a model is its files'. Only a head for values may be missing from them; a new one is drawn from the run's
+seed, so that it is the same on every rank. To add a kind, write a :class:`Head` and an entry in ``HEADS``; a role's
+entry in the table names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.model_loading import ONE_AT_A_TIME
+from skyasync.workers.model import ATTENTION, TokenLogprobs, Wrapped, check_linear_head, training_config
+from skyasync.workers.roles import VALUE, VOCABULARY
+from skyasync.workers.values import SCORE, TokenValues
+
+
+class Head:
+    """A kind of model."""
+
+    def config(self, path: str) -> PreTrainedConfig:
+        """The configuration of a folder or hub name for training, or what is wrong with it (``UserError``)."""
+        raise NotImplementedError
+
+    def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
+        """The library's factory that knows the class: one with ``from_config`` and ``from_pretrained``."""
+        raise NotImplementedError
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Around reading the files."""
+        return nullcontext()
+
+    def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
+        """Fill in what the files do not hold, of a model that is loaded, whole or sharded."""
+
+    def wrap(self, model: PreTrainedModel, cfg: Config) -> Wrapped:
+        """The model as a function from a layout to what is asked of it."""
+        raise NotImplementedError
+
+    def empty(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
+        """The model with nothing loaded, on torch's device of the moment."""
+        config = self.config(path)
+        model: PreTrainedModel = self.auto(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        return model
+
+    def load(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
+        """The whole model, on the CPU; safetensors only, no code from the folder."""
+        config = self.config(path)
+        with ONE_AT_A_TIME, self.loading():
+            model, found = self.auto(config).from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        self.complete(path, model, found["missing_keys"])
+        loaded: PreTrainedModel = model
+        return loaded
+
+
+class VocabularyHead(Head):
+    """A causal language model, asked for log-probabilities of tokens."""
+
+    def config(self, path: str) -> PreTrainedConfig:
+        return check_linear_head(path, training_config(path))
+
+    def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
+        return AutoModelForCausalLM
+
+    def wrap(self, model: PreTrainedModel, cfg: Config) -> TokenLogprobs:
+        filtered = cfg.trainer.algorithm.filter_logprobs
+        return TokenLogprobs(model, SampledDistribution.of(cfg.generator.sampling_params, filtered=filtered))
+
+
+class ValueHead(Head):
+    """The layers of a causal language model under a head of one output, asked for values.
+
+    It is the library's class for sequence classification with one label, ``score`` being the head: critics and reward
+    models of other systems are stored so too. Of a causal language model's folder its own head is left out.
+    """
+
+    def config(self, path: str) -> PreTrainedConfig:
+        config = training_config(path)
+        config.num_labels = 1
+        return config
+
+    def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            AutoModelForSequenceClassification.register(type(config), _classifier(type(config)), exist_ok=True)
+        return AutoModelForSequenceClassification
+
+    def loading(self) -> AbstractContextManager[None]:
+        return _without_report()
+
+    def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
+        if not isinstance(getattr(model, SCORE, None), nn.Linear):
+            raise UserError(f"{path}: {type(model).__name__} has no linear head named {SCORE}: it can hold no values")
+        if other := sorted(set(missing) - {f"{SCORE}.weight", f"{SCORE}.bias"}):
+            raise UserError(f"{path}: its files lack {other[0]}, which {type(model).__name__} needs")
+        for name, parameter in model.get_submodule(SCORE).named_parameters():
+            if f"{SCORE}.{name}" in missing:
+                _put(parameter, _new(name, parameter))
+
+    def wrap(self, model: PreTrainedModel, cfg: Config) -> TokenValues:
+        return TokenValues(model)
+
+
+HEADS: dict[str, Head] = {VOCABULARY: VocabularyHead(), VALUE: ValueHead()}
+
+
+def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model from a folder or hub name, as ``Head.load`` says.
+
+    Raises:
+        UserError: if the model's head does more than a linear map.
+    """
+    return HEADS[VOCABULARY].load(path, dtype)
+
+
+def _classifier(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """A class for sequence classification, of a family of which the library has none."""
+    base: Any = MODEL_MAPPING[config]
+    base = next(iter(base)) if isinstance(base, tuple) else base
+    family = next(c for c in base.__mro__ if PreTrainedModel in c.__bases__)
+    own = {"base_model_prefix": family.base_model_prefix, "config_class": config, "__module__": base.__module__}
+    name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
+    found: type[PreTrainedModel] = type(name, (GenericForSequenceClassification, family), own)
+    return found
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """The library would list one head as left out and the other as new; what else is missing is an error here."""
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _new(name: str, like: torch.Tensor) -> torch.Tensor:
+    """A head's weights, whole: small, so that the first values are near 0 (OpenRLHF's scale); a bias is 0."""
+    if name == "bias":
+        return torch.zeros(like.shape)
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    return torch.randn(like.shape, generator=generator) / (like.shape[-1] + 1)
+
+
+def _put(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """A tensor's own part, where it is sharded along the first dimension."""
+    with torch.no_grad():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            pieces, rank = whole.chunk(mesh.size()), mesh.get_local_rank()
+            if rank < len(pieces):
+                parameter.to_local().copy_(pieces[rank])
+        else:
+            parameter.copy_(whole)

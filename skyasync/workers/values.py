@@ -1,0 +1,34 @@
+"""A model that answers one question: what the rest of an episode is worth, before each loss token.
+
+Invariant: entry t of a row is read off the state that predicts token t, so it knows nothing of that token. The head is
+applied in float32 at least, whatever the weights' dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skyasync.workers.model import Wrapped
+from skyasync.workers.packing import Layout
+
+SCORE = "score"
+"""The head's name in the library's classes for sequence classification."""
+
+
+class TokenValues(Wrapped):
+    """The wrapped model as a function from a :class:`Layout` to per-token values.
+
+    Args:
+        model: one of transformers' for sequence classification with one label.
+    """
+
+    def forward(self, layout: Layout) -> Tensor:
+        """``[rows, length]``: 0 where there is no loss token."""
+        hidden, head = self.hidden(layout), self.model.get_submodule(SCORE)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        assert isinstance(head, nn.Linear)
+        bias = None if head.bias is None else head.bias.to(exact)
+        values = F.linear(hidden.to(exact), head.weight.to(exact), bias)
+        return layout.to_rows(values.squeeze(-1))
