@@ -33,15 +33,15 @@ def test_splitting_undoes_joining_whatever_the_order_of_the_rows(owners: list[in
     assert samples.first(torch.tensor(owners)).tolist() == sorted(set(owners))
 
 
-@pytest.mark.parametrize("estimator", sorted(set(ADVANTAGE_ESTIMATORS.names()) - {"gae"}))
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
 @few
 @given(seed=seeds)
 def test_advantages_are_those_of_the_trajectory_in_one_row(estimator: str, seed: int) -> None:
     cfg, batch = config(advantage_estimator=estimator), random_batch(rows=6, length=8, seed=seed)
-    whole = compute_advantages(cfg, batch.rewards, batch.loss_mask, batch.group_ids)
+    whole = compute_advantages(cfg, batch.rewards, batch.loss_mask, batch.group_ids, batch.entropy)
     cut = compute_advantages(
         cfg, in_pieces(batch.rewards), in_pieces(batch.loss_mask), batch.group_ids.repeat_interleave(2),
-        trajectory_ids=torch.arange(6).repeat_interleave(2),
+        in_pieces(batch.entropy), trajectory_ids=torch.arange(6).repeat_interleave(2),
     )  # fmt: skip
     for expected, found in zip(whole, cut, strict=True):
         torch.testing.assert_close(found, in_pieces(expected))

@@ -20,6 +20,7 @@ from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.local import LocalDispatch
+from skyasync.workers.roles import POLICY, wanted_roles
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -36,14 +37,15 @@ class RecordingDispatch(LocalDispatch):
     """Remembers what it was trained on, and lets one look at the weights."""
 
     def __init__(self, cfg: Config) -> None:
-        super().__init__(cfg)
+        super().__init__(cfg, roles=[role.name for role in wanted_roles(cfg)])
         self.batches: list[UpdateBatch] = []
 
     async def start(self, total_steps: int = 0) -> None: ...
 
-    async def forward_backward(self, batch: UpdateBatch) -> None:
-        self.batches.append(batch)
-        await super().forward_backward(batch)
+    async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
+        if role == POLICY:
+            self.batches.append(batch)
+        await super().forward_backward(batch, role)
 
     def score_under(self, weights: dict[str, Any], tokens: list[int]) -> list[float]:
         """Log-probability of each token after the first under these weights."""
@@ -59,8 +61,12 @@ class RecordingDispatch(LocalDispatch):
             for name, parameter in self._policy.model.named_parameters():
                 parameter.copy_(weights[name])
 
-    def weights(self) -> dict[str, Any]:
-        return {name: parameter.detach().clone() for name, parameter in self._policy.model.named_parameters()}
+    def weights(self, role: str = POLICY) -> dict[str, Any]:
+        return {name: parameter.detach().clone() for name, parameter in self.worker(role).model.named_parameters()}
+
+    def worker(self, role: str) -> Any:
+        group: Any = self._group(role)
+        return group.worker
 
 
 class Rows:
