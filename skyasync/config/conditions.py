@@ -36,7 +36,7 @@ class _Alternative(NamedTuple):
     def true(self, cfg: Config) -> bool:
         value = attrgetter(self.path)(cfg)
         if self.takes:
-            return self.takes in _registry(cfg, self.path).about(value).inputs
+            return self.takes in _registry(type(cfg), self.path).about(value).inputs
         return (written(value) in self.values if self.values else bool(value)) is not self.negated
 
 
@@ -50,22 +50,31 @@ def found(condition: str, cfg: Config) -> str:
     return " and ".join(f"{path}={written(attrgetter(path)(cfg))}" for path in dict.fromkeys(paths(condition)))
 
 
-def takers(condition: str, cfg: Config) -> list[str]:
+def said(condition: str, schema: type = Config) -> str:
+    """The condition as one would write it: a choice of ours in the place of what it takes."""
+    chosen = {f"{path} takes {takes}": choices for path, takes, choices in _takers(condition, schema)}
+    return " or ".join(chosen.get(text, text) for text in condition.split(" or "))
+
+
+def takers(condition: str, schema: type = Config) -> list[str]:
     """Choices of ours, as one would write them, with which an alternative about an input is true."""
-    return [
-        f"{path}={'|'.join(name for name, about in _registry(cfg, path).builtins().items() if takes in about.inputs)}"
-        for path, _, _, takes in _alternatives(condition)
-        if takes
-    ]
+    return [choices for _, _, choices in _takers(condition, schema)]
+
+
+def _takers(condition: str, schema: type) -> Iterator[tuple[str, str, str]]:
+    for path, _, _, takes in _alternatives(condition):
+        if takes:
+            builtins = _registry(schema, path).builtins()
+            yield path, takes, f"{path}={'|'.join(name for name, about in builtins.items() if takes in about.inputs)}"
 
 
 def paths(condition: str) -> list[str]:
     return [alternative.path for alternative in _alternatives(condition)]
 
 
-def _registry(cfg: Config, path: str) -> Registry:
+def _registry(schema: type, path: str) -> Registry:
     """Where the parts are that a key chooses from."""
-    registry: Registry = resolve_reference(Keys.of(type(cfg))[path].registry, kind="registry")
+    registry: Registry = resolve_reference(Keys.of(schema)[path].registry, kind="registry")
     return registry
 
 

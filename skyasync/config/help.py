@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from skyasync.config.conditions import said
 from skyasync.config.keys import Key, Keys
 from skyasync.config.suggest import nearest_keys
 from skyasync.config.values import type_name, written
@@ -61,7 +62,7 @@ def default_text(key: Key) -> str:
 
 def allowed_text(key: Key) -> str:
     """Which values are allowed beyond the type, and when they are read, in sentences; "" if all are, and always."""
-    return " ".join(filter(None, (_values_text(key), f"Read with {key.when}." if key.when else "")))
+    return " ".join(filter(None, (_values_text(key), f"Read with {said(key.when)}." if key.when else "")))
 
 
 def _values_text(key: Key) -> str:

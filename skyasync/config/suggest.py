@@ -42,10 +42,15 @@ def _our_own(path: str, hint: str, keys: Keys) -> str:
 
 
 def nearest_keys(path: str, keys: Keys, count: int = 2) -> list[str]:
-    """The most similar keys, best first: by the whole path, or by its last part wherever that may live."""
+    """The most similar keys, best first: by the whole path, or by its last part wherever that may live.
+
+    Keys that take another to be read are not named beside one that is always read.
+    """
     scored = sorted(((_similarity(path, key.path), key.path) for key in keys), key=lambda pair: -pair[0])
     best = scored[0][0] if scored else 0.0
-    return [candidate for score, candidate in scored[:count] if score >= max(_CUTOFF, best - _MARGIN)]
+    close = [candidate for score, candidate in scored[:count] if score >= max(_CUTOFF, best - _MARGIN)]
+    always = [path for path in close if not keys[path].when]
+    return always if always[:1] == close[:1] else close
 
 
 def _similarity(path: str, candidate: str) -> float:

@@ -37,7 +37,7 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
     yield from _of_functions(cfg.trainer.algorithm, changed)
     for key in changed:
         if key.when and not conditions.holds(key.when, cfg) and not _settled(cfg, key):
-            readers = "".join(f"it is read with {choice};" for choice in conditions.takers(key.when, cfg))
+            readers = "".join(f"it is read with {choice};" for choice in conditions.takers(key.when, type(cfg)))
             yield _line(cfg, key, f"has no effect with {conditions.found(key.when, cfg)}", readers)
     yield from _of_updates(cfg, [key.path for key in changed])
 

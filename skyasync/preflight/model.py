@@ -43,6 +43,18 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             _check_tokenizer(folder, path, framed=cfg.data.apply_chat_template and not cfg.data.chat_template)
 
 
+def check_one_label(path: str, key: str) -> None:
+    """Raises ``UserError`` for a classifier that says more than one number, where values are asked for."""
+    file = config_file(path)
+    if file is None:
+        return
+    shape = read_shape(file, f"{key}={path}")
+    classifier = any(str(name).endswith("Classification") for name in shape.get("architectures") or ())
+    labels = len(shape.get("id2label") or ()) or shape.get("num_labels", 2)
+    if classifier and labels != 1:
+        raise UserError(f"{key}={path} has a head of {labels} labels: values need one, or a causal language model")
+
+
 def hub_folder(name: str, key: str = MODEL) -> Path | None:
     """The folder in the cache that holds the model's configuration; None if it holds none yet, and the hub has it.
 

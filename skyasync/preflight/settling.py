@@ -13,11 +13,11 @@ from skyasync.config.paths import model_path
 from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute
-from skyasync.preflight.model import check_model
+from skyasync.preflight.model import check_model, check_one_label
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
 from skyasync.rollout.tokenizer import template_text
-from skyasync.workers.roles import POLICY, ROLES, Role
+from skyasync.workers.roles import POLICY, ROLES, VALUE, Role
 
 
 def settle_references(cfg: Config) -> None:
@@ -58,3 +58,5 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
         if role in wanted and (named or role.name == POLICY):
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
+            if role.head == VALUE:
+                check_one_label(model.path, key)

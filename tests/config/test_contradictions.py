@@ -2,9 +2,10 @@
 
 import pytest
 
-from skyasync.algorithms import POLICY_LOSSES
+from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyasync.algorithms.presets import PRESETS
 from skyasync.config import ConfigError, load_config
+from skyasync.workers.roles import wanted_roles
 
 UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correction=none"]
 
@@ -69,8 +70,15 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["early_end=true decides by rewards", "dynamic_sampling.metric=score"]),
         (["trainer.algorithm.dynamic_sampling.early_end=true", "trainer.algorithm.dynamic_sampling.type=mean"],
          ["early_end=true never ends a group early", "reward_min=0", "reward_max=1"]),
-        (["trainer.algorithm.preset=ppo"],
-         ["trainer.algorithm.advantage_estimator=gae", "preset=ppo", "needs a critic", "reinforce++"]),
+        (["trainer.algorithm.preset=ppo", "trainer.critic.warmup_steps=5", "trainer.max_training_steps=5"],
+         ["trainer.critic.warmup_steps=5", "trainer.max_training_steps=5", "lower the one"]),
+        (["trainer.algorithm.preset=ppo", "trainer.plan=streamed"],
+         ["trainer.algorithm.advantage_estimator=gae with trainer.algorithm.gae_whiten=true", "trainer.plan=streamed"]),
+        (["trainer.critic.optimizer_config.lr=1e-5"],
+         ["trainer.critic.optimizer_config.lr=1e-05 has no effect with trainer.algorithm.advantage_estimator=grpo",
+          "it is read with trainer.algorithm.advantage_estimator=gae", "5e-06"]),
+        (["trainer.algorithm.preset=ppo", "trainer.placement.critic_num_gpus_per_node=2"],
+         ["trainer.placement.critic_num_gpus_per_node=2", "trainer.placement.colocate_policy_critic=true"]),
         (["trainer.policy.optimizer_config.adam_betas=[0.9]"], ["adam_betas has 1 entries", "[0.9,0.999]"]),
     ],
 )  # fmt: skip
@@ -127,6 +135,26 @@ def test_a_user_s_registered_loss_is_judged_by_its_parameters(monkeypatch: pytes
         load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=anchored"])
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS.names() if name != "ppo"])  # which needs a critic
+def test_a_model_that_every_run_settles_for_the_critic_is_no_slip() -> None:
+    paths = [f"trainer.{role}.model.path=a" for role in ("policy", "critic")]
+    load_config(paths)
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.model\.path=b has no effect"):
+        load_config([paths[0], "trainer.critic.model.path=b"])
+
+
+def test_an_estimator_of_ones_own_that_takes_values_has_a_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(rewards, values, mask): ...
+
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "mine", mine)
+    cfg = load_config(["trainer.algorithm.advantage_estimator=mine", "trainer.critic.value_clip=0.5"])
+    assert [role.name for role in wanted_roles(cfg)] == ["policy", "critic"]
+
+
+def test_gae_streams_without_whitening_and_without_groups() -> None:
+    load_config(["trainer.algorithm.preset=ppo", "trainer.plan=streamed", "trainer.algorithm.gae_whiten=false",
+                 "generator.n_samples_per_prompt=1"])  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PRESETS.names())
 def test_every_preset_is_free_of_contradictions(preset: str) -> None:
     assert load_config([f"trainer.algorithm.preset={preset}"]).trainer.algorithm.preset == preset

@@ -81,8 +81,7 @@ def consistent(config: Config) -> Config:
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
     trainer.algorithm.dynamic_sampling.early_end = False
     trainer.algorithm.overlong_buffer.len = 0
-    if trainer.algorithm.advantage_estimator == "gae":
-        trainer.algorithm.advantage_estimator = "grpo"
+    trainer.critic.warmup_steps = 0
     trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False

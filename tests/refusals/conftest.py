@@ -50,7 +50,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checkpoints" / "step_000003" / "state.json").write_text(json.dumps(state))
     (folder / "damaged" / "step_000004").mkdir(parents=True)
     (folder / "damaged" / "step_000004" / "state.json").write_text('{"step": 4, "manifest": "manifest.json"}')
-    for name in ("no_tokenizer", "bad_tokenizer", "no_template", "no_weights", "bad_config"):
+    for name in ("no_tokenizer", "bad_tokenizer", "no_template", "no_weights", "bad_config", "two_labels"):
         shutil.copytree(model, folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "no_tokenizer" / name).unlink()
@@ -58,6 +58,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (folder / "no_weights" / "model.safetensors").unlink()
     (folder / "bad_config" / "config.json").write_text("{model_type: llama}")
+    shape = json.loads((model / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    (folder / "two_labels" / "config.json").write_text(json.dumps(shape))
     return folder
 
 

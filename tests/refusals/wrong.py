@@ -4,6 +4,7 @@ from __future__ import annotations
 
 HERE = "tests.refusals.parts"
 ALGORITHM = "trainer.algorithm"
+PPO = [f"{ALGORITHM}.advantage_estimator=gae"]
 
 #: Keys that nothing reads, given what else is chosen, and groups that have no advantage.
 NO_EFFECT = [
@@ -88,6 +89,10 @@ INPUTS = [
     (["trainer.policy.model.path={x}/no_template"], "no_template", "data.apply_chat_template=false"),
     (["trainer.policy.model.path={x}/no_weights"], "no_weights", "safetensors"),
     (["trainer.policy.model.path={x}/bad_config"], "bad_config", "config.json"),
+    ([*PPO, "trainer.critic.model.path={x}/none"], "trainer.critic.model.path='", "neither a local folder"),
+    ([*PPO, "trainer.critic.model.path={x}/no_weights"], "trainer.critic.model.path=", "safetensors"),
+    ([*PPO, "trainer.critic.model.path={x}/two_labels"], "trainer.critic.model.path=", "2 labels"),
+    ([*PPO, "trainer.critic.export_path={x}/rows.jsonl"], "trainer.critic.export_path", "cannot be written"),
     (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], "size=3", "2 attention heads"),
     (["generator.sampling_params.stop_token_ids=[100000]"], "stop_token_ids has 100000", "vocabulary"),
     (["generator.sampling_params.logit_bias={{99999: 1.0}}"], "logit_bias has 99999", "vocabulary"),
