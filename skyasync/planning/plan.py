@@ -19,7 +19,7 @@ from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, publishing, scoring, updating
 from skyasync.planning.work import batch_bytes, largest_micro_batch
-from skyasync.workers.roles import POLICY, ROLES, Role, wanted_roles
+from skyasync.workers.roles import POLICY, ROLES, VOCABULARY, Role, wanted_roles
 
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
@@ -118,11 +118,14 @@ class _Other:
 
 
 def _other(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bool, ranks: int) -> _Other:
+    shape = shape if role.head == VOCABULARY else shape.with_value_head
     if role.trains:
         rank = _rank(cfg, shape, role, gpus=gpus, ranks=ranks)
     else:
         b = _bytes(role.model(cfg).dtype, gpus=gpus)
-        rank = Rank(ranks, b, policy.work, trained=False, shaped=policy.shaped)
+        rank = Rank(
+            ranks, b, policy.work, trained=False, vocabulary=role.head == VOCABULARY, shaped=policy.shaped
+        )  # fmt: skip
     return _Other(role.name, shape, rank, role.shares(cfg))
 
 
@@ -138,6 +141,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         work=work,
         micro_batches=count,
         checkpointing=gpus if asked not in ("true", "false") else asked == "true",  # auto: on a GPU
+        vocabulary=role.head == VOCABULARY,
         entropy=trainer.algorithm.use_entropy_loss,
         shaped=sampling.temperature not in (0.0, 1.0),
     )

@@ -38,6 +38,12 @@ class ModelShape:
         return self.layers * self.layer + self.root
 
     @property
+    def with_value_head(self) -> ModelShape:
+        """The same layers under a head of one output, in the place of the one that spans the vocabulary."""
+        head = 0 if self.tied else self.vocabulary * self.hidden
+        return replace(self, root=self.root - head + self.hidden, tied=True)
+
+    @property
     def largest_tensor(self) -> int:
         gate_up = 2 * self.intermediate if self.family.gated else self.intermediate
         return max(self.vocabulary * self.hidden, max(1, self.experts) * gate_up * self.hidden)

@@ -32,6 +32,7 @@ class Rank:
         work: its largest micro-batch.
         micro_batches: per optimizer step; from the second on there are gradients already.
         trained: it has an optimizer, whose weights are float32; a reference has neither.
+        vocabulary: its head spans it; else it says one number.
         entropy, shaped: what the loss asks of the logits: their entropy; a temperature or filters.
     """
 
@@ -41,6 +42,7 @@ class Rank:
     micro_batches: int = 1
     trained: bool = True
     checkpointing: bool = False
+    vocabulary: bool = True
     entropy: bool = False
     shaped: bool = False
 
@@ -74,15 +76,16 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
     """An optimizer step at its fullest: in the head's backward pass, when all activations are there, or at the end of
     the whole, when the embeddings' gradient is, too."""
     share, own = -(-shape.parameters // rank.ranks) * FLOAT32, held(shape, rank)
-    of_head = shape.vocabulary * shape.hidden * (rank.b if rank.sharded else FLOAT32)
+    # The gradient of the head, or, at the end, of the embeddings.
+    whole = shape.vocabulary * shape.hidden * (rank.b if rank.sharded else FLOAT32)
     head = own | {
-        "gradients": (share if rank.micro_batches > 1 else 0) + of_head,
+        "gradients": (share if rank.micro_batches > 1 else 0) + (whole if rank.vocabulary else 0),
         "gathered": _gathered(shape, rank, reduced=shape.layer),
         "activations": activations(shape, rank),
         "logits": logits_bytes(shape, rank, backward=True),
         "masks": mask_bytes(rank.work),
     }
-    end = own | {"gradients": share + of_head, "gathered": _gathered(shape, rank, reduced=shape.root)}
+    end = own | {"gradients": share + whole, "gathered": _gathered(shape, rank, reduced=shape.root)}
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
 
 
@@ -96,6 +99,8 @@ def activations(shape: ModelShape, rank: Rank) -> int:
 
 def logits_bytes(shape: ModelShape, rank: Rank, *, backward: bool) -> int:
     """Of the piece of the loss tokens that spans the vocabulary at once."""
+    if not rank.vocabulary:
+        return rank.work.loss_tokens * FLOAT32 * (shape.hidden * (rank.b != FLOAT32) + 1)  # values, of float32 states
     tokens = min(rank.work.loss_tokens, max(1, MAX_LOGITS // shape.vocabulary))
     copies = FLOAT32 * 2 + (rank.b if rank.b != FLOAT32 else 0)  # logits, their log-softmax; before, in a short dtype
     if backward:

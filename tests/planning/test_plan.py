@@ -129,6 +129,23 @@ def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(monkeypatch: p
     assert plan.gpus_asked == 9 and place(plan, "critic").when == "update"
 
 
+def test_a_critic_is_counted_without_a_head_over_the_vocabulary_beside_the_policy_or_apart() -> None:
+    cfg = settings()
+    cfg.trainer.algorithm.advantage_estimator = "gae"
+    plan = make_plan(cfg, QWEN_7B, EIGHT)
+    parameters = QWEN_7B.parameters - QWEN_7B.vocabulary * QWEN_7B.hidden + QWEN_7B.hidden
+    assert QWEN_7B.with_value_head.parameters == parameters and not QWEN_7B.tied
+    assert plan.processes["critic"] == 4 and plan.gpus_asked == 8
+    assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * parameters / 4, rel=1e-6)
+    cfg.trainer.placement.colocate_policy_critic, cfg.trainer.placement.critic_num_gpus_per_node = False, 2
+    plan = make_plan(cfg, QWEN_7B, EIGHT)
+    assert plan.processes["critic"] == 2 and plan.gpus_asked == 10
+    critic, policy = place(plan, "critic"), place(plan, "policy")
+    assert critic.when == "update" and critic.count == 2
+    assert critic.lines.get("logits", 0) < policy.lines["logits"] / 4
+    assert critic.lines["weights"] == pytest.approx(2 * parameters, rel=1e-6)
+
+
 def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:
     cfg = settings(ranks=8, engines=8)
     cfg.trainer.placement.colocate_all = True
