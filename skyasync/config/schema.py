@@ -115,7 +115,9 @@ class PlacementConfig(Settings):
     )
     ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1, when=_APART)
     ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1, when=_APART)
-    colocate_policy_critic: bool = key(True, "The critic shares the policy's devices.", when=CRITIC)
+    colocate_policy_critic: bool = key(
+        True, "The critic shares the policy's devices; with colocate_all it does in any case.", when=CRITIC
+    )
     critic_num_nodes: int = key(1, "Nodes for the critic.", low=1, when=_CRITIC_APART)
     critic_num_gpus_per_node: int = key(1, "Critic ranks per node.", low=1, when=_CRITIC_APART)
     timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)

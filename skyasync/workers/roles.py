@@ -126,7 +126,7 @@ _OURS = {
             trains=True,
             when=CRITIC,
             ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
-            beside="trainer.placement.colocate_policy_critic",
+            beside="trainer.placement.colocate_policy_critic or trainer.placement.colocate_all",
             head=VALUE,
         ),
     )

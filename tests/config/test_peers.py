@@ -122,7 +122,7 @@ def test_two_hundred_flags_are_judged() -> None:
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("critic.model_name_or_path=x", "no counterpart here: there is no critic"),
+        ("critic.model_name_or_path=x", "OpenRLHF means: here it is trainer.critic.model.path=x"),
         ("eval.n_samples_per_prompt=4", "here it is generator.eval_n_samples_per_prompt=4"),
         ("ds.tensor_parallel_size=2", "no counterpart here: the policy is sharded by fsdp2"),
         ("ckpt.path=/tmp/x", "here it is trainer.ckpt_path=/tmp/x"),

@@ -121,7 +121,7 @@ def test_a_recipe_says_here_what_it_says_there(file: str, system: str) -> None:
 
 def test_keys_without_a_counterpart_are_comments_with_a_reason() -> None:
     text = translated(read_recipe([str(RECIPES / "openrlhf.sh")]), "openrlhf")
-    assert "#   critic.num_gpus_per_node=2: there is no critic" in text
+    assert "#   critic.num_gpus_per_node=2: trainer.placement" in text  # which has no effect without gae
     assert "#   ds.zero_stage=3: fsdp2 always shards" in text
     assert "# Not known as keys of OpenRLHF:\n#   quux.zorp=7" in text
 
@@ -243,3 +243,19 @@ def test_what_a_shell_would_fill_in_stays_as_text_and_is_said(tmp_path: Path) ->
 def test_nothing_is_translated_that_the_loader_would_refuse() -> None:
     with pytest.raises(ConfigError):
         load_config(["trainer.placement.colocate_all=true", "trainer.plan=one_step_off"])
+
+
+def test_a_recipe_with_a_critic_keeps_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "ppo.sh"
+    recipe.write_text(
+        "python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator gae --critic.num_gpus_per_node 2 "
+        "--critic.adam.lr 9e-6 --critic.freezing_steps 10 --actor.model_name_or_path a/b --data.prompt_dataset c/d\n"
+    )
+    found = flat(translated(read_recipe([str(recipe)]), "openrlhf"))
+    expected = {
+        "trainer.algorithm.advantage_estimator": "gae", "trainer.placement.critic_num_gpus_per_node": 2,
+        "trainer.placement.colocate_policy_critic": False, "trainer.critic.optimizer_config.lr": 9e-6,
+        "trainer.critic.optimizer_config.adam_betas": [0.9, 0.95], "trainer.critic.value_clip": 0.5,
+        "trainer.critic.warmup_steps": 10,
+    }  # fmt: skip
+    assert {path: found.get(path) for path in expected} == expected
