@@ -74,7 +74,7 @@ _preset(
     kl_loss_coef=0.05, **_EVEN, **_K1_REWARD,
 )  # fmt: skip
 _preset(
-    "ppo", "Schulman et al. 2017 and Ouyang et al. 2022: GAE with a critic, KL in the reward. Needs a critic.",
+    "ppo", "Schulman et al. 2017 and Ouyang et al. 2022: GAE with a critic, KL in the reward.",
     policy_loss_type="ppo", loss_reduction="token_mean", advantage_estimator="gae", gamma=1.0, lambd=0.95,
     kl_loss_coef=0.01, **_EVEN, **_K1_REWARD,
 )  # fmt: skip
