@@ -65,7 +65,7 @@ class RecordingDispatch(LocalDispatch):
         return {name: parameter.detach().clone() for name, parameter in self.worker(role).model.named_parameters()}
 
     def worker(self, role: str) -> Any:
-        group: Any = self._group(role)
+        group: Any = self._groups[role]
         return group.worker
 
 
