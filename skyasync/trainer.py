@@ -7,14 +7,13 @@ takes its time from the event loop, so it runs on a cluster, in one process and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from skyasync.callbacks import TrainerCallback
-from skyasync.cleanup import afterwards
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.rules import Plan, check_correction
 from skyasync.config.schema import Config
@@ -30,12 +29,12 @@ from skyasync.rollout.requests import eval_prompts, request_for
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
-from skyasync.training import estimates
 from skyasync.training.bookkeeping import Bookkeeping
 from skyasync.training.cadence import Cadence
 from skyasync.training.handover import HandOver, WeightSyncing
 from skyasync.training.learner import Learner, with_advantages
 from skyasync.training.length import RunLength
+from skyasync.training.life import Life
 from skyasync.training.parts import Client, Parts
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.profiling import Profiling
@@ -43,16 +42,14 @@ from skyasync.training.progress import Progress
 from skyasync.training.refill import Refill
 from skyasync.training.reporting import Reporting
 from skyasync.training.saving import Saving
-from skyasync.training.views import Views
 from skyasync.weight_sync.turns import DeviceTurns
-from skyasync.workers.roles import POLICY
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
+    from skyasync.workers.batch import TrainingBatch
     from skyasync.workers.protocol import WorkerDispatch
 
 
-class RayPPOTrainer(Views):
+class RayPPOTrainer(Life):
     """Generate, train, sync, one after the other: every sample is from the newest policy.
 
     | who waits      | for what                      | woken by                          |
@@ -113,7 +110,6 @@ class RayPPOTrainer(Views):
         self.reporting = Reporting(
             tracker, callbacks, cfg.trainer.save_samples, trajectories=cfg.trainer.dump_trajectories
         )
-        self._plan_runs = False
         self._refuse_what_cannot_work()
 
     @classmethod
@@ -161,23 +157,6 @@ class RayPPOTrainer(Views):
             if not batch.prompts:
                 return
             yield batch
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened."""
-        self._plan_runs = True
-        async with afterwards(self._close):
-            await self._begin()
-            async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
-                yield
-            self.phases.name = "finishing"
-            if self.saving.exports:
-                await self.handover.make_way_for_training()
-                for role, folder in self.saving.exports.items():
-                    await self._export(Path(folder), role)
-            self.reporting.tell("on_train_end", self)
-            self.saving.check_end()
-            self.phases.name = "finished"
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories, stamped with the versions that computed them."""
@@ -358,44 +337,6 @@ class RayPPOTrainer(Views):
         while self.saving.complete:
             self.reporting.tell("on_checkpoint", self, self.saving.complete.pop(0))
 
-    # ---------------------------------------------------------------- hooks for algorithms
-
-    def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
-        """Change trajectories or their rewards before anything is computed from them.
-
-        Called with a whole batch, or, where groups are trained or replaced as they come, with those that arrive
-        together.
-        """
-        return groups
-
-    def filter_groups(self, groups: list[Group]) -> list[Group]:
-        """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps."""
-        return estimates.filter_groups(self.cfg.trainer.algorithm, groups)
-
-    def drop_truncated(self, groups: list[Group]) -> list[Group]:
-        """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
-        return estimates.drop_truncated(self.cfg.trainer.algorithm, groups, self.metrics)
-
-    async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch:
-        """Let models and scorers of one's own look at a batch, before its rewards are shaped.
-
-        ``await self.dispatch.ask("role", "method", batch)``; see ``skyasync.workers.roles``.
-        """
-        return batch
-
-    def shape_rewards(self, batch: RolloutBatch) -> RolloutBatch:
-        """Truncation, length penalty, scale, clip, normalisation of ``batch.rewards``."""
-        return estimates.shape_rewards(self.cfg.trainer.algorithm, batch, self.metrics)
-
-    def apply_reward_kl_penalty(self, batch: ScoredBatch) -> ScoredBatch:
-        """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``."""
-        algorithm, controller = self.cfg.trainer.algorithm, self.learner.kl_controller
-        return estimates.penalize_rewards(algorithm, controller, batch, self.metrics)
-
-    def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
-        """Make advantages of ``batch.rewards``: a ``TrainingBatch``, or the batch with ``batch.advantages`` set."""
-        return estimates.advantages(self.cfg.trainer.algorithm, batch)
-
     # ---------------------------------------------------------------- details
 
     def _refuse_what_cannot_work(self) -> None:
@@ -407,13 +348,6 @@ class RayPPOTrainer(Views):
         if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
             raise UserError(f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data")
 
-    def _check_running(self, step: str) -> None:
-        if not self._plan_runs:
-            raise UserError(
-                f"{type(self).__name__}.train calls {step} outside of `async with self.running():`, which starts the "
-                f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
-            )
-
     async def _evaluation(self) -> list[Group]:
         groups: list[Group] = []
         for start in range(0, len(self.eval_dataset), self.cfg.trainer.eval_batch_size):
@@ -424,39 +358,3 @@ class RayPPOTrainer(Views):
                 found, _ = await play(self.generator, request, prompts, self.policy_version)
             groups += found
         return groups
-
-    async def _begin(self) -> None:
-        resumed = await self.saving.resume()
-        await self.sync_policy_weights_to_inference_engines()
-        self.reporting.tell("on_train_begin", self)
-        if self.cfg.trainer.eval_before_train and not resumed:
-            self.reporting.log(await self.evaluate(), 0)
-        await self.reporting.start(self.inference_engine_client, self.dispatch)
-        self.cadence.begin()
-        await self._begin_step()
-
-    async def _begin_step(self) -> None:
-        self.phases.begin_step(self.global_step + 1)
-        await self.profiling.begin_step(self.global_step + 1, self.dispatch, self.run_dir)
-
-    async def _export(self, folder: Path, role: str = POLICY) -> None:
-        async with self.phases.limited("export"):
-            await self.dispatch.export(folder, role)
-
-    async def _save_on_exit(self) -> None:
-        """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""
-        self.phases.name = "saving"
-        async with self.phases.limited("checkpoint"):
-            await self.saving.arrived(wait=True)
-        self._tell_of_checkpoints()
-        if self.saving.wanted_on_exit:
-            await self.save_checkpoint(patient=False)
-            if self.global_step >= self.phases.step:  # trained, but its end was not reached
-                self.reporting.log(self.metrics, self.global_step)
-
-    async def _close(self) -> None:
-        try:
-            await self.saving.close()
-            self.tracker.close()
-        finally:
-            self.phases.timeline.close()

@@ -32,6 +32,7 @@ class Phases:
     def __init__(self, limit_s: float) -> None:
         self.name = "starting"
         self.metrics: Metrics = {}
+        self.plan_runs = False  # inside of the trainer's ``running``
         self.step = 0
         self.limit_s = limit_s
         self.timeline = Timeline(None)

@@ -200,7 +200,7 @@ def _to_its_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Forei
     async def train(self: RayPPOTrainer) -> None:
         if self._begun:  # super().train()
             return await theirs(self)
-        self._begun = self._plan_runs = True
+        self._begun = self.phases.plan_runs = True
 
         async def end() -> None:
             if not self._ran:
