@@ -32,6 +32,7 @@ from skyasync.state.checkpoint import Checkpoints
 from skyasync.training.bookkeeping import Bookkeeping
 from skyasync.training.cadence import Cadence
 from skyasync.training.handover import HandOver, WeightSyncing
+from skyasync.training.judging import Judging
 from skyasync.training.learner import Learner, with_advantages
 from skyasync.training.length import RunLength
 from skyasync.training.life import Life
@@ -102,6 +103,7 @@ class RayPPOTrainer(Life):
         self.progress, self.phases = Progress(), Phases(cfg.trainer.step_timeout_s)
         self.length = RunLength(cfg, self.prompts, self.progress)
         self.learner = Learner(cfg, self.progress, self.phases, self.length)
+        self.judging = Judging(cfg, self.phases, self.learner)
         self.handover = HandOver(cfg, inference_engine_client, self.progress, self.phases)
         self.refill = Refill(cfg, self.length)
         self.book = Bookkeeping(cfg, self.prompts)
@@ -180,6 +182,7 @@ class RayPPOTrainer(Life):
                 self.handover.check_awake(type(self).__name__)
                 async with self.phases.limited("generation"):
                     groups, found = await play(self.generator, request, left, version)
+                await self.judging.add_scores(groups)
                 groups = self.book.finish(prompts, had, groups)
         if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
@@ -356,5 +359,6 @@ class RayPPOTrainer(Life):
             self.handover.check_awake(type(self).__name__)
             async with self.phases.limited("evaluation"):
                 found, _ = await play(self.generator, request, prompts, self.policy_version)
+            await self.judging.add_scores(found)
             groups += found
         return groups

@@ -236,6 +236,16 @@ def check_critic(cfg: Config) -> Iterator[str]:
         )
 
 
+def check_reward_model(cfg: Config) -> Iterator[str]:
+    """A group that is decided before its scores are known."""
+    path = cfg.trainer.reward.model.path
+    if path and cfg.trainer.algorithm.dynamic_sampling.early_end:
+        yield (
+            f"trainer.algorithm.dynamic_sampling.early_end=true decides a group while it is played, and "
+            f"trainer.reward.model.path={path} scores it afterwards: leave one of them out"
+        )
+
+
 def judges_by(algorithm: AlgorithmConfig, about: About, capability: str, pool: str) -> bool:
     """Whether an estimator has a capability, which may depend on settings: those that choose its pools, or switches."""
     said = about.can[capability]

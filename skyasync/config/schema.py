@@ -16,6 +16,8 @@ from skyasync.config.frozen import Settings
 
 _CHECKPOINTS = "trainer.ckpt_interval or trainer.ckpt_minutes or trainer.ckpt_best_metric or trainer.ckpt_on_exit"
 _APART = "trainer.placement.colocate_policy_ref=false"
+#: There is a reward model.
+REWARD = "trainer.reward.model.path"
 _CRITIC_APART = "trainer.placement.colocate_policy_critic=false"
 _ENVIRONMENTS = "not generator.agent_program"
 _AGENTS = "generator.agent_program"
@@ -106,6 +108,16 @@ class CriticConfig(Settings):
 
 
 @dataclass
+class RewardConfig(Settings):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    weight: float = key(1.0, "Factor of the reward model's score in the reward, to which it is added.")
+    mean: float = key(0.0, "Mean of the model's scores, measured beforehand: it is subtracted from each.")
+    std: float = key(1.0, "Standard deviation of the model's scores: what is left is divided by it.", above=0.0)
+    clip: float = key(0.0, "Clamp scores, so scaled, to plus or minus this; 0 is off.", low=0.0)
+    threads: int = key(0, "CPU threads per rank of the reward model; 0 takes as many as a policy rank has.", low=0)
+
+
+@dataclass
 class PlacementConfig(Settings):
     colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
     colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)
@@ -120,6 +132,8 @@ class PlacementConfig(Settings):
     )
     critic_num_nodes: int = key(1, "Nodes for the critic.", low=1, when=_CRITIC_APART)
     critic_num_gpus_per_node: int = key(1, "Critic ranks per node.", low=1, when=_CRITIC_APART)
+    reward_num_nodes: int = key(1, "Nodes for the reward model, whose devices are its own.", low=1, when=REWARD)
+    reward_num_gpus_per_node: int = key(1, "Reward model ranks per node.", low=1, when=REWARD)
     timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
 
 
@@ -129,6 +143,7 @@ class TrainerConfig(Settings):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig, metadata={"when": CRITIC})
+    reward: RewardConfig = field(default_factory=RewardConfig, metadata={"when": REWARD})
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     plan: str = key(
         "sync",

@@ -43,8 +43,12 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             _check_tokenizer(folder, path, framed=cfg.data.apply_chat_template and not cfg.data.chat_template)
 
 
-def check_one_label(path: str, key: str) -> None:
-    """Raises ``UserError`` for a classifier that says more than one number, where values are asked for."""
+def check_one_label(path: str, key: str, *, trained: bool) -> None:
+    """Raises ``UserError`` for a model that says more than one number, where that is what is asked of it.
+
+    Args:
+        trained: its head is needed; else a causal language model will do.
+    """
     file = config_file(path)
     if file is None:
         return
@@ -52,7 +56,24 @@ def check_one_label(path: str, key: str) -> None:
     classifier = any(str(name).endswith("Classification") for name in shape.get("architectures") or ())
     labels = len(shape.get("id2label") or ()) or shape.get("num_labels", 2)
     if classifier and labels != 1:
-        raise UserError(f"{key}={path} has a head of {labels} labels: values need one, or a causal language model")
+        raise UserError(f"{key}={path} has a head of {labels} labels: it takes one of a single label")
+    if trained and not classifier:
+        raise UserError(
+            f"{key}={path} is no model for sequence classification with one label: it has no head to score by"
+        )
+
+
+def check_same_tokens(path: str, policy: str, key: str) -> None:
+    """Raises ``UserError`` for a model whose tokenizer is not the policy's, where both are in folders here."""
+    files = [Path(folder, "tokenizer.json") for folder in (path, policy)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
+    theirs, ours = (read_json(file, f"{key}={path}").get("model") or {} for file in files)
+    if theirs.get("vocab") != ours.get("vocab"):
+        raise UserError(
+            f"{key}={path} has another tokenizer than trainer.policy.model.path={policy}: it is given the policy's "
+            f"tokens, which would mean something else to it"
+        )
 
 
 def hub_folder(name: str, key: str = MODEL) -> Path | None:

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skyasync.config import conditions
 from skyasync.config.paths import model_path
 from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute
-from skyasync.preflight.model import check_model, check_one_label
+from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
 from skyasync.rollout.tokenizer import template_text
-from skyasync.workers.roles import POLICY, ROLES, VALUE, Role
+from skyasync.workers.roles import POLICY, ROLES, SCORE, VOCABULARY, Role
 
 
 def settle_references(cfg: Config) -> None:
@@ -55,8 +56,12 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         if model is None:
             continue
         named, key = model.path, f"{role.section}.model.path"
+        if not named and key in conditions.paths(role.when):
+            continue  # there is none
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
         if role in wanted and (named or role.name == POLICY):
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
-            if role.head == VALUE:
-                check_one_label(model.path, key)
+            if role.head != VOCABULARY:
+                check_one_label(model.path, key, trained=role.head == SCORE)
+            if role.head == SCORE:
+                check_same_tokens(model.path, cfg.trainer.policy.model.path, key)

@@ -54,6 +54,13 @@ def multiple_choice(response: str, label: object) -> float:
     return float(bool(chosen) and max(chosen[-1]).upper() == truth)
 
 
+@REWARDS.register("zero")
+@quick
+def zero() -> float:
+    """0 whatever the response is: where a reward model alone judges."""
+    return 0.0
+
+
 def _known(label: object, function: str) -> object:
     if label is None:
         raise UserError(f"reward function {function} needs the right answer, and the row has none: set data.label_key")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from skyasync.algorithms.losses.value import clipped_value_loss
-from skyasync.workers.base import put_rows, sharded_afterwards
-from skyasync.workers.batch import TokenBatch, UpdateBatch
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.trained import Totals, TrainedWorker
+from skyasync.workers.valued import ValueWorker
 
 
-class CriticWorker(TrainedWorker):
+class CriticWorker(ValueWorker, TrainedWorker):
     """Holds the critic: ``trainer.critic.model``, or the policy's starting weights, under a head of one output.
 
     Args:
@@ -23,14 +22,6 @@ class CriticWorker(TrainedWorker):
     """
 
     role_name: ClassVar[str] = "critic"
-
-    def values(self, batch: TokenBatch) -> Tensor:
-        """Value of the state before each loss token, ``[batch, length]`` on the CPU, zero elsewhere; no gradient."""
-        result = torch.zeros(batch.tokens.shape, dtype=torch.float32)
-        with torch.no_grad(), sharded_afterwards(self.model):
-            for micro in self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu):
-                put_rows(result, micro, self.model(micro.layout.to(self.device)))
-        return result
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         if batch.values is None or batch.returns is None:

@@ -31,8 +31,8 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.workers.model import ATTENTION, TokenLogprobs, Wrapped, check_linear_head, training_config
-from skyasync.workers.roles import VALUE, VOCABULARY
-from skyasync.workers.values import SCORE, TokenValues
+from skyasync.workers.roles import SCORE, VALUE, VOCABULARY
+from skyasync.workers.values import SCORE_LAYER, TokenValues
 
 
 class Head:
@@ -115,19 +115,33 @@ class ValueHead(Head):
         return _without_report()
 
     def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
-        if not isinstance(getattr(model, SCORE, None), nn.Linear):
-            raise UserError(f"{path}: {type(model).__name__} has no linear head named {SCORE}: it can hold no values")
-        if other := sorted(set(missing) - {f"{SCORE}.weight", f"{SCORE}.bias"}):
+        if not isinstance(getattr(model, SCORE_LAYER, None), nn.Linear):
+            raise UserError(
+                f"{path}: {type(model).__name__} has no linear head named {SCORE_LAYER}: it can hold no values"
+            )
+        if other := sorted(set(missing) - {f"{SCORE_LAYER}.weight", f"{SCORE_LAYER}.bias"}):
             raise UserError(f"{path}: its files lack {other[0]}, which {type(model).__name__} needs")
-        for name, parameter in model.get_submodule(SCORE).named_parameters():
-            if f"{SCORE}.{name}" in missing:
+        for name, parameter in model.get_submodule(SCORE_LAYER).named_parameters():
+            if f"{SCORE_LAYER}.{name}" in missing:
                 _put(parameter, _new(name, parameter))
 
     def wrap(self, model: PreTrainedModel, cfg: Config) -> TokenValues:
         return TokenValues(model)
 
 
-HEADS: dict[str, Head] = {VOCABULARY: VocabularyHead(), VALUE: ValueHead()}
+class ScoreHead(ValueHead):
+    """The same with the head that its files hold: a reward model that somebody has trained."""
+
+    def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
+        if f"{SCORE_LAYER}.weight" in missing:
+            raise UserError(
+                f"{path}: its files hold no head ({SCORE_LAYER}.weight): a reward model is one for sequence "
+                f"classification with one label"
+            )
+        super().complete(path, model, missing)
+
+
+HEADS: dict[str, Head] = {VOCABULARY: VocabularyHead(), VALUE: ValueHead(), SCORE: ScoreHead()}
 
 
 def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:

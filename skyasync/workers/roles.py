@@ -14,12 +14,12 @@ from typing import Any
 
 from skyasync.config.algorithm import CRITIC, KL
 from skyasync.config.conditions import holds
-from skyasync.config.schema import Config
+from skyasync.config.schema import REWARD, Config
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 
-POLICY, CRITIC_ROLE = "policy", "critic"
-VOCABULARY, VALUE = "vocabulary", "value"
+POLICY, CRITIC_ROLE, REWARD_ROLE = "policy", "critic", "reward"
+VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Role:
             host memory while engines have those (``trainer.placement.colocate_all``).
         columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
         gpu: devices of its own are GPUs, if there are any.
-        head: what its model, if it has one, says of a token: ``vocabulary`` (a causal language model's logits) or
-            ``value`` (one number; where the files hold none the head is new). See ``skyasync.workers.heads``.
+        head: what its model, if it has one, says of a token (``skyasync.workers.heads``): ``vocabulary`` (a causal
+            language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
     """
 
     name: str
@@ -128,6 +128,14 @@ _OURS = {
             ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
             beside="trainer.placement.colocate_policy_critic or trainer.placement.colocate_all",
             head=VALUE,
+        ),
+        Role(
+            REWARD_ROLE,
+            "skyasync.workers.reward:RewardWorker",
+            section="trainer.reward",
+            when=REWARD,
+            ranks=("trainer.placement.reward_num_nodes", "trainer.placement.reward_num_gpus_per_node"),
+            head=SCORE,
         ),
     )
 }

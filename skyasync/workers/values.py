@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from skyasync.workers.model import Wrapped
 from skyasync.workers.packing import Layout
 
-SCORE = "score"
+SCORE_LAYER = "score"
 """The head's name in the library's classes for sequence classification."""
 
 
@@ -26,7 +26,7 @@ class TokenValues(Wrapped):
 
     def forward(self, layout: Layout) -> Tensor:
         """``[rows, length]``: 0 where there is no loss token."""
-        hidden, head = self.hidden(layout), self.model.get_submodule(SCORE)
+        hidden, head = self.hidden(layout), self.model.get_submodule(SCORE_LAYER)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         assert isinstance(head, nn.Linear)
         bias = None if head.bias is None else head.bias.to(exact)

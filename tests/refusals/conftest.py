@@ -50,7 +50,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checkpoints" / "step_000003" / "state.json").write_text(json.dumps(state))
     (folder / "damaged" / "step_000004").mkdir(parents=True)
     (folder / "damaged" / "step_000004" / "state.json").write_text('{"step": 4, "manifest": "manifest.json"}')
-    for name in ("no_tokenizer", "bad_tokenizer", "no_template", "no_weights", "bad_config", "two_labels"):
+    for name in (
+        "no_tokenizer",
+        "bad_tokenizer",
+        "no_template",
+        "no_weights",
+        "bad_config",
+        "two_labels",
+        "other_tokens",
+    ):
         shutil.copytree(model, folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "no_tokenizer" / name).unlink()
@@ -60,6 +68,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad_config" / "config.json").write_text("{model_type: llama}")
     shape = json.loads((model / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
     (folder / "two_labels" / "config.json").write_text(json.dumps(shape))
+    (folder / "other_tokens" / "config.json").write_text(json.dumps(shape | {"id2label": {"0": "score"}}))
+    tokens = json.loads((model / "tokenizer.json").read_text())
+    tokens["model"]["vocab"] |= {"a": tokens["model"]["vocab"]["b"], "b": tokens["model"]["vocab"]["a"]}
+    (folder / "other_tokens" / "tokenizer.json").write_text(json.dumps(tokens))
     return folder
 
 
