@@ -10,8 +10,9 @@ import pytest
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyasync.algorithms.objective import Objective
-from skyasync.compat.skyrl import make
+from skyasync.compat.skyrl import BasePPOExp, make
 from skyasync.errors import UserError
+from skyasync.plans import PLANS
 from tests.peers.harness import ROWS, configuration, train
 from tests.peers.skyrl import (
     callbacks,
@@ -129,6 +130,17 @@ def test_hooks_with_their_signatures() -> None:
     assert "reward/avg_pass_at_2" in run.metrics and "loss/avg_raw_advantages" in run.metrics
 
 
+@pytest.mark.parametrize("plan", ["one_step_off", "fully_async", "streamed"])
+def test_hooks_on_a_plan_of_ours(plan: str) -> None:
+    class Exp(BasePPOExp):
+        def get_trainer(self, **parts):
+            return type("Mine", (hooks.LengthHooks, PLANS.find(plan)), {})(**parts)
+
+    run = train(*JUDGED, f"trainer.plan={plan}", exp=Exp)
+    assert run.learned
+    assert run.metrics["mine/penalty"] > 0 and run.metrics["mine/advantage"] > 0
+
+
 def test_callbacks_ask_for_a_checkpoint_and_an_evaluation(tmp_path: Path) -> None:
     callbacks.SEEN.clear()
     run = train(*JUDGED, f"trainer.ckpt_path={tmp_path}", "trainer.ckpt_interval=5", exp=callbacks.WatchedExp)
@@ -158,6 +170,8 @@ def test_a_callback_with_an_event_that_does_not_exist_is_told() -> None:
 def test_an_experiment_with_a_configuration_of_its_own() -> None:
     cfg = experiment.configure({"mine.offset": 4, "trainer.algorithm.policy_loss_type": "gspo"})
     assert (cfg.mine.offset, cfg.trainer.algorithm.policy_loss_type) == (4, "gspo")
+    made = experiment.WithOverlong.from_cli_overrides({"trainer.algorithm.overlong_buffer_len": 6})
+    assert made.trainer.algorithm.overlong_buffer_len == 6
     with pytest.raises(UserError, match=r"mine\.ofset"):
         experiment.configure(["mine.ofset=4"])
     run = train(*JUDGED, "mine.offset=6", exp=experiment.MineExp, schema=experiment.Config)

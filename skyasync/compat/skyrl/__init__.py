@@ -12,7 +12,17 @@ from skyasync.compat.skyrl.algorithms import (
 )
 from skyasync.compat.skyrl.batch import TrainingInputBatch
 from skyasync.compat.skyrl.callbacks import CallbackInput, TrainingCallback, TrainingControl
-from skyasync.compat.skyrl.experiment import BasePPOExp, Config, SkyRLTrainConfig, initialize_ray, validate_cfg
+from skyasync.compat.skyrl.experiment import (
+    AlgorithmConfig,
+    BasePPOExp,
+    Config,
+    GeneratorConfig,
+    SkyRLTrainConfig,
+    TrainerConfig,
+    initialize_ray,
+    make_config,
+    validate_cfg,
+)
 from skyasync.compat.skyrl.generators import (
     BatchMetadata,
     GeneratorInput,
@@ -41,6 +51,7 @@ from skyasync.compat.skyrl.trainer import RayPPOTrainer
 
 __all__ = [
     "AdvantageEstimatorRegistry",
+    "AlgorithmConfig",
     "BasePPOExp",
     "BaseTextEnv",
     "BaseTextEnvStepOutput",
@@ -49,6 +60,7 @@ __all__ = [
     "Config",
     "ConversationType",
     "Env",
+    "GeneratorConfig",
     "GeneratorInput",
     "GeneratorInterface",
     "GeneratorOutput",
@@ -62,6 +74,7 @@ __all__ = [
     "SkyRLTrainConfig",
     "Timer",
     "ToolGroup",
+    "TrainerConfig",
     "TrainingCallback",
     "TrainingControl",
     "TrainingInputBatch",
@@ -69,6 +82,7 @@ __all__ = [
     "get_sampling_params_for_backend",
     "initialize_ray",
     "make",
+    "make_config",
     "prepare_generator_input",
     "register",
     "register_advantage_estimator",

@@ -6,18 +6,25 @@ Source: ``skyrl/train/entrypoints/main_base.py``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Self
 
+from skyasync.cluster.placement import plan_slots
+from skyasync.cluster.ray_cluster import _prepare_environment, start_on_loopback
 from skyasync.compat.skyrl.generators import InferenceEngineClient
 from skyasync.config import Config as Ours
 from skyasync.config import load_config
+from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.check import check_config
 from skyasync.config.load import ConfigError
+from skyasync.config.schema import GeneratorConfig, TrainerConfig
 from skyasync.envs.registry import Foreign
 from skyasync.experiment import BasePPOExp as _BasePPOExp
+from skyasync.registry import add_user_parts, user_parts
 from skyasync.rollout.requests import sampling_params
+from skyasync.workers.roles import ROLES
 
 
 @dataclass
@@ -45,8 +52,37 @@ def validate_cfg(cfg: Ours) -> None:
         raise ConfigError(problems)
 
 
+def make_config(
+    algorithm_cls: type = AlgorithmConfig, trainer_cls: type = TrainerConfig, generator_cls: type = GeneratorConfig
+) -> type[Config]:
+    """A configuration whose groups are these classes, with keys of their own."""
+    trainer = make_dataclass(trainer_cls.__name__, [_group("algorithm", algorithm_cls)], bases=(trainer_cls,))
+    fields = [_group("trainer", trainer), _group("generator", generator_cls)]
+    return make_dataclass("Config", fields, bases=(Config,))
+
+
 def initialize_ray(cfg: Ours) -> None:
-    """Nothing: ``BasePPOExp.run`` joins or starts Ray, and sends along what the program has registered."""
+    """Start Ray on this machine, whose processes know what the program has registered so far.
+
+    An experiment can run in a task then, as SkyRL's entry points do it; ``exp.run()`` alone needs none of this.
+    """
+    _prepare_environment()
+    import ray
+
+    if ray.is_initialized() or cfg.ray.address:
+        return
+    parts = user_parts()
+
+    def know_the_parts() -> None:
+        add_user_parts(parts)
+
+    bundles = plan_slots(cfg, gpus=False, roles=[role for role in ROLES.values() if role.wanted(cfg)]).bundles
+    cores = max(os.cpu_count() or 1, len(bundles) + 1)  # the entry point's task has one
+    start_on_loopback(num_cpus=cores, runtime_env={"worker_process_setup_hook": know_the_parts})
+
+
+def _group(name: str, group: type) -> tuple[str, type, Foreign]:
+    return name, group, field(default_factory=group)
 
 
 class BasePPOExp(_BasePPOExp):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from skyasync.compat.skyrl import BasePPOExp, SkyRLTrainConfig, initialize_ray, validate_cfg
+from skyasync.compat.skyrl import AlgorithmConfig, BasePPOExp, SkyRLTrainConfig, make_config, validate_cfg
 
 
 @dataclass
@@ -15,6 +15,14 @@ class Config(SkyRLTrainConfig):
     mine: MineConfig = field(default_factory=MineConfig)
 
 
+@dataclass
+class OverlongConfig(AlgorithmConfig):
+    overlong_buffer_len: int = 4
+
+
+WithOverlong = make_config(algorithm_cls=OverlongConfig)
+
+
 class MineExp(BasePPOExp):
     def get_train_dataset(self):
         rows = super().get_train_dataset()
@@ -24,5 +32,4 @@ class MineExp(BasePPOExp):
 def configure(arguments):
     cfg = Config.from_cli_overrides(arguments)
     validate_cfg(cfg)
-    initialize_ray(cfg)
     return cfg

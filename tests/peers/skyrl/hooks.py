@@ -2,10 +2,10 @@
 
 import torch
 
-from skyasync.compat.skyrl import BasePPOExp, GeneratorOutput, RayPPOTrainer, TrainingInputBatch
+from skyasync.compat.skyrl import BasePPOExp, GeneratorOutput, RayPPOTrainer, SkyRLNames, TrainingInputBatch
 
 
-class LengthTrainer(RayPPOTrainer):
+class LengthHooks(SkyRLNames):
     @torch.no_grad()
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]):
         rewards = generator_output["rewards"]
@@ -27,6 +27,10 @@ class LengthTrainer(RayPPOTrainer):
         data["returns"] = data["advantages"].clone()
         self.all_metrics["mine/advantage"] = data["advantages"].abs().sum().item()
         return data
+
+
+class LengthTrainer(LengthHooks, RayPPOTrainer):
+    """On SkyRL's own loop."""
 
 
 class LengthExp(BasePPOExp):
