@@ -7,7 +7,11 @@ how training goes: a part of it that fails costs a picture or a line, never the 
 from skyasync.registry import Registry
 
 #: name -> class built from a ``TrackerContext``; ``trainer.logger`` lists the ones a run uses.
-TRACKERS = Registry("tracker", ["skyasync.observe.trackers"], capabilities={"extra": ""})
+TRACKERS = Registry(
+    "tracker",
+    ["skyasync.observe.trackers", "skyasync.observe.services"],
+    capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or a package beside it
+)
 
 from skyasync.observe.run_dir import RunDirectory, default_run_name  # noqa: E402
 from skyasync.observe.timeline import Timeline  # noqa: E402

@@ -180,7 +180,7 @@ class TensorboardTracker:
     """Event files in ``<run folder>/tensorboard``."""
 
     def __init__(self, context: TrackerContext) -> None:
-        _need("tensorboard")
+        need("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(context.run_dir.path / "tensorboard"))
@@ -200,7 +200,7 @@ class WandbTracker:
     """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's folder)."""
 
     def __init__(self, context: TrackerContext) -> None:
-        wandb = _need("wandb")
+        wandb = need("wandb")
         id_file = context.run_dir.path / "wandb_id"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
@@ -216,7 +216,7 @@ class WandbTracker:
         self._run.finish()
 
 
-def _need(package: str) -> Any:
+def need(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -59,6 +59,9 @@ def check_installed(registry: Registry, name: str) -> None:
     extra = registry.about(name).can["extra"]
     if extra and find_spec(extra.replace("-", "_")) is None:
         raise MissingExtraError(extra, extra)
+    package = registry.about(name).can.get("package", "")
+    if package and find_spec(package) is None:
+        raise UserError(f"{package} is not installed; add it with: uv pip install {package}")
 
 
 def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:

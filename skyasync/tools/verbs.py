@@ -64,12 +64,12 @@ VERBS: dict[str, Verb] = {
     "evaluate": Verb(
         "skyasync.tools.evaluate:evaluate",
         "score a model or a checkpoint on the held-out prompts",
-        (*_SETTINGS, "--of", "--k", "--passing", "--json"),
+        (*_SETTINGS, "--of", "--best", "--k", "--passing", "--prompts", "--json"),
     ),
     "export": Verb(
         "skyasync.tools.export:export",
         "make a Hugging Face folder of a checkpoint",
-        ("--out", "--dtype", "--model", "--help"),
+        ("--best", "--out", "--dtype", "--model", "--help"),
         settings=False,
         runs=True,
     ),

@@ -12,6 +12,7 @@ from skyasync.errors import UserError
 from skyasync.observe import TRACKERS, RunDirectory, jsonl
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.trackers import NON_FINITE, JsonlTracker, MultiTracker, TrackerContext, plain_metrics
+from skyasync.preflight.parts import check_installed
 from tests.full_disk import files_end_at
 
 
@@ -157,16 +158,16 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name(run):
         MultiTracker(["jsnl"], run)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"])
 def test_a_missing_package_is_answered_with_the_command_that_adds_it(run, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # the import fails whether it is installed or not
     with pytest.raises(UserError, match=f"not installed; add it with: uv pip install {name}"):
         MultiTracker([name], run)
 
 
-def test_the_registry_announces_exactly_what_the_module_registers():
+def test_the_registry_announces_exactly_what_the_modules_register():
     announced = TRACKERS.names()
-    assert sorted(TRACKERS) == announced == ["console", "jsonl", "tensorboard", "wandb"]
+    assert sorted(TRACKERS) == announced == ["console", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 
 
 def test_a_users_tracker_is_found_by_its_name(run):
@@ -211,7 +212,52 @@ def test_wandb_writes_an_offline_run_into_the_folder(run, monkeypatch):
     assert (run.path / "wandb_id").read_text()
 
 
+def test_mlflow_has_the_metrics_and_a_resumed_run_goes_on_in_the_same(run, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the store that needs no database
+    mlflow.set_tracking_uri(run.path.as_uri() + "/mlruns")
+    for step in (1, 2):
+        tracker = MultiTracker(["mlflow"], run, {"trainer": {"seed": 7}})
+        tracker.log({"reward/mean": step / 10, "broken": math.nan}, step)
+        tracker.close()
+    client = mlflow.MlflowClient()
+    found = client.get_run((run.path / "mlflow_id").read_text())
+    assert (found.info.run_name, found.info.status, found.data.params) == ("run", "FINISHED", {"trainer.seed": "7"})
+    history = client.get_metric_history(found.info.run_id, "reward/mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.1), (2, 0.2)]
+    assert "broken" not in found.data.metrics
+
+
+def test_trackio_has_the_metrics_and_a_resumed_run_goes_on_in_the_same(run, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(run.path / "trackio"))  # read when it is imported
+    trackio = pytest.importorskip("trackio")
+    for step in (1, 2):
+        tracker = MultiTracker(["trackio"], run, {"trainer": {"seed": 7}}, project_name="mine")
+        tracker.log({"reward/mean": step / 10, "broken": math.nan}, step)
+        tracker.close()
+    (found,) = trackio.Api().runs("mine")
+    assert found.name == "run"
+    rows = trackio.sqlite_storage.SQLiteStorage.get_logs("mine", "run")
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.1), (2, 0.2)]
+
+
+def test_swanlab_writes_an_offline_run_into_the_folder(run, monkeypatch):
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    tracker = MultiTracker(["swanlab"], run, {"trainer": {"seed": 1}})
+    tracker.log({"reward/mean": 0.5, "broken": math.nan}, 1)
+    tracker.close()
+    assert list((run.path / "swanlab").iterdir())
+
+
 def test_importing_the_package_and_its_trackers_imports_nothing_heavy():
     code = "import sys, skyasync.observe.trackers; print({'torch', 'ray', 'matplotlib'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "swanlab"])
+def test_a_missing_package_is_found_before_anything_starts(monkeypatch, name):
+    monkeypatch.setattr("skyasync.preflight.parts.find_spec", lambda package: None)
+    with pytest.raises(UserError, match=f"{name} is not installed; add it with: uv pip install {name}"):
+        check_installed(TRACKERS, name)

@@ -1,0 +1,134 @@
+"""What the metrics of a run mean: ``python -m skyasync.observe.metric_names`` prints ``docs/metrics.md``.
+
+Invariant: every metric that a run logs by itself has an entry here (a test holds it); a name in angle brackets stands
+for what differs from run to run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``unit`` is "" for plain numbers."""
+
+    name: str
+    meaning: str
+    unit: str = ""
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(re.sub(r"<n>", r"-?\\d+", re.sub(r"<(?!n>)\w+>", r".+", re.escape(self.name))))
+
+
+SHARE, TOKENS, SECONDS = "share", "tokens", "seconds"
+
+METRICS = (
+    Metric("step", "The training step; 0 is the evaluation before the first."),
+    Metric("time", "When the row was written last.", "seconds since 1970"),
+    Metric("reward/mean", "Mean reward of the trajectories that were rolled out for the step."),
+    Metric("reward/std", "Their standard deviation."),
+    Metric("reward/mixed_groups", "Groups whose samples have different rewards.", SHARE),
+    Metric("reward/mean/<domain>", "The mean reward of a domain's rows (data.domain_key)."),
+    Metric("reward/mixed_groups/<domain>", "Mixed groups among the domain's.", SHARE),
+    Metric("reward/prompts/<domain>", "The domain's part of the step's prompts.", SHARE),
+    Metric("reward/shaped_mean", "Mean reward after truncation, length penalty, scale, clip and normalisation."),
+    Metric("reward/kl", "Mean KL to the reference that the reward was charged with, per token."),
+    Metric("reward/kl_coef", "Its coefficient, which an adaptive controller changes."),
+    Metric("response/length_mean", "Generated tokens per trajectory, observations not counted.", TOKENS),
+    Metric("response/length_max", "The longest.", TOKENS),
+    Metric("response/truncated", "Trajectories cut by their length.", SHARE),
+    Metric("response/dropped", "Trajectories left out by truncated_responses=drop."),
+    Metric("response/repeated", "Samples that are equal to another of their group.", SHARE),
+    Metric("response/repeated_expected", "What chance makes of that, by the samples' own probabilities.", SHARE),
+    Metric("env/<name>", "What the environments report, in the mean over the trajectories that report it."),
+    Metric("dynamic_sampling/sampled", "Groups that were rolled out for the step."),
+    Metric("dynamic_sampling/rejected", "Groups that were not trained, having nothing to teach."),
+    Metric("dynamic_sampling/ended_early", "Trajectories ended because their group was decided."),
+    Metric("dynamic_sampling/limit_reached", "1 in a step whose batch stayed short at the limit of rejections."),
+    Metric("policy/loss", "The loss, summed over the batch with its weights, in the mean over the step's updates."),
+    Metric("policy/tokens", "Trained tokens per update.", TOKENS),
+    Metric("policy/clip_fraction", "Tokens that the loss clips: they have no gradient.", SHARE),
+    Metric("policy/ratio", "Mean ratio of the current policy to the anchor (the proximal policy)."),
+    Metric("policy/correction_weight", "Mean factor of the off-policy correction."),
+    Metric("policy/correction_masked", "Tokens whose factor is 0.", SHARE),
+    Metric("policy/approx_kl", "Mean of log anchor - log current, over the updates of the step.", "nats per token"),
+    Metric("policy/kl_loss", "KL to the reference in the loss.", "nats per token"),
+    Metric("policy/entropy", "Entropy of the policy, where the loss has that term.", "nats per token"),
+    Metric("policy/grad_norm", "Norm of the gradient before clipping."),
+    Metric("policy/lr", "Learning rate."),
+    Metric("policy/<statistic>", "Other statistics of the chosen loss (docs/algorithms.md)."),
+    Metric("off_policy/ratio_mean", "Mean of w = proximal / behaviour probability of the trained tokens."),
+    Metric("off_policy/ratio_max", "The largest w."),
+    Metric("off_policy/ratio_min", "The smallest w."),
+    Metric("off_policy/effective_sample_size", "(mean w)^2 / mean(w^2): 1 where all weigh the same.", SHARE),
+    Metric("off_policy/kl", "KL of behaviour to proximal policy, k3 estimate.", "nats per token"),
+    Metric("off_policy/abs_log_ratio", "Mean of |log w|.", "nats per token"),
+    Metric("off_policy/masked_fraction", "Tokens whose correction factor is 0.", SHARE),
+    Metric("off_policy/clipped_fraction", "Tokens whose factor is neither 0 nor w.", SHARE),
+    Metric("off_policy/staleness_<n>/<name>", "The same of the tokens that are n versions old."),
+    Metric("staleness/mean", "Versions from a token's sampling to its training, by its stamp.", "versions"),
+    Metric("staleness/min", "The least.", "versions"),
+    Metric("staleness/max", "The most.", "versions"),
+    Metric("staleness/head_mean", "Of the trajectories' first tokens.", "versions"),
+    Metric("staleness/tail_mean", "Of their last tokens.", "versions"),
+    Metric("staleness/tokens_<n>", "Tokens that were n versions old.", TOKENS),
+    Metric("sync/logprob_gap", "Largest gap of log-probabilities, trainer to engine, on probe prompts.", "nats"),
+    Metric("sync/logprob_gap_mean", "Its mean.", "nats"),
+    Metric("sync/logprob_gap_limit", "What rounding was measured to do: a larger gap ends the run.", "nats"),
+    Metric("rollout/running", "Prompts in flight when the step began to train (fully_async)."),
+    Metric("rollout/finished", "Prompts that waited for training then."),
+    Metric("throughput/tokens_per_s", "Tokens that the engines generated in the step's time.", "tokens/s"),
+    Metric("throughput/samples_per_s", "Trajectories trained in the step's time.", "samples/s"),
+    Metric("idle/trainer", "Part of the step's time in which the policy's workers had no work.", SHARE),
+    Metric("idle/engines", "The same of the engines, in the mean.", SHARE),
+    Metric("time/step_s", "The step, from end to end.", SECONDS),
+    Metric("time/generate_s", "From a batch's first request to its last token.", SECONDS),
+    Metric("time/train_s", "All that training a batch takes, the update within.", SECONDS),
+    Metric("time/update_s", "Gradients and optimizer steps.", SECONDS),
+    Metric("time/logprobs_s", "The proximal policy's log-probabilities, where they are computed apart.", SECONDS),
+    Metric("time/reference_s", "The reference's log-probabilities.", SECONDS),
+    Metric("time/sync_s", "Weights to the engines, and their verification.", SECONDS),
+    Metric("time/eval_s", "An evaluation.", SECONDS),
+    Metric("time/checkpoint_s", "What training waits for a checkpoint.", SECONDS),
+    Metric("time/export_s", "Writing a Hugging Face folder (trainer.export_interval).", SECONDS),
+    Metric("time/sleep_s", "Putting the engines to sleep (trainer.placement.colocate_all).", SECONDS),
+    Metric("time/wait_<what>_s", "The trainer waits for that: data, generation, rollouts.", SECONDS),
+    Metric("time/<phase>_s", "A phase of a plan of your own (self.timed).", SECONDS),
+    Metric("checkpoint/write_s", "Writing a checkpoint behind training (trainer.ckpt_async).", SECONDS),
+    Metric("eval/score", "Mean reward of the held-out prompts."),
+    Metric("eval/score/<domain>", "The same of a domain's rows."),
+    Metric("eval/version", "The policy version that was evaluated."),
+    Metric("eval/<name>", "The other metrics of rollouts, in evaluation: reward_std, response_length_mean, ..."),
+    Metric("warnings/non_finite", "Values of this row that were NaN or infinite; they are null."),
+    Metric("warnings/stuck_ratio", "1 if w was exactly 1 on all stale tokens: w is not the engine's."),
+    Metric("warnings/repeated_samples", "1 if samples repeated each other as chance would not."),
+)
+
+_INTRODUCTION = """\
+# Metrics
+
+This page is made by `python -m skyasync.observe.metric_names > docs/metrics.md`.
+
+What a run writes to `metrics.jsonl`, one row per step, and to its trackers. A metric that does not apply is absent; one
+that was NaN or infinite is null. Algorithms and callbacks of your own add theirs.
+
+| metric | meaning | unit |
+|---|---|---|
+"""
+
+
+def entry_of(name: str) -> Metric | None:
+    """The entry that a metric's name belongs to; exact names come before those with brackets."""
+    exact = next((metric for metric in METRICS if metric.name == name), None)
+    return exact or next((metric for metric in METRICS if metric.pattern.fullmatch(name)), None)
+
+
+def markdown() -> str:
+    return _INTRODUCTION + "".join(f"| `{m.name}` | {m.meaning} | {m.unit} |\n" for m in METRICS)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

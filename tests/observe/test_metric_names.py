@@ -1,0 +1,50 @@
+"""The page of metrics: current, and complete for what runs log."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from skyasync.observe.metric_names import METRICS, entry_of, markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_written_page_is_current() -> None:
+    written = (ROOT / "docs" / "metrics.md").read_text()
+    assert written == markdown(), "run: python -m skyasync.observe.metric_names > docs/metrics.md"
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("staleness/tokens_3", "staleness/tokens_<n>"),
+        ("off_policy/staleness_12/kl", "off_policy/staleness_<n>/<name>"),
+        ("reward/mean/math", "reward/mean/<domain>"),
+        ("time/wait_data_s", "time/wait_<what>_s"),
+        ("eval/response_truncated", "eval/<name>"),
+        ("policy/loss", "policy/loss"),
+    ],
+)
+def test_a_metric_finds_its_entry(name: str, entry: str) -> None:
+    found = entry_of(name)
+    assert found is not None and found.name == entry
+
+
+def test_a_strange_name_has_none() -> None:
+    assert entry_of("staleness/tokens_many") is None
+    assert entry_of("my/score") is None
+
+
+def test_every_metric_that_the_library_names_has_an_entry() -> None:
+    texts = "".join(path.read_text() for path in (ROOT / "skyasync").rglob("*.py") if path.name != "metric_names.py")
+    rooms = "reward|response|dynamic_sampling|staleness|sync|rollout|throughput|idle|checkpoint|warnings|off_policy"
+    named = set(re.findall(rf'"((?:{rooms})/[a-z_]+)"', texts))
+    assert len(named) > 30
+    assert sorted(name for name in named if entry_of(name) is None) == []
+
+
+def test_names_are_listed_once() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
