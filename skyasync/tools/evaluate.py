@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import comb, sqrt
 from pathlib import Path
@@ -85,20 +85,30 @@ def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING) -> float
 
 def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     """Settings that make the run's engine have these weights."""
+    from skyasync.observe.report.settings import MODEL, read
     from skyasync.tools.checkpoints import find, is_checkpoint_or_run
 
     if not name:
         return []
     if not is_checkpoint_or_run(name):
-        return [f"trainer.policy.model.path={name}"]
+        return [f"{MODEL}={name}"]
     checkpoint = find(name, best=best)
     from skyasync.tools.export import write
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write(checkpoint, folder / "model")
     run = checkpoint.parent.parent / "config.yaml"
-    config = ["--config", str(run)] if run.is_file() else []
-    return [*config, f"trainer.policy.model.path={folder / 'model'}", "trainer.resume_mode=none"]
+    config = ["--config", str(run), *_without_other_models(read(run))] if run.is_file() else []
+    return [*config, f"{MODEL}={folder / 'model'}", "trainer.resume_mode=none"]
+
+
+def _without_other_models(settings: Mapping[str, object]) -> list[str]:
+    """Roles whose model is the policy's because none was named: the run has written down which that was."""
+    from skyasync.observe.report.settings import MODEL
+
+    policy = settings.get(MODEL)
+    names = [key for key, value in settings.items() if key.endswith(".model.path") and key != MODEL and value == policy]
+    return [f'{name}=""' for name in names]
 
 
 def _powers(samples: int) -> list[int]:

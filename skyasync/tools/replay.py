@@ -69,6 +69,8 @@ def _train(run: Path, settings: Sequence[str]) -> None:
         "trainer.runs_dir": str(run.resolve().parent),
         "trainer.resume_mode": "none",
         "trainer.dump_trajectories": "false",
+        "trainer.export_path": '""',  # the recording run's is not written over
+        "trainer.ckpt_path": '""',
     }
     from skyasync.tools.replaying import Replay
 
@@ -82,6 +84,7 @@ def without_engines(cfg: Config) -> None:
     """Settings that only engines and prompts read are as if nobody had set them."""
     trainer, generator = cfg.trainer, cfg.generator
     generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
+    generator.backend = "transformers"  # which needs nothing installed
     trainer.placement.colocate_all, trainer.allow_uncorrected = False, True
     trainer.epochs, trainer.max_training_steps, trainer.eval_before_train = 1, 0, False
     cfg.environment.domains = {}  # rewards are recorded

@@ -115,7 +115,7 @@ def test_a_checkpoint_is_evaluated_with_its_runs_settings(run: Trained, capsys: 
 def test_prompts_are_played_without_a_run_folder(
     ray_session: None, model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = arguments(runs=tmp_path / "runs", model=model)
+    settings = [s for s in arguments(runs=tmp_path / "runs", model=model) if "n_samples_per_prompt" not in s]
     command(["rollout", "--prompts", "2", "--samples=3", "--json", *settings])
     episodes = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [episode["id"] for episode in episodes] == [f"e0-i{row}-r{n}" for row in (0, 1) for n in range(3)]
