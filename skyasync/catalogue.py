@@ -75,8 +75,7 @@ def registered_in(module: str, capabilities: Mapping[str, Any]) -> dict[str, Abo
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             for call in _calls(node, "register"):
                 given = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
-                about = _function if isinstance(node, ast.FunctionDef) else _class
-                found[ast.literal_eval(call.args[0])] = about(node, functions, {**capabilities, **given})
+                found[ast.literal_eval(call.args[0])] = _about(node, functions, {**capabilities, **given})
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Call):
             found[ast.literal_eval(node.value.func.args[0])] = About(can=capabilities)  # of another module
     return found
@@ -88,7 +87,13 @@ def _statements(module: str) -> list[ast.stmt]:
     return ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_bytes()).body
 
 
-def _function(node: Any, functions: Mapping[str, Any], can: Mapping[str, Any]) -> About:
+def _about(
+    node: ast.FunctionDef | ast.ClassDef, functions: Mapping[str, ast.FunctionDef], can: Mapping[str, Any]
+) -> About:
+    return _function(node, functions, can) if isinstance(node, ast.FunctionDef) else _class(node, can)
+
+
+def _function(node: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef], can: Mapping[str, Any]) -> About:
     arguments = node.args
     keys = [{k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg} for call in _calls(node, "configured")]
     selectors = [
@@ -107,17 +112,17 @@ def _function(node: Any, functions: Mapping[str, Any], can: Mapping[str, Any]) -
     )
 
 
-def _class(node: Any, functions: Mapping[str, Any], can: Mapping[str, Any]) -> About:
+def _class(node: ast.ClassDef, can: Mapping[str, Any]) -> About:
     own = dict(can)
     for statement in node.body:
-        target: ast.expr | None = statement.target if isinstance(statement, ast.AnnAssign) else None
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else target
-        if isinstance(target, ast.Name) and target.id in can:
-            own[target.id] = ast.literal_eval(statement.value)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+            if isinstance(target, ast.Name) and target.id in can:
+                own[target.id] = ast.literal_eval(statement.value)
     return About(can=own)
 
 
-def _calls(node: Any, name: str) -> list[ast.Call]:
+def _calls(node: ast.FunctionDef | ast.ClassDef, name: str) -> list[ast.Call]:
     """Decorators that are calls of ``name`` or ``something.name``."""
 
     def called(call: ast.Call) -> str:

@@ -18,7 +18,8 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.cleanup import afterwards
@@ -29,6 +30,11 @@ from skyasync.observe.run_dir import RunDirectory
 from skyasync.processes.calls import START_S
 from skyasync.registry import UserParts, add_user_parts, user_parts
 from skyasync.trainer import RayPPOTrainer
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+R = TypeVar("R")
 
 POLL_S = 0.5
 GRACE_S = 30.0
@@ -121,6 +127,20 @@ class Controller:
         return saving_part.saved_step if saving_part is not None else 0
 
 
+class Asked(Protocol[R]):
+    """A method of an actor, as whoever holds its handle calls it."""
+
+    def remote(self, *args: object, **options: object) -> ObjectRef[R]: ...
+
+
+class ControllerHandle(Protocol):
+    """The ``Controller`` from another process."""
+
+    run: Asked[dict[str, float] | None]
+    stop: Asked[int]
+    report: Asked[ProgressReport]
+
+
 def run_in_controller(experiment: Experiment, *, progress: bool) -> dict[str, float] | None:
     """Train in a Ray actor on this node and show its progress here. Ray is initialised.
 
@@ -135,20 +155,22 @@ def run_in_controller(experiment: Experiment, *, progress: bool) -> dict[str, fl
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
     controller: Any = actor_class.remote(experiment, user_parts())
     with _hearing_sigterm() as heard:
-        return _run(ray, controller, experiment, progress, heard)
+        return _run(controller, experiment, progress, heard)
 
 
 def _run(
-    ray: Any, controller: Any, experiment: Experiment, progress: bool, heard: threading.Event
+    controller: ControllerHandle, experiment: Experiment, progress: bool, heard: threading.Event
 ) -> dict[str, float] | None:
+    import ray
+
     from skyasync.cluster.placement import release
 
     trainer = experiment.cfg.trainer
     try:
-        _await_process(ray, controller)
+        _await_process(controller)
         running = controller.run.remote()
         with ProgressView(live=progress) as view:
-            _watch(ray, controller, running, view)
+            _watch(controller, running, view)
         return ray.get(running)
     except ray.exceptions.RayTaskError as error:
         if experiment.run_dir is not None:
@@ -158,7 +180,7 @@ def _run(
         raise
     except KeyboardInterrupt:
         if heard.is_set():  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
-            raise Terminated(_saved_in_time(ray, controller, trainer)) from None
+            raise Terminated(_saved_in_time(controller, trainer)) from None
         if trainer.ckpt_on_exit:
             print("stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)")
         raise
@@ -168,7 +190,7 @@ def _run(
                 with contextlib.suppress(Exception):
                     ray.get(controller.stop.remote(), timeout=_patience_s(trainer))
         finally:
-            ray.kill(controller)
+            _end(controller)
             release(experiment.placement_name)
 
 
@@ -180,7 +202,7 @@ def _hearing_sigterm() -> Iterator[threading.Event]:
         yield heard
         return
 
-    def terminate(number: int, frame: Any) -> None:
+    def terminate(number: int, frame: FrameType | None) -> None:
         if not heard.is_set():
             heard.set()
             raise KeyboardInterrupt
@@ -192,8 +214,10 @@ def _hearing_sigterm() -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _saved_in_time(ray: Any, controller: Any, trainer: TrainerConfig) -> str:
+def _saved_in_time(controller: ControllerHandle, trainer: TrainerConfig) -> str:
     """Let the run save, for as long as it may; what came of that, in words."""
+    import ray
+
     try:
         step = ray.get(controller.stop.remote(saving=True), timeout=trainer.sigterm_grace_s)
     except Exception as error:  # whatever it is, the process is to end
@@ -208,18 +232,28 @@ def _patience_s(trainer: TrainerConfig) -> float:
     return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit or trainer.ckpt_async else 0)
 
 
-def _await_process(ray: Any, controller: Any) -> None:
+def _await_process(controller: ControllerHandle) -> None:
     """Ray tries for ever to start a process that cannot start; its reasons are in the terminal by then."""
+    import ray
+
     try:
         ray.get(controller.report.remote(-1), timeout=START_S)
     except ray.exceptions.GetTimeoutError:
-        ray.kill(controller)
+        _end(controller)
         problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
         raise RuntimeError(problem) from None
 
 
-def _watch(ray: Any, controller: Any, running: object, view: ProgressView) -> None:
+def _end(controller: ControllerHandle) -> None:
+    import ray
+
+    ray.kill(controller)  # type: ignore[arg-type]  # Ray's own type of it knows no methods
+
+
+def _watch(controller: ControllerHandle, running: object, view: ProgressView) -> None:
     """Poll until the run has ended."""
+    import ray
+
     seen, ended = -1, False
     while not ended:
         ended = bool(ray.wait([running], timeout=POLL_S)[0])

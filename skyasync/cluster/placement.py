@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.workers.roles import POLICY, ROLES, Role
+
+if TYPE_CHECKING:
+    from skyasync.workers.ranks import WorkerPlacement
 
 ENGINES = "engines"
 
@@ -92,7 +95,7 @@ class Placement:
             ),
         }
 
-    def ranks(self, role: str) -> Any:
+    def ranks(self, role: str) -> WorkerPlacement | None:
         """Where the ranks of a model go; None for a role that nothing needs."""
         from skyasync.workers.ranks import WorkerPlacement
 

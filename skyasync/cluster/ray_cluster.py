@@ -36,7 +36,7 @@ def cluster(cfg: Config, *, roles: Sequence[Role]) -> Iterator[bool]:
 
     mine = not ray.is_initialized()
     if mine:
-        _join(ray, cfg.ray.address) if cfg.ray.address else _start(cfg, roles)
+        _join(cfg.ray.address) if cfg.ray.address else _start(cfg, roles)
     try:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         slots = plan_slots(cfg, gpus=gpus, roles=roles)
@@ -48,16 +48,21 @@ def cluster(cfg: Config, *, roles: Sequence[Role]) -> Iterator[bool]:
             ray.shutdown()
 
 
-def start_on_loopback(**options: Any) -> None:
-    """``ray.init`` of a cluster that no other machine can reach.
-
-    Args:
-        options: further ones of ``ray.init``.
-    """
+def start_on_loopback(
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    object_store_memory: int | None = None,
+    log_to_driver: bool = True,
+) -> None:
+    """``ray.init`` of a cluster that no other machine can reach. The arguments are that function's."""
     import ray
 
     with _loopback_only(), _groups_of_their_own():
-        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, **options)
+        ray.init(
+            address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
+            num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
+        )  # fmt: skip
 
 
 def _prepare_environment() -> None:
@@ -66,7 +71,9 @@ def _prepare_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
-def _join(ray: Any, address: str) -> None:
+def _join(address: str) -> None:
+    import ray
+
     if address != "auto":
         _knock(address)
     local = address.startswith(("127.", "localhost:"))  # one that `start_on_loopback` has started

@@ -38,9 +38,10 @@ class Domain:
 
 def domains_of(mapping: Mapping[str, Any]) -> dict[str, Domain]:
     """The checked mapping as objects."""
-    return {
-        str(name): Domain(**{key: _plain(value) for key, value in entry.items()}) for name, entry in mapping.items()
+    plain: dict[str, dict[str, Any]] = {
+        str(name): {key: _plain(value) for key, value in entry.items()} for name, entry in mapping.items()
     }
+    return {name: Domain(**entry) for name, entry in plain.items()}
 
 
 def tags_of(mapping: Mapping[str, Any]) -> dict[str, str]:
@@ -95,7 +96,7 @@ def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) ->
         yield f"{where}.reward_funcs names {func} twice: name it once and give it the weight"
 
 
-def _problems(where: str, entry: Any) -> Iterator[str]:
+def _problems(where: str, entry: object) -> Iterator[str]:
     known = [field.name for field in dataclasses.fields(Domain)]
     if not isinstance(entry, Mapping):
         yield f"{where} must be a mapping with some of {', '.join(known)}, found {entry!r}"
@@ -106,7 +107,9 @@ def _problems(where: str, entry: Any) -> Iterator[str]:
             wrong = True
             yield f"{where}.{name}: {problem}"
     if not wrong:
-        yield from check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
+        funcs = _plain(entry.get("reward_funcs", ()))
+        assert isinstance(funcs, tuple)
+        yield from check_weights(where, funcs, entry.get("reward_weights", ()))
 
 
 def _problem(name: str, value: object, known: list[str]) -> str:
@@ -146,7 +149,7 @@ def _are_names(value: object) -> bool:
     return isinstance(names, tuple) and all(isinstance(name, str) for name in names)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list | tuple) else value

@@ -6,6 +6,7 @@ Invariant: what is allowed stands beside the field, in its metadata, and nowhere
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 def key(
-    default: object,
+    default: T,
     doc: str,
     *,
     choices: tuple[Any, ...] = (),
@@ -26,7 +27,7 @@ def key(
     pattern: str = "",
     when: str = "",
     infinite: bool = False,
-) -> Any:
+) -> T:
     """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones.
 
     Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
@@ -49,7 +50,7 @@ def key(
         "infinite": infinite,
     }
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

@@ -149,7 +149,7 @@ def _walk(group: type, instance: object, prefix: str, groups: dict[str, type], w
             yield Key(path, hints[item.name], value, **{**metadata, "when": metadata.get("when") or when})
 
 
-def _default(item: dataclasses.Field[Any]) -> Any:
+def _default(item: dataclasses.Field[Any]) -> object:
     if item.default_factory is not dataclasses.MISSING:
         return item.default_factory()
     return MISSING if item.default is dataclasses.MISSING else item.default

@@ -131,7 +131,9 @@ def exit_with(error: UserError) -> NoReturn:
 
 def dump_config(config: Config) -> str:
     """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object."""
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
+    return OmegaConf.to_yaml(
+        OmegaConf.create({name: _plain(group) for name, group in dataclasses.asdict(config).items()})
+    )
 
 
 def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]) -> list[Setting]:
@@ -269,7 +271,7 @@ def _broken_reference(error: OmegaConfBaseException) -> str:
     return f"{first} (a literal ${{ is written \\${{)"
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Only what YAML can hold, with text that OmegaConf would take for a reference protected."""
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}

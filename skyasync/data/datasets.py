@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from skyasync.config.domains import domains_of, judges, tags_of
 from skyasync.config.schema import Config, DataConfig
@@ -114,7 +114,7 @@ def _messages(index: int, row: dict[str, Any], data: DataConfig) -> Conversation
     return messages
 
 
-def _unpacked(prompt: object) -> Any:
+def _unpacked(prompt: object) -> object:
     """A conversation that is written as JSON, as ROLL's data has it, as what it is; anything else as it is."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
         try:
@@ -125,7 +125,7 @@ def _unpacked(prompt: object) -> Any:
     return prompt
 
 
-def _is_conversation(value: object) -> bool:
+def _is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return (
         isinstance(value, Sequence)
         and len(value) > 0
@@ -133,7 +133,7 @@ def _is_conversation(value: object) -> bool:
     )
 
 
-def _column(index: int, row: Mapping[str, Any], name: str, key: str) -> Any:
+def _column(index: int, row: Mapping[str, Any], name: str, key: str) -> object:
     """A column by its name, or ``a.b`` for b in column a."""
     if name in row:
         return row[name]

@@ -154,14 +154,14 @@ def _accepted(program: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
     return {name: value for name, value in offered.items() if takes_all or name in parameters}
 
 
-def _called(program: Callable[..., Any], data: dict[str, Any], arguments: dict[str, Any]) -> Any:
+def _called(program: Callable[..., Any], data: dict[str, Any], arguments: dict[str, Any]) -> object:
     try:
         return program(data, **arguments)
     except StopIteration as error:  # a future cannot carry this one
         raise RuntimeError(repr(error)) from error
 
 
-def check_score(result: Any) -> Score:
+def check_score(result: object) -> Score:
     """The reward and the metrics of what a program has returned.
 
     Raises:
@@ -187,7 +187,7 @@ def check_score(result: Any) -> Score:
     )
 
 
-def _finite(name: str, value: Any) -> float:
+def _finite(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"the program returned {value!r:.80} as its {name}; it must be a finite number")
     return float(value)

@@ -10,12 +10,15 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from skyasync.endpoint.agent_chat import Message
 from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import nearest
 from skyasync.rollout.chat import Tools
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 MOST_CHOICES = 128
 
@@ -176,7 +179,11 @@ def _sampling(body: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
     return replace(defaults, **chosen)
 
 
-def _given(body: dict[str, Any], name: str, kind: type, form: str, default: Any = ...) -> Any:
+@overload
+def _given(body: dict[str, Any], name: str, kind: type[T], form: str) -> T: ...
+@overload
+def _given(body: dict[str, Any], name: str, kind: type[T], form: str, default: D) -> T | D: ...
+def _given(body: dict[str, Any], name: str, kind: type, form: str, default: object = ...) -> object:
     value = body.get(name)
     if value is None and default is not ...:
         return default
@@ -198,7 +205,7 @@ def _number(body: dict[str, Any], name: str, *, low: float = -math.inf, above: f
     return value
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: object, where: str) -> Message:
     """In the form of chat templates."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise RequestError(f"{where} must be an object with a role of {', '.join(ROLES)}", where)
@@ -214,23 +221,24 @@ def _message(message: Any, where: str) -> Message:
     return found
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: object, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise RequestError(f"{where} must be text, or a list of parts of type text", where)
     return "".join(part["text"] for part in parts)
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    given = call if isinstance(call, dict) else {}
+    function = given.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must be objects with a function that has a name and arguments", where)
     arguments = function.get("arguments")
     with contextlib.suppress(ValueError):  # what is no JSON is shown to the model as it is
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"id": str(call.get("id", "")), "type": "function",
+    return {"id": str(given.get("id", "")), "type": "function",
             "function": {"name": function["name"], "arguments": arguments}}  # fmt: skip

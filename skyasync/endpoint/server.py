@@ -28,17 +28,19 @@ from hashlib import sha256
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from skyasync.arrays import Ints, ints
 from skyasync.cleanup import afterwards
 from skyasync.endpoint import reply as reply
 from skyasync.endpoint.agent_chat import AgentChat, conversation
 from skyasync.endpoint.recorder import Call
-from skyasync.endpoint.request import Asked, RequestError, chat_request, completion_request
+from skyasync.endpoint.request import Asked, ChatRequest, RequestError, chat_request, completion_request
 from skyasync.endpoint.session import Session
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.envs.tools import read_tool_calls
+from skyasync.rollout.chat import Tools
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Segment, TrajectoryId
 
@@ -175,7 +177,7 @@ class Endpoint:
                 return _events(reply.text_chunks(answer, choices, usage=asked.include_usage))
             return web.json_response(reply.text_completion(answer, choices))
 
-    def _prompt(self, messages: list[dict[str, Any]], tools: Any, session: Session) -> Ints:
+    def _prompt(self, messages: list[dict[str, Any]], tools: Tools, session: Session) -> Ints:
         from jinja2 import TemplateError
 
         try:
@@ -213,7 +215,9 @@ class Endpoint:
         if not all(0 <= token < len(self._tokenizer) for token in tokens):
             raise RequestError(f"{name} has token ids outside of 0 to {len(self._tokenizer) - 1}", name)
 
-    def _choice(self, index: int, output: GenerationOutput, asked: Asked, chat: Any = None) -> reply.Choice:
+    def _choice(
+        self, index: int, output: GenerationOutput, asked: Asked, chat: ChatRequest | None = None
+    ) -> reply.Choice:
         text = reply.until_stop(self._chat.text(output.token_ids), asked.sampling.stop)
         tokens, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
         calls: list[dict[str, Any]] = []
@@ -265,7 +269,7 @@ def _events(chunks: Iterator[dict[str, Any]]) -> web.Response:
 
 
 @web.middleware
-async def _in_openai_form(request: web.Request, handler: Any) -> web.StreamResponse:
+async def _in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error as OpenAI's clients expect it; those of the engine are not worth another try."""
     try:
         return await handler(request)

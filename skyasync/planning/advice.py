@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from skyasync.config.check import check_config
@@ -84,10 +85,8 @@ def _doubles(start: int, most: int) -> Iterator[int]:
         yield start
 
 
-def _get(cfg: Config, key: str) -> Any:
-    for name in key.split("."):
-        cfg = getattr(cfg, name)
-    return cfg
+def _get(cfg: Config, key: str) -> object:
+    return attrgetter(key)(cfg)
 
 
 def _set(cfg: Config, key: str, value: object) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.config.domains import judges
 from skyasync.config.sampling import backend
+from skyasync.config.schema import Config
 from skyasync.engines.protocol import ENGINES, InferenceEngine
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
@@ -21,7 +21,7 @@ from skyasync.rollout.recorded import need_pyarrow
 from skyasync.trainer import RayPPOTrainer
 
 
-def check_parts(cfg: Any, plans: Sequence[type]) -> None:
+def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     """Raises ``UserError`` for the first thing that is wrong.
 
     Args:

@@ -113,7 +113,7 @@ class Apart:
         self.ready = True
         self._on_news(self)
 
-    def _ask(self, message: tuple[bytes, dict[str, Any] | None, float]) -> Any:
+    def _ask(self, message: tuple[bytes, dict[str, Any] | None, float]) -> object:
         limit_s = message[-1]
         try:
             self._connection.send(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 START_S = 120.0  # for a new process, and for what it imports before its first call
@@ -30,7 +30,8 @@ class Answer(NamedTuple):
 class Service(Protocol):
     """What a host carries out. Calls of one key never overlap, but for "close", which ends what it names."""
 
-    def load(self, *args: Any) -> None:
+    @property
+    def load(self) -> Callable[..., None]:
         """Get ready for a kind of call; called once for each, in a thread, without a limit of the host's."""
 
     def is_async(self, call: Call) -> bool:
@@ -49,7 +50,7 @@ class Service(Protocol):
 class Worker(Protocol):
     """A process, wherever it lives."""
 
-    async def load(self, *args: Any) -> Exception | None:
+    async def load(self, *args: object) -> Exception | None:
         """Have its service load something; the error that this raised there. Raises if the process is gone."""
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:

@@ -39,7 +39,7 @@ class Host:
         )
         self._hanging: set[int] = set()  # calls that await and did not end when they were cancelled
 
-    async def load(self, *args: Any) -> Exception | None:
+    async def load(self, *args: object) -> Exception | None:
         return await self._loaded(lambda: self._service.load(*args))
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:

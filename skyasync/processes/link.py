@@ -54,7 +54,7 @@ class Link:
     def idle(self) -> bool:
         return not self.keys and not self._unanswered
 
-    async def load(self, name: str, *args: Any) -> None:
+    async def load(self, name: str, *args: object) -> None:
         """Have the process load something, once.
 
         Raises:
@@ -65,7 +65,7 @@ class Link:
             self._loaded[name] = self._start(self._load(*args))
         await asyncio.shield(self._loaded[name])
 
-    def post(self, method: str, key: str, *args: Any) -> asyncio.Future[Any]:
+    def post(self, method: str, key: str, *args: object) -> asyncio.Future[Any]:
         """The future of the answer; a ``ProcessLostError`` if the process is lost before."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -83,7 +83,7 @@ class Link:
         """End the process; what is unanswered fails."""
         self._lose(RuntimeError("it was ended"))
 
-    async def _load(self, *args: Any) -> None:
+    async def _load(self, *args: object) -> None:
         try:
             async with asyncio.timeout(START_S) as timer:
                 problem = await self.worker.load(*args)

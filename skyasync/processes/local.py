@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from skyasync.processes.calls import Answer, Call, Service
 from skyasync.processes.host import HEARTBEAT_S, within
@@ -20,7 +19,7 @@ class LocalHost:
         self.service, self._limit_s = service, limit_s
         self._tasks: set[asyncio.Task[Answer]] = set()
 
-    async def load(self, *args: Any) -> Exception | None:
+    async def load(self, *args: object) -> Exception | None:
         try:
             self.service.load(*args)
         except Exception as error:

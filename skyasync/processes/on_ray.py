@@ -32,7 +32,7 @@ class RayHost:
         actor: Any = ray.remote(_Host).options(num_cpus=0, **(options or {}))
         self._actor = actor.remote(make, limit_s, max_threads)
 
-    async def load(self, *args: Any) -> Exception | None:
+    async def load(self, *args: object) -> Exception | None:
         error: Exception | None = await self._actor.load_pickled.remote(cloudpickle.dumps(args))
         return error
 

@@ -8,6 +8,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from skyasync.callbacks import TrainerCallback
 from skyasync.observe.timeline import Timeline
 from skyasync.simulate.clock import run_virtual
@@ -141,7 +143,7 @@ def _costs(cfg: SimulationConfig) -> DecodeCosts:
     return DecodeCosts(settings.slots, settings.token_s, settings.token_s_per_sequence, settings.prefill)
 
 
-def _lengths(cfg: SimulationConfig) -> Any:
+def _lengths(cfg: SimulationConfig) -> np.ndarray:
     return draw_lengths(cfg.simulate, cfg.trainer.seed)
 
 

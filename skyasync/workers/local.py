@@ -35,13 +35,13 @@ class LocalGroup:
     async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
         return await self.call_first(method, batch)
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
+    async def call(self, method: str, *args: object) -> list[Any]:
         return [await self.call_first(method, *args)]
 
-    async def call_first(self, method: str, *args: Any) -> Any:
+    async def call_first(self, method: str, *args: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, method, *args)
 
-    def _timed(self, method: str, *args: Any) -> Any:
+    def _timed(self, method: str, *args: object) -> Any:
         start = time.monotonic()
         try:
             return getattr(self.worker, method)(*args)

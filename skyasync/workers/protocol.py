@@ -22,7 +22,7 @@ class WorkerDispatch(Protocol):
         Its workers are sent tokens, masks, groups, and the columns that the role's entry names.
         """
 
-    async def call(self, role: str, method: str, *args: Any) -> list[Any]:
+    async def call(self, role: str, method: str, *args: object) -> list[Any]:
         """The same call on every rank of a role; results by rank."""
 
     async def policy_logprobs(self, batch: TokenBatch) -> Tensor:

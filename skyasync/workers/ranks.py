@@ -52,11 +52,11 @@ class _Rank:
         if worker:
             resolve_reference(worker, kind="worker")
 
-    def construct(self, role: str, parts: UserParts, *args: Any, **options: Any) -> None:
+    def construct(self, role: str, parts: UserParts, *args: object, **options: Any) -> None:
         add_user_parts(parts)
         self._worker = ROLES[role].worker_class()(*args, role=role, **options)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: object) -> Any:
         return getattr(self._worker, method)(*args)
 
 
@@ -118,11 +118,11 @@ class RankGroup:
         pieces = await self._gather([a.call.remote(method, p) for a, p in zip(actors, puts, strict=True)])
         return None if pieces[0] is None else joined(batch, shards, pieces)
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
+    async def call(self, method: str, *args: object) -> list[Any]:
         """The same call on every rank; results by rank."""
         return await self._gather([actor.call.remote(method, *args) for actor in self._alive()])
 
-    async def call_first(self, method: str, *args: Any) -> Any:
+    async def call_first(self, method: str, *args: object) -> Any:
         """A call that needs no other rank."""
         return (await self._gather([self._alive()[0].call.remote(method, *args)]))[0]
 
