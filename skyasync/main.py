@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: The laptop-sized run: what trains when the command line names neither a model nor a configuration.
 TINY_CONFIG = Path(__file__).parent.parent / "examples" / "tiny" / "config.yaml"
 
+C = TypeVar("C", bound=Config)
+
 DRY_RUN = "--dry-run"
 
 
@@ -25,7 +27,7 @@ def main(
     experiment_class: type[BasePPOExp] | None = None,
     argv: Sequence[str] | None = None,
     *,
-    schema: type[Any] = Config,
+    schema: type[Config] = Config,
     plan: str | None = None,
 ) -> dict[str, float] | None:
     """Load the configuration and run the experiment; ends the program with one line on a user's error.
@@ -52,7 +54,7 @@ def main(
         raise SystemExit(130) from None
 
 
-def configuration(arguments: Sequence[str], schema: type[Any] = Config, plan: str | type | None = None) -> Any:
+def configuration(arguments: Sequence[str], schema: type[C] = Config, plan: str | type | None = None) -> C:  # type: ignore[assignment]
     """What the arguments ask for; the laptop-sized run where they name neither a model nor a configuration."""
     default = TINY_CONFIG if TINY_CONFIG.is_file() else None
     cfg = load_config(arguments, schema=schema, default_config=default, plan=plan)
@@ -61,7 +63,7 @@ def configuration(arguments: Sequence[str], schema: type[Any] = Config, plan: st
     return cfg
 
 
-def _dry_run(arguments: list[str], schema: type[Any], plan: str | type | None) -> int:
+def _dry_run(arguments: list[str], schema: type[Config], plan: str | type | None) -> int:
     from skyasync.planning.command import HELP, show_plan, split_options
 
     options, rest = split_options([argument for argument in arguments if argument != DRY_RUN])

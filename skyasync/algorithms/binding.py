@@ -10,11 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from skyasync.errors import UserError, unknown
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+T = TypeVar("T")
 
 _MISSING = object()
 
@@ -29,14 +31,14 @@ def configured(**keys: str) -> Callable[[F], F]:
     return mark
 
 
-def setting(cfg: object, key: str, default: object) -> Any:
+def setting(cfg: object, key: str, default: T) -> T:
     """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it has none.
 
     "." is ``cfg`` itself.
     """
-    value = cfg
+    value: Any = cfg
     if key == ".":
-        return cfg
+        return value
     for name in key.split("."):
         value = value.get(name, _MISSING) if isinstance(value, Mapping) else getattr(value, name, _MISSING)
         if value is _MISSING:
@@ -45,14 +47,14 @@ def setting(cfg: object, key: str, default: object) -> Any:
 
 
 @dataclass(frozen=True)
-class Bound:
+class Bound(Generic[R]):
     """A function with its settings filled in. ``inputs`` are the tensors that it takes, in order."""
 
-    function: Callable[..., Any]
+    function: Callable[..., R]
     inputs: tuple[str, ...]
     settings: dict[str, Any]
 
-    def __call__(self, tensors: Mapping[str, Any]) -> Any:
+    def __call__(self, tensors: Mapping[str, Any]) -> R:
         return self.function(*(tensors[name] for name in self.inputs), **self.settings)
 
 
@@ -63,14 +65,14 @@ def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str,
     return inputs, {p.name: p.default for p in everything if p.kind is p.KEYWORD_ONLY}
 
 
-def bind(function: Callable[..., Any], cfg: object) -> Bound:
+def bind(function: Callable[..., R], cfg: object) -> Bound[R]:
     """Fill in the settings of ``function`` from ``cfg``: its own keys first, then ``cfg.extra`` by parameter name."""
     inputs, settings = parameters(function)
     keys = getattr(function, "configuration_keys", {})
     settings = {
         name: setting(cfg, keys[name], default) if name in keys else default for name, default in settings.items()
     }
-    extra = setting(cfg, "extra", None) or {}
+    extra: Mapping[str, Any] = setting(cfg, "extra", {}) or {}
     settings.update({name: extra[name] for name in settings if name in extra})
     return Bound(function, inputs, settings)
 
@@ -82,6 +84,7 @@ def refuse_unused_extra(cfg: object, *functions: Callable[..., Any]) -> None:
         UserError: with the nearest name and all that these functions accept.
     """
     accepted = {name for function in functions for name in parameters(function)[1]}
-    for name in setting(cfg, "extra", None) or {}:
+    extra: Mapping[str, Any] = setting(cfg, "extra", {}) or {}
+    for name in extra:
         if name not in accepted:
             raise UserError(unknown("setting in trainer.algorithm.extra", name, accepted))

@@ -163,7 +163,7 @@ class Objective:
             return None
         return self._weight(_tensors_of(batch)).expand_as(batch.loss_mask)
 
-    def _bind_corrections(self, cfg: TrainedBy) -> list[Bound]:
+    def _bind_corrections(self, cfg: TrainedBy) -> list[Bound[Tensor]]:
         """The correction and the masks, without those that do nothing."""
         name = setting(cfg, "off_policy_correction", "auto")
         weighted = "behaviour" in self._policies(self._loss)
@@ -177,10 +177,10 @@ class Objective:
         names = [name, *setting(cfg, "off_policy_masks", [])]
         return [bind(CORRECTIONS[name], cfg) for name in names if name != "none"]
 
-    def _selectors(self) -> list[Bound]:
+    def _selectors(self) -> list[Bound[Tensor]]:
         return [] if self._select is None else [self._select]
 
-    def _policies(self, *functions: Bound) -> frozenset[str]:
+    def _policies(self, *functions: Bound[Any]) -> frozenset[str]:
         inputs = {name for function in functions for name in function.inputs}
         return frozenset(self.anchor if name == "anchor" else name for name in inputs) & POLICIES
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from skyasync.errors import unknown
 
@@ -117,7 +117,7 @@ def _problem(name: str, value: object, known: list[str]) -> str:
     if name not in known:
         return unknown("entry", name, known)
     if name == "tags":
-        return "" if _are_names(value) else f"expected a list of names, found {value!r}"
+        return "" if _are_names(_plain(value)) else f"expected a list of names, found {value!r}"
     if name == "reward_funcs":
         return _names(value)
     numbers = value if name == "reward_weights" and isinstance(value, list | tuple) else [value]
@@ -134,7 +134,7 @@ def _problem(name: str, value: object, known: list[str]) -> str:
 
 def _names(value: object) -> str:
     names = _plain(value)
-    if not _are_names(value):
+    if not _are_names(names):
         return f"expected a list of names, found {value!r}"
     from skyasync.rewards.registry import REWARDS
 
@@ -144,9 +144,8 @@ def _names(value: object) -> str:
     return ""
 
 
-def _are_names(value: object) -> bool:
-    names = _plain(value)
-    return isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+def _are_names(plain: object) -> TypeGuard[tuple[str, ...]]:
+    return isinstance(plain, tuple) and all(isinstance(name, str) for name in plain)
 
 
 def _plain(value: object) -> object:

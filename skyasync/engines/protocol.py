@@ -6,7 +6,7 @@ per generated token. Versions are stamped by the engine, at the token, and never
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, Protocol
@@ -71,8 +71,8 @@ class SamplingParams:
         settle(self, "logit_bias", {int(token): float(value) for token, value in bias.items()})
 
 
-def _members(name: str, said: Any, kind: type) -> tuple[Any, ...]:
-    members = (said,) if isinstance(said, str) else tuple(said or ())
+def _members(name: str, said: str | Iterable[object] | None, kind: type) -> tuple[Any, ...]:
+    members: tuple[Any, ...] = (said,) if isinstance(said, str) else tuple(said or ())
     if not all(isinstance(member, kind) for member in members):
         raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {said!r}")
     return members if kind is str else tuple(int(member) for member in members)

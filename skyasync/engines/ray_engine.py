@@ -51,7 +51,7 @@ class _EngineActor:
         self._engine = self._engine_class(config)
         await self._engine.start()
 
-    async def call(self, method: str, *args: object) -> Any:
+    async def call(self, method: str, *args: object) -> object:
         return await getattr(self._engine, method)(*args)
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:

@@ -37,6 +37,14 @@ class EnvSettings(NamedTuple):
         return EnvSettings(env_config, own.step_timeout_s, own.max_threads, own.max_observation_chars)
 
 
+class Limits(TypedDict, total=False):
+    """Those of ``EnvSettings`` by name."""
+
+    step_timeout_s: float
+    max_threads: int
+    max_observation_chars: int
+
+
 class StepResult(TypedDict):
     """A checked step; ``metrics`` are the episode's, given with the step that is done."""
 
@@ -108,7 +116,9 @@ class Episodes:
             if episode := self._episodes.pop(name, None):
                 episode.ended = True
 
-    async def _init(self, name: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
+    async def _init(
+        self, name: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
+    ) -> Conversation | str:
         episode = self._make(name, env_class, extras)
         env = episode.env
         try:
@@ -127,8 +137,11 @@ class Episodes:
         self._episodes[name] = episode = _Episode(env)
         return episode
 
-    async def _step(self, name: str, action: str, seen: Seen | None = None, *made_of: Any) -> StepResult:
-        episode = self._make(name, *made_of) if made_of else self._episodes[name]
+    async def _step(
+        self, name: str, action: str, seen: Seen | None = None, env_class: str = "",
+        extras: dict[str, Any] | None = None,
+    ) -> StepResult:  # fmt: skip
+        episode = self._make(name, env_class, extras or {}) if env_class else self._episodes[name]
         episode.busy = True
         if seen is not None:
             episode.env.seen = seen
@@ -176,7 +189,7 @@ async def _closed(env: BaseTextEnv) -> dict[str, float]:
 
 
 @cache
-def _has_async_methods(env_class: Any) -> bool:
+def _has_async_methods(env_class: object) -> bool:
     """Of a class of environments (a function that makes them has none)."""
     return any(inspect.iscoroutinefunction(getattr(env_class, method, None)) for method in ("init", "step", "close"))
 

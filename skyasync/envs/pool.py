@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from skyasync.envs.base import BaseTextEnv, Conversation, Seen
-from skyasync.envs.episodes import EnvSettings, Episodes, StepResult
+from skyasync.envs.episodes import EnvSettings, Episodes, Limits, StepResult
 from skyasync.envs.registry import EnvFactory, env_factory
 from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.processes.calls import Answer, Call, Worker
@@ -60,7 +60,9 @@ class EnvPool:
         sees = getattr(self._factory(env_class), "sees_tokens", None)  # a function that makes environments has none
         return sees is not None and bool(sees(self._env_config, extras))
 
-    async def init(self, episode: str, env_class: str, extras: dict[str, Any], prompt: Any) -> Conversation | str:
+    async def init(
+        self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
+    ) -> Conversation | str:
         """Begin an episode; returns the conversation (or text) it starts from."""
         factory = self._factory(env_class)
         home = self._homes[episode] = None if self._is_instant(factory, extras) else self.pool.take(episode)
@@ -73,10 +75,12 @@ class EnvPool:
         if _begins_with_nothing(factory):
             self._openings[episode] = (env_class, extras)
             return prompt
-        return await self._ask("init", episode, env_class, extras, prompt)
+        start: Conversation | str = (await self._ask("init", episode, env_class, extras, prompt)).result
+        return start
 
     async def step(self, episode: str, action: str, seen: Seen | None = None) -> StepResult:
-        result: StepResult = await self._ask("step", episode, action, seen, *self._openings.pop(episode, ()))
+        answer = await self._ask("step", episode, action, seen, *self._openings.pop(episode, ()))
+        result: StepResult = answer.result
         if result["done"]:
             self._leave(episode)
         return result
@@ -85,7 +89,7 @@ class EnvPool:
         """End an episode that is not done; ends nothing if it already has."""
         if episode not in self._homes:
             return {}
-        metrics: dict[str, float] = await self._ask("close", episode)
+        metrics: dict[str, float] = (await self._ask("close", episode)).result
         self._leave(episode)
         return metrics
 
@@ -101,18 +105,18 @@ class EnvPool:
             future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
         self._leave(episode)
 
-    async def _ask(self, method: str, episode: str, *args: Any) -> Any:
+    async def _ask(self, method: str, episode: str, *args: object) -> Answer:
         """The answer. An error has ended the episode where it lives; one whose caller is cancelled goes on."""
         home = self._homes[episode]
         try:
             if home is not None:
-                return await home.post(method, episode, *args)
+                return Answer(0, await home.post(method, episode, *args))
             call = Call(0, method, episode, args)
             waits = self._played_here.is_async(call)
             answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
             if answer.error is not None:
                 raise answer.error
-            return answer.result
+            return answer
         except Exception:
             self._leave(episode)
             raise
@@ -146,7 +150,7 @@ def _begins_with_nothing(factory: EnvFactory) -> bool:
     return all(getattr(factory, name, None) is getattr(BaseTextEnv, name) for name in ("__init__", "init"))
 
 
-def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Any) -> EnvPool:
+def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[Limits]) -> EnvPool:
     """A pool inside this process, for single-process runs and virtual time.
 
     An environment's methods run on the caller's event loop: one that blocks blocks them all.

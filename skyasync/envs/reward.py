@@ -5,6 +5,7 @@ Invariant: every function's own score is a metric under its name, unweighted, an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -97,17 +98,17 @@ class RewardEnv(BaseTextEnv):
                     )
 
 
-def right_answer(row: dict[str, Any]) -> Any:
+def right_answer(row: dict[str, Any]) -> object:
     """The row's label: ``label``, or else ``reward_spec.ground_truth``, or ``answer``; None if it has none of them."""
     candidates = (row.get("label"), (row.get("reward_spec") or {}).get("ground_truth"), row.get("answer"))
     return next((value for value in candidates if value is not None), None)
 
 
-def _text(content: Any) -> str:
+def _text(content: str | Sequence[Mapping[str, str]]) -> str:
     """A message's text, also of content in parts."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 @lru_cache(maxsize=256)
-def _member(name: str, function: Any) -> Member:
+def _member(name: str, function: Callable[..., Any] | None) -> Member:
     return Member.of(name, function)

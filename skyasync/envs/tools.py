@@ -48,7 +48,7 @@ def tools_of(env_class: object) -> dict[str, Callable[..., Any]]:
     return {name: method for name, method in found if getattr(method, _MARK, False)}
 
 
-def schemas(env_class: Any) -> list[ToolSchema]:
+def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
     """What the chat template is told of an environment's tools; none for one that has none.
 
     Raises:

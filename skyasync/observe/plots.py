@@ -13,9 +13,12 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyasync.observe import jsonl
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ def _draw(runs: Mapping[str, Sequence[Row]], out: Path) -> None:
         os.replace(scratch, out)
 
 
-def _draw_reward(axes: Any, rows: Sequence[Row], label: str, colours: Sequence[str]) -> None:
+def _draw_reward(axes: Axes, rows: Sequence[Row], label: str, colours: Sequence[str]) -> None:
     """The training reward as a line over its raw values, the held-out score as marked points."""
     prefix = f"{label}: " if label else ""
     steps, rewards = series(rows, "reward/mean")
@@ -104,7 +107,7 @@ def _draw_reward(axes: Any, rows: Sequence[Row], label: str, colours: Sequence[s
             )  # fmt: skip
 
 
-def _draw_staleness(axes: Any, rows: Sequence[Row], colour: str) -> None:
+def _draw_staleness(axes: Axes, rows: Sequence[Row], colour: str) -> None:
     """Mean staleness as steps, with its range behind it."""
     steps, means = series(rows, "staleness/mean")
     low_at, lows = series(rows, "staleness/min")
@@ -114,7 +117,8 @@ def _draw_staleness(axes: Any, rows: Sequence[Row], colour: str) -> None:
     axes.plot(steps, means, color=colour, drawstyle="steps-mid", linewidth=1.8)
     axes.set_ylabel("staleness")
     axes.set_ylim(-0.15, max(1.0, *highs, *means, *axes.get_ylim()) + 0.3)
-    axes.yaxis.get_major_locator().set_params(integer=True, nbins=3)
+    locator: Any = axes.yaxis.get_major_locator()  # a ``MaxNLocator``
+    locator.set_params(integer=True, nbins=3)
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:

@@ -14,7 +14,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, Protocol, SupportsFloat, SupportsIndex
 
 from skyasync.errors import UserError
 from skyasync.observe import TRACKERS, jsonl
@@ -60,7 +61,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     return {**plain, NON_FINITE: float(broken)} if broken else plain
 
 
-def _plain(name: str, value: Any) -> float | None:
+def _plain(name: str, value: SupportsFloat | SupportsIndex | str | bytes | None) -> float | None:
     if value is None:
         return None
     if isinstance(value, str | bytes):
@@ -216,7 +217,7 @@ class WandbTracker:
         self._run.finish()
 
 
-def need(package: str) -> Any:
+def need(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

@@ -124,7 +124,7 @@ def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -
     return scores
 
 
-def _verdict(member: Member, running: Future[Any] | None, known: Mapping[str, Any], limit_s: float) -> Score:
+def _verdict(member: Member, running: Future[object] | None, known: Mapping[str, Any], limit_s: float) -> Score:
     if running is not None:
         try:
             return verdict(member.name, member.function, running.result(limit_s + GRACE_S))
@@ -138,8 +138,8 @@ def _verdict(member: Member, running: Future[Any] | None, known: Mapping[str, An
     return _judge().call(member.name, member.portable, arguments, limit_s)
 
 
-def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[Any]:
-    async def limited() -> Any:
+def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[object]:
+    async def limited() -> object:
         try:
             async with asyncio.timeout(limit_s) as timer:
                 return await member.function(**member.arguments(known))

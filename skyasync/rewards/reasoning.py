@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.rewards.registry import REWARDS, loading
@@ -57,7 +57,14 @@ def rows(task: str, options: Mapping[str, Any], seed: int, *, held_out: bool) ->
     ]
 
 
-def make(task: str, options: Mapping[str, Any], **more: object) -> Any:
+class Puzzles(Protocol):
+    """What a task of the library makes."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float: ...
+
+
+def make(task: str, options: Mapping[str, Any], **more: object) -> Puzzles:
     """The task's data set.
 
     Raises:
@@ -103,7 +110,7 @@ def score(response: str, reasoning_gym: dict[str, Any]) -> float:
 
 
 @lru_cache(maxsize=256)
-def _task(name: str, options: str) -> Any:
+def _task(name: str, options: str) -> Puzzles:
     return make(name, json.loads(options))
 
 

@@ -150,6 +150,6 @@ class NoTracker:
     def close(self) -> None: ...
 
 
-def simulated(plan: type[Any]) -> type[Any]:
+def simulated(plan: type[RayPPOTrainer]) -> type[Any]:
     """The plan's class, unmodified, behind ``Simulated``."""
     return type(f"Simulated{plan.__name__}", (Simulated, plan), {})

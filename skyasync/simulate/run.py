@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
 from skyasync.simulate.parts import (
     NoTracker,
+    Simulated,
     VirtualGenerator,
     VirtualPrompts,
     VirtualSync,
@@ -23,6 +23,7 @@ from skyasync.simulate.parts import (
     simulated,
 )
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
+from skyasync.trainer import RayPPOTrainer
 
 FOREVER_S = 1e12  # virtual time has no wall clock to protect
 
@@ -92,7 +93,7 @@ async def _simulate(cfg: SimulationConfig, plan: str) -> Outcome:
     return _outcome(cfg, plan, steps.rows, trainer.ages)
 
 
-def make_trainer(cfg: SimulationConfig, plan: type[Any]) -> Any:
+def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     """The plan with all its parts, on the running (virtual) event loop. Takes ``cfg`` over."""
     settings, generator = cfg.simulate, cfg.generator
     cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True

@@ -16,6 +16,7 @@ from skyasync.tools.options import number, take
 from skyasync.tools.verbs import Arguments
 
 if TYPE_CHECKING:
+    from skyasync.config.schema import Config
     from skyasync.rollout.types import Group
 
 HELP = """\
@@ -46,7 +47,7 @@ def evaluate(argv: Arguments) -> None:
         from skyasync.main import configuration
         from skyasync.tools.playing import Playing
 
-        cfg = configuration(rest)
+        cfg: Config = configuration(rest)
         if too_many := [k for k in wanted if k > cfg.generator.eval_n_samples_per_prompt]:
             raise UserError(
                 f"--k {too_many[0]} needs as many samples: set generator.eval_n_samples_per_prompt={too_many[0]} (with "

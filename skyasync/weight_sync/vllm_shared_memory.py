@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from skyasync.weight_sync.digests import digest, refuse
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.vllm_held import HeldWeights
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig, WeightTransferConfig
 
 BACKEND = "shared_memory"
 
@@ -50,7 +53,9 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._tied = tied_heads(model)
         names = {id(module): f"{path}.weight" for path, module in model.named_modules()}

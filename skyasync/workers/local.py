@@ -41,7 +41,7 @@ class LocalGroup:
     async def call_first(self, method: str, *args: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, method, *args)
 
-    def _timed(self, method: str, *args: object) -> Any:
+    def _timed(self, method: str, *args: object) -> object:
         start = time.monotonic()
         try:
             return getattr(self.worker, method)(*args)

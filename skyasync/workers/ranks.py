@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -24,6 +24,8 @@ from skyasync.registry import UserParts, add_user_parts, resolve_reference, user
 from skyasync.workers.batch import TokenBatch
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
+
+T = TypeVar("T")
 
 DEATH_NOTICE_S = 2.0
 """Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
@@ -52,11 +54,11 @@ class _Rank:
         if worker:
             resolve_reference(worker, kind="worker")
 
-    def construct(self, role: str, parts: UserParts, *args: object, **options: Any) -> None:
+    def construct(self, role: str, parts: UserParts, *args: object, **options: object) -> None:
         add_user_parts(parts)
         self._worker = ROLES[role].worker_class()(*args, role=role, **options)
 
-    def call(self, method: str, *args: object) -> Any:
+    def call(self, method: str, *args: object) -> object:
         return getattr(self._worker, method)(*args)
 
 

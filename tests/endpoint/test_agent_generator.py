@@ -37,7 +37,7 @@ FAILURES = {
     "key": "it takes reward and metrics",
     "metric": "returned inf as its metric x",
     "no call": "without a call of the model",
-    "hangs": r"did not end within 2 s \(generator.episode_timeout_s\)",
+    "hangs": r"did not end within 3 s \(generator.episode_timeout_s\)",
 }
 
 
@@ -106,7 +106,7 @@ async def test_a_sub_agent_is_a_branch_that_shares_the_score() -> None:
 
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_a_program_that_fails_ends_the_run_naming_the_episode(failure: str) -> None:
-    rules = EpisodeRules(timeout_s=2.0 if failure == "hangs" else 0.0)
+    rules = EpisodeRules(timeout_s=3.0 if failure == "hangs" else 0.0)
     async with generator(lambda: local("length"), rules=rules) as found:
         with pytest.raises(AgentError, match=rf"(?s)e0-i1-r0.*{FAILURES[failure]}"):
             await played(found, [prompt(0), prompt(1, fails=failure)])
@@ -115,7 +115,7 @@ async def test_a_program_that_fails_ends_the_run_naming_the_episode(failure: str
 @pytest.mark.parametrize("on_error", ["mask", "keep"])
 async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str, caplog: Any) -> None:
     rows = [prompt(row, fails=failure) for row, failure in enumerate([*FAILURES, ""])]
-    rules = EpisodeRules(timeout_s=2.0, on_error=on_error, give_up_reward=-1.0)
+    rules = EpisodeRules(timeout_s=5.0, on_error=on_error, give_up_reward=-1.0)
     episode_rules._warned.clear()
     with caplog.at_level(logging.WARNING):
         async with generator(lambda: local("length"), rules=rules) as found:
@@ -131,7 +131,7 @@ async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str,
 
 async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:
     engine = Engine(lambda _: "yes")
-    rules = EpisodeRules(timeout_s=2.0, on_error="mask")
+    rules = EpisodeRules(timeout_s=3.0, on_error="mask")
     agent_programs.released.clear()
     agent_programs.refused.clear()
     async with generator(lambda: local("in_a_thread"), engine, rules) as found:

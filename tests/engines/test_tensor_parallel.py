@@ -98,7 +98,7 @@ async def check_equal(pair: Pair, name: str) -> None:
 
 async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight_syncs(pair: Pair) -> None:
     await check_equal(pair, "start")
-    digests: dict[str, Any] = await pair.halves._call("digests")
+    digests: dict[str, Any] = await pair.halves._actor.call.remote("digests")
     ranks = {name.split(":tp")[1][0] for name in digests}
     assert ranks == {"0", "1"}
     for version in (1, 2):
@@ -108,7 +108,7 @@ async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight
             await engine.update_weights(update)
         remove_weights(update.info["path"])
         await check_equal(pair, f"version-{version}")
-        before, digests = digests, await pair.halves._call("digests")
+        before, digests = digests, await pair.halves._actor.call.remote("digests")
         assert digests.keys() == before.keys()
         received = {name for name in digests if digests[name] != before[name]}
         assert {f"dp0:pp0:pcp0:tp{rank}:{name}" for rank in ranks for name in PLAIN} <= received

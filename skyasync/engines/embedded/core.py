@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -34,6 +34,9 @@ from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Reply:
@@ -228,7 +231,7 @@ class EmbeddedCore:
             )
         return self._tokenised_words[words]
 
-    def _tokenizer_for(self, what: str, request: GenerationRequest) -> Any:
+    def _tokenizer_for(self, what: str, request: GenerationRequest) -> PreTrainedTokenizerBase:
         if self._model.tokenizer is None:
             raise UserError(
                 f"request {request.request_id!r} has {what}, but {self._config.model_path} has no tokenizer"

@@ -7,7 +7,7 @@ are not touched, and a batch in which none does costs nothing. Everything is bat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from skyasync.algorithms.sampled import addends
 from skyasync.engines.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from skyasync.engines.embedded.decoder import Row
 
 Words = tuple[tuple[int, ...], ...]
 
@@ -143,7 +146,7 @@ def tokenised(words: Sequence[str], encode: Callable[[str], list[int]]) -> Words
     return tuple(found)
 
 
-def _has_lists(row: Any) -> bool:
+def _has_lists(row: Row) -> bool:
     sampling: SamplingParams = row.sampling
     return bool(sampling.logit_bias or sampling.allowed_token_ids or any(len(word) == 1 for word in row.bad_words))
 

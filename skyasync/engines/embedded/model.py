@@ -7,7 +7,7 @@ so a refused update leaves the model as it was. Tied weights stay tied because t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils.generic import TransformersKwargs
 
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
@@ -33,7 +35,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **others: Unpack[TransformersKwargs],
 ) -> tuple[Tensor, None]:
     """SDPA, but a decoded token's query heads that share a key head are its query *positions*.
 
@@ -41,9 +50,9 @@ def grouped_attention(
     """
     n, heads, length, dim = query.shape
     if length > 1 or heads == key.shape[1] or attention_mask is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     query = query.view(n, key.shape[1], -1, dim)
-    out = nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, scale=kwargs.get("scaling"))
+    out = nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
     return out.reshape(n, 1, heads, -1), None
 
 
@@ -170,7 +179,7 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _refuse_what_the_cache_cannot_hold(model_config: Any, config: EngineConfig) -> None:
+def _refuse_what_the_cache_cannot_hold(model_config: PreTrainedConfig, config: EngineConfig) -> None:
     text = model_config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     window = getattr(text, "sliding_window", None) or config.max_model_len

@@ -101,9 +101,10 @@ class SlotCache(Cache):
         return self
 
 
-def _contents(cache: Any) -> list[tuple[Tensor, Tensor]]:
+def _contents(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of each layer of a filled cache."""
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    layers: Sequence[Any] = cache.layers  # of full attention, whose keys are there by now
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _resized(tensor: Tensor, slots: int, columns: int) -> Tensor:

@@ -20,7 +20,7 @@ from skyasync.engines.vllm.setup import engine_arguments, prepare_environment
 from skyasync.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
@@ -170,7 +170,7 @@ class VLLMCore:
         return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
 
 
-def versions_of(completion: Any) -> Ints:
+def versions_of(completion: CompletionOutput) -> Ints:
     """The version of each token of a finished sample."""
     spans = completion.weight_versions or []
     return np.repeat(ints([int(span.version) for span in spans]), ints([span.end - span.start for span in spans]))

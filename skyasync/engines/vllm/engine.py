@@ -38,7 +38,7 @@ from skyasync.errors import UserError
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 if TYPE_CHECKING:
-    from vllm import RequestOutput
+    from vllm import CompletionOutput, RequestOutput
 
 
 VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
@@ -292,13 +292,15 @@ def _or_raise(output: GenerationOutput | Exception) -> GenerationOutput:
     return output
 
 
-def _answered(request: GenerationRequest, completion: Any, versions: Ints) -> GenerationOutput:
-    if completion.finish_reason not in ("stop", "length", "abort", "repetition", None):
-        raise RuntimeError(f"vLLM failed on request {request.request_id}: {completion.finish_reason}")
+def _answered(request: GenerationRequest, completion: CompletionOutput, versions: Ints) -> GenerationOutput:
+    reason: Any = completion.finish_reason
+    logprobs: Any = completion.logprobs  # flat, as they were asked for
+    if reason not in ("stop", "length", "abort", "repetition", None):
+        raise RuntimeError(f"vLLM failed on request {request.request_id}: {reason}")
     return GenerationOutput(
         request_id=request.request_id,
         token_ids=ints(completion.token_ids),
-        logprobs=floats(completion.logprobs.logprobs),
+        logprobs=floats(logprobs.logprobs),
         versions=versions,
-        finish_reason="length" if completion.finish_reason == "repetition" else completion.finish_reason,
+        finish_reason="length" if reason == "repetition" else reason,
     )

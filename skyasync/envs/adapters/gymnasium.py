@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
+
+if TYPE_CHECKING:
+    import gymnasium
 
 #: Names of actions 0, 1, ... by the game; others are called by their numbers.
 ACTIONS = {
@@ -94,13 +97,13 @@ class GymnasiumEnv(BaseTextEnv):
         self._game.close()
 
     def _picture(self) -> str:
-        game = self._game.unwrapped
+        game: Any = self._game.unwrapped
         if self._is_lake:
             rows = ["".join(cell.decode() for cell in row) for row in game.desc]
             at = divmod(int(game.s), game.ncol)
             return near_view(rows, at) if self._view == "near" else board_view(rows, at)
         if self._game.render_mode == "ansi":
-            return COLOURED.sub(r"[\1]", self._game.render()).strip("\n")
+            return COLOURED.sub(r"[\1]", str(self._game.render())).strip("\n")
         return str(self._observation)
 
 
@@ -126,7 +129,7 @@ def near_view(rows: Sequence[str], at: tuple[int, int]) -> str:
     return "\n".join(lines)
 
 
-def _make(gym_id: str, args: dict[str, Any], seed: int) -> Any:
+def _make(gym_id: str, args: dict[str, Any], seed: int) -> gymnasium.Env[Any, Any]:
     try:
         import gymnasium
     except ModuleNotFoundError:
@@ -144,7 +147,7 @@ def _make(gym_id: str, args: dict[str, Any], seed: int) -> Any:
         raise UserError(f"gym_id {gym_id!r}: {error}") from error
 
 
-def _action_names(game: Any, gym_id: str) -> tuple[str, ...]:
+def _action_names(game: gymnasium.Env[Any, Any], gym_id: str) -> tuple[str, ...]:
     count = getattr(game.action_space, "n", None)
     if count is None:
         raise UserError(f"gym_id {gym_id!r} has the action space {game.action_space}: only discrete actions have names")

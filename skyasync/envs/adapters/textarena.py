@@ -5,11 +5,14 @@ Invariant: the same row gives the same game: its ``seed`` decides everything tha
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError
+
+if TYPE_CHECKING:
+    import textarena
 
 
 @ENVS.register("textarena", extra="textarena")
@@ -72,7 +75,7 @@ class TextArenaEnv(BaseTextEnv):
         return self._metrics
 
 
-def _make(textarena_id: str, args: dict[str, Any]) -> Any:
+def _make(textarena_id: str, args: dict[str, Any]) -> textarena.Env:
     try:
         import textarena
     except ModuleNotFoundError:
