@@ -26,7 +26,7 @@ from skyasync.config.resume import Resume, checkpoints_of
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, rounding
+from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, not_replaced, rounding
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.callbacks import TrainerCallback
     from skyasync.cluster.placement import Placement
     from skyasync.engines.client import InferenceClient
+    from skyasync.engines.revival import Revival
+    from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
     from skyasync.rollout.contract import Generator
     from skyasync.rollout.tokenizer import Tokenizer
@@ -69,6 +71,7 @@ class BasePPOExp:
         self._dispatch: Any = None
         self._client: Any = None
         self._generator: Any = None
+        self._revival: Revival | None = None
         self._rows: dict[str, Any] = {}  # of data sources that are functions, which are called once
         self._begun = False  # processes of the run's own have been started
         self._tracker: Tracker | None = None  # until a trainer runs, which closes it
@@ -187,6 +190,29 @@ class BasePPOExp:
             tolerance=generator.weight_sync_tolerance,
             rounding=rounding(self.cfg, gpus=self.gpus),
             interval=generator.verify_interval,
+        )
+
+    def get_revival(self, weight_sync: Any, timeline: Timeline) -> Revival | None:
+        """What replaces engines that die; None where the first death ends the run."""
+        from skyasync.engines.client import InferenceClient
+        from skyasync.engines.revival import Revival
+
+        generator = self.cfg.generator
+        ours = isinstance(self._client, InferenceClient) and hasattr(weight_sync, "between_syncs")
+        if not generator.max_engine_restarts or not ours:
+            return None
+        if line := not_replaced(self.cfg, gpus=self.gpus):
+            print(line)
+            return None
+        weight_sync.keeper = self._dispatch
+        return Revival(
+            self._client,
+            weight_sync,
+            max_restarts=generator.max_engine_restarts,
+            heartbeat_s=generator.heartbeat_s,
+            heartbeat_timeout_s=generator.heartbeat_timeout_s,
+            limit_s=self.cfg.trainer.step_timeout_s,
+            timeline=timeline,
         )
 
     def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
@@ -348,9 +374,11 @@ class BasePPOExp:
         async with asyncio.timeout(self.cfg.trainer.step_timeout_s):
             await weight_sync.measure_floor()
         assert self.run_dir is not None
-        trainer.attach(
-            self._dispatch, weight_sync, timeline=Timeline(self.run_dir.timeline), run_dir=self.run_dir, turns=turns
-        )
+        timeline = Timeline(self.run_dir.timeline)
+        self._revival = self.get_revival(weight_sync, timeline)
+        if self._revival is not None:
+            trainer.callbacks.append(self._revival)
+        trainer.attach(self._dispatch, weight_sync, timeline=timeline, run_dir=self.run_dir, turns=turns)
         self._tracker = None
 
     async def close(self) -> None:
@@ -359,6 +387,8 @@ class BasePPOExp:
             self._tracker.close()
         if hasattr(self._generator, "close"):  # first: it still asks the engines
             await self._generator.close()
+        if self._revival is not None:  # before the engines: those that end now are not to be replaced
+            await self._revival.close()
         parts = [part for part in (self._client, self._dispatch) if part is not None]
         await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
 

@@ -21,6 +21,7 @@ REWARD = "trainer.reward.model.path"
 _CRITIC_APART = "trainer.placement.colocate_policy_critic=false"
 _ENVIRONMENTS = "not generator.agent_program"
 _AGENTS = "generator.agent_program"
+_RESTARTS = "generator.max_engine_restarts"
 
 
 @dataclass
@@ -426,6 +427,25 @@ class GeneratorConfig(Settings):
     )
     request_timeout_s: float = key(600.0, "Seconds after which an unanswered request is an error.", above=0.0)
     engine_start_timeout_s: float = key(300.0, "Seconds an engine may take to start.", above=0.0)
+    max_engine_restarts: int = key(
+        3,
+        "Engines that may die in an hour and are started again, while the run goes on; at the next death, or with 0 at "
+        "the first, the run ends. Not with weight_sync_backend=nccl, nor with trainer.placement.colocate_all.",
+        low=0,
+    )
+    heartbeat_s: float = key(
+        5.0,
+        "Seconds from one question for an engine's new tokens to the next; what it told goes on if it dies.",
+        above=0.0,
+        when=_RESTARTS,
+    )
+    heartbeat_timeout_s: float = key(
+        60.0,
+        "Seconds after which an engine that does not answer this question is dead; a busy one answers between two "
+        "tokens.",
+        above=0.0,
+        when=_RESTARTS,
+    )
     run_engines_locally: bool = key(True, "Engines are started by the run (the only mode there is).", choices=(True,))
     async_engine: bool = key(True, "Engines serve requests asynchronously (the only mode there is).", choices=(True,))
     batched: bool = key(

@@ -1,18 +1,23 @@
 """One client in front of several engines: it routes, batches calls, and owns every wait.
 
-Invariant: each request is answered exactly once or raises; a request whose engine fails raises that
-engine's error, and one that no engine answers in time raises ``TimeoutError`` naming it. Requests made in
-one turn of the event loop travel to their engine in one message.
+Invariant: each request is answered exactly once or raises; one that no engine answers in time raises ``TimeoutError``
+naming it. Requests made in one turn of the event loop travel to their engine in one message.
 
-A request that ``cut`` has ended early is continued here: prompt and tokens so far are sent as a new request,
-which the engines start under whatever weights they have after ``resume``. Its caller sees one answer, with the
-pieces' tokens, log-probabilities and versions joined. A stop string that begins in one piece and ends in the next is
-seen by no engine: the client finds it, and drops what was made behind it.
+A request that ``cut`` has ended early, or whose engine has died, is continued here: prompt and tokens so far are sent
+as a new request, which the engines start under whatever weights they have. Its caller sees one answer, with the
+pieces' tokens, log-probabilities and versions joined (``pieces``).
 
-| who waits                | for what                      | woken by                                   |
-|--------------------------|-------------------------------|--------------------------------------------|
-| ``generate``             | its request's future          | ``_carry`` (answer, error), or its timeout |
-| ``_carry`` (a task each) | the engine's stream of answers| the engine; its failure fails the futures  |
+An engine dies when a call of it raises ``EngineDiedError``, or when whoever listens for its heartbeat says so
+(``Roster.lose``). Where there is a survivor nothing is asked of it any more, its requests go on at the others from the
+tokens that are known of them (``hear``), and where there is no other they wait for the one that is admitted in its
+place. Else, and for every other error, the requests that the engine had raise it.
+
+| who waits                | for what                       | woken by                                            |
+|--------------------------|--------------------------------|-----------------------------------------------------|
+| ``generate``             | its piece's future             | ``_carry`` (answer, error), ``bereave``, or timeout |
+| a piece without engine   | the future, as above           | ``admit``, ``give_up``, or its timeout              |
+| ``_carry`` (a task each) | the engine's stream of answers | the engine; its failure fails the futures; a loss   |
+| a call of all engines    | every living engine's answer   | the engines; a loss                                 |
 """
 
 from __future__ import annotations
@@ -21,31 +26,28 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from skyasync.arrays import TURN_TOKENS
+from skyasync.engines.pieces import Ends, Piece, continuation, join
 from skyasync.engines.protocol import (
+    EngineDiedError,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
     InferenceEngine,
     PauseMode,
 )
-from skyasync.errors import UserError
+from skyasync.engines.roster import Loss, Roster
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 
-if TYPE_CHECKING:
-    from skyasync.engines.stop_strings import StopStrings
-
-REMEMBERED_SESSIONS = 65_536  # those used last; a conversation between two turns has no request in flight
+__all__ = ["InferenceClient", "continuation", "join"]
 
 
 class Mail(NamedTuple):
     """What an engine is told in one turn of the event loop."""
 
-    letters: list[tuple[GenerationRequest, asyncio.Future[GenerationOutput]]]
+    pieces: list[Piece]
     abandoned: list[str]  # requests whose answers nobody waits for any more: the engine need not compute them
 
 
@@ -58,6 +60,9 @@ class InferenceClient:
         tokenizer: gives the model's; needed where requests with stop strings are cut.
         start_at_once: engines that load at the same time, in order; 0 is all. Those that share a device measure what
             memory is free on it when they load, and must do so one after the other.
+
+    Attributes:
+        roster: the engines, and which of them live.
     """
 
     def __init__(
@@ -69,17 +74,19 @@ class InferenceClient:
     ) -> None:
         if not engines:
             raise ValueError("an inference client needs at least one engine")
-        self.engines = list(engines)
         self.request_timeout_s = request_timeout_s
-        self._tokenizer = tokenizer
+        self.roster = Roster(engines, self)
         self._start_at_once = start_at_once or len(engines)
-        self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
-        self._in_flight = [0] * len(engines)
-        self._sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
+        self._ends = Ends(tokenizer)
         self._outbox: dict[int, Mail] = {}  # engine -> of this turn
-        self._carriers: set[asyncio.Task[None]] = set()
-        self._unanswered: dict[str, str] = {}  # id as the engines know it -> id as the caller knows it
-        self._cut: set[str] = set()  # the engines' ids of what ``cut`` has ended
+        self._hearing = [asyncio.Lock() for _ in engines]
+        self._pieces: dict[str, Piece] = {}  # unanswered, by the id that the engines know
+        self._cut: set[str] = set()  # the engines' ids of what has been ended early, and goes on
+        self._paused = False
+
+    @property
+    def engines(self) -> list[InferenceEngine]:
+        return self.roster.engines
 
     async def start(self) -> None:
         for first in range(0, len(self.engines), self._start_at_once):
@@ -98,51 +105,20 @@ class InferenceClient:
         while answer.finish_reason == "abort" and answer.request_id in self._cut:
             self._cut.discard(answer.request_id)
             more = await self._piece(continuation(request, answer), request.request_id)
-            answer = self._ended(request, join(answer, more), seen=len(answer.token_ids))
+            answer = self._ends.of(request, join(answer, more), seen=len(answer.token_ids))
         self._cut.discard(answer.request_id)
         return replace(answer, request_id=request.request_id)
 
-    def _ended(self, request: GenerationRequest, answer: GenerationOutput, seen: int) -> GenerationOutput:
-        """The answer up to the first stop string that ends behind its ``seen`` tokens."""
-        sampling = request.sampling
-        if not sampling.stop:
-            return answer
-        tokens = answer.token_ids.tolist()
-        for count in range(max(seen, sampling.min_tokens) + 1, len(tokens) + 1):
-            if self._stops(request).completed_by_last(tokens[:count]):
-                return GenerationOutput(
-                    answer.request_id,
-                    answer.token_ids[:count],
-                    answer.logprobs[:count],
-                    answer.versions[:count],
-                    "stop",
-                )
-        return answer
-
-    def _stops(self, request: GenerationRequest) -> StopStrings:
-        from skyasync.engines.stop_strings import StopStrings
-
-        if self._tokenizer is None:
-            raise UserError(
-                f"request {request.request_id} has stop strings and was cut by a weight sync: the inference client "
-                f"needs the model's tokenizer to find one that spans the cut, or set trainer.partial_rollout=keep"
-            )
-        key = (request.sampling.stop, request.sampling.skip_special_tokens)
-        if key not in self._stop_strings:
-            self._stop_strings[key] = StopStrings(self._tokenizer(), key[0], skip_special_tokens=key[1])
-        return self._stop_strings[key]
-
     async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
         """What an engine answers to a request or to its continuation."""
-        if request.request_id in self._unanswered:
+        if request.request_id in self._pieces:
             raise ValueError(f"request {request.request_id} is in flight already: its id must be its own")
-        index = self._choose(request.session_id)
-        future: asyncio.Future[GenerationOutput] = asyncio.get_running_loop().create_future()
-        self._mail(index).letters.append((request, future))
-        self._unanswered[request.request_id] = caller_id
+        piece = Piece(request, caller_id, asyncio.get_running_loop().create_future())
+        self._post(piece)
+        self._pieces[request.request_id] = piece
         try:
             async with asyncio.timeout(self.request_timeout_s) as timer:
-                return await future
+                return await piece.future
         except TimeoutError as error:
             if not timer.expired():
                 raise
@@ -151,86 +127,150 @@ class InferenceClient:
                 f"(generator.request_timeout_s)"
             ) from error
         finally:
-            if not future.done() or future.cancelled():
-                self._mail(index).abandoned.append(request.request_id)
-            del self._unanswered[request.request_id]
-            self._in_flight[index] -= 1
+            del self._pieces[request.request_id]
+            if piece.engine is not None:
+                if not piece.future.done() or piece.future.cancelled():
+                    self._mail(piece.engine).abandoned.append(request.request_id)
+                self.roster.routes.ended(piece.engine)
+
+    # ---------------------------------------------------------------- all engines
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Per engine, the log-probability of each token after the first."""
-        return await asyncio.gather(*(engine.score(sequences) for engine in self.engines))
+        """Per living engine, the log-probability of each token after the first."""
+        return list((await self.roster.all("score", sequences)).values())
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await asyncio.gather(*(engine.pause(mode) for engine in self.engines))
+        self._paused = True
+        await self.roster.all("pause", mode)
 
     async def cut(self) -> None:
         """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
-        self._cut.update(self._unanswered)
+        self._cut.update(self._pieces)
         await self.pause("abort")
 
     async def resume(self) -> None:
-        await asyncio.gather(*(engine.resume() for engine in self.engines))
+        self._paused = False
+        await self.roster.all("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) for good, also if they had been cut."""
         if request_ids is not None:
             wanted = set(request_ids)
-            request_ids = [engine_id for engine_id, caller_id in self._unanswered.items() if caller_id in wanted]
-        self._cut -= set(self._unanswered if request_ids is None else request_ids)
-        await asyncio.gather(*(engine.abort(request_ids) for engine in self.engines))
+            request_ids = [name for name, piece in self._pieces.items() if piece.caller_id in wanted]
+        ended = list(self._pieces if request_ids is None else request_ids)
+        self._cut.difference_update(ended)
+        for piece in [self._pieces[name] for name in ended]:
+            if piece.engine is None and not piece.future.done():
+                piece.future.set_result(piece.so_far)
+        await self.roster.all("abort", request_ids)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await asyncio.gather(*(engine.update_weights(update) for engine in self.engines))
+        await self.roster.all("update_weights", update)
 
     async def sleep(self) -> None:
-        await asyncio.gather(*(engine.sleep() for engine in self.engines))
+        await self.roster.all("sleep")
 
     async def wake(self, part: WakePart) -> None:
-        await asyncio.gather(*(engine.wake(part) for engine in self.engines))
+        await self.roster.all("wake", part)
 
     async def stats(self) -> list[EngineStats]:
-        return await asyncio.gather(*(engine.stats() for engine in self.engines))
+        """Per engine; nothing but zeros for one that is dead."""
+        found = await self.roster.all("stats")
+        return [found.get(index, EngineStats()) for index in range(len(self.engines))]
 
     async def shutdown(self) -> None:
         await asyncio.sleep(0)  # a carrier that is cancelled before it begins would answer nobody
-        carriers = list(self._carriers)
-        for task in carriers:
+        asking = self.roster.asking
+        for task in asking:
             task.cancel()
-        await asyncio.gather(*carriers, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
+        await asyncio.gather(*asking, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
+        for piece in self._pieces.values():  # that had no engine
+            if not piece.future.done():
+                piece.future.set_exception(_shareable(asyncio.CancelledError()))
 
-    def _choose(self, session_id: str | None) -> int:
-        index = min(range(len(self.engines)), key=self._in_flight.__getitem__)
-        if session_id is not None:
-            index = self._sessions.pop(session_id, index)
-            self._sessions[session_id] = index
-            if len(self._sessions) > REMEMBERED_SESSIONS:
-                self._sessions.pop(next(iter(self._sessions)))
-        self._in_flight[index] += 1
-        return index
+    # ---------------------------------------------------------------- life and death
+
+    async def hear(self, index: int) -> None:
+        """Ask an engine for its news, and keep them: a sign of life, and what its requests go on from."""
+        if not hasattr(self.engines[index], "progress"):
+            await self.roster.ask(index, "stats")
+            return
+        async with self._hearing[index]:
+            asked = {name: piece for name, piece in self._pieces.items() if piece.engine == index}
+            try:
+                answer = await self.roster.ask(index, "progress")
+            except BaseException:
+                for piece in asked.values():
+                    piece.forget()  # they may have been told to nobody
+                raise
+            for news in answer[0] if answer else ():
+                told_of = self._pieces.get(news.request_id)
+                if told_of is None:  # answered meanwhile
+                    continue
+                if asked.get(news.request_id) is told_of:
+                    told_of.hear(news)
+                else:  # began meanwhile, or is another one of the same name
+                    told_of.forget()
+
+    def bereave(self, index: int) -> Loss:
+        """An engine has died: what it had goes on elsewhere."""
+        self._outbox.pop(index, None)
+        lost = [piece for piece in self._pieces.values() if piece.engine == index and not piece.future.done()]
+        answers = [piece.so_far for piece in lost]
+        for piece, answer in zip(lost, answers, strict=True):
+            self._cut.add(answer.request_id)
+            piece.future.set_result(answer)
+        return Loss(len(lost), sum(len(answer.token_ids) for answer in answers))
+
+    async def admit(self, index: int, engine: InferenceEngine) -> None:
+        """This engine, which holds the weights of the others, takes the place of the dead one."""
+        paused = False
+        while paused != self._paused:
+            paused = self._paused
+            await (engine.pause("keep") if paused else engine.resume())
+        self.roster.admit(index, engine)
+        for piece in self._pieces.values():
+            if piece.engine is None and not piece.future.done():
+                self._post(piece)
+
+    def give_up(self, error: BaseException) -> None:
+        """No engine will answer any more: that is what every request and call hears."""
+        self.roster.end = error
+        for piece in self._pieces.values():
+            if not piece.future.done():
+                piece.future.set_exception(error)
+
+    # ---------------------------------------------------------------- mail
+
+    def _post(self, piece: Piece) -> None:
+        """Send it to an engine, if one lives."""
+        if self.roster.end is not None:
+            raise self.roster.end
+        piece.engine = self.roster.routes.choose(piece.request.session_id)
+        if piece.engine is not None:
+            self._mail(piece.engine).pieces.append(piece)
 
     def _mail(self, index: int) -> Mail:
         """This turn's, to an engine. It is carried there in the next one."""
         if index not in self._outbox:
             self._outbox[index] = Mail([], [])
             carrier = asyncio.get_running_loop().create_task(self._carry(index))
-            self._carriers.add(carrier)
-            carrier.add_done_callback(self._carriers.discard)
+            self.roster.track(index, carrier)
         return self._outbox[index]
 
     async def _carry(self, index: int) -> None:
         mail = self._outbox.pop(index)
-        letters = [(request, future) for request, future in mail.letters if not future.cancelled()]
-        waiting = {request.request_id: future for request, future in letters}
+        waiting = {piece.request.request_id: piece for piece in mail.pieces if not piece.future.done()}
         try:
             if mail.abandoned:
                 with contextlib.suppress(Exception):  # an engine that has failed tells those who still wait
                     await self.engines[index].abort(mail.abandoned)
-            if not letters:
+            if not waiting:
                 return
-            async for outputs in self.engines[index].generate([request for request, _ in letters]):
+            async for outputs in self.engines[index].generate([piece.request for piece in waiting.values()]):
                 told = 0
                 for output in outputs:
-                    future = waiting.pop(output.request_id)
+                    future = waiting.pop(output.request_id).future
                     if not future.done():  # its caller may have been cancelled
                         future.set_result(output)
                     told += len(output.token_ids)
@@ -240,38 +280,13 @@ class InferenceClient:
             if waiting:
                 raise RuntimeError(f"engine {index} ended without answering {', '.join(sorted(waiting)[:5])}")
         except BaseException as error:
-            for future in waiting.values():
-                if not future.done():
-                    future.set_exception(_shareable(error))
+            if isinstance(error, EngineDiedError) and self.roster.lose(index, error, asyncio.current_task()):
+                return
+            for piece in waiting.values():
+                if not piece.future.done():
+                    piece.future.set_exception(_shareable(error))
             if not isinstance(error, Exception):
                 raise
-
-
-def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
-    """The request for what ``answer`` lacks. A new id (and seed) gives it a random stream of its own."""
-    done, sampling = len(answer.token_ids), request.sampling
-    return replace(
-        request,
-        request_id=f"{request.request_id}+{done}",
-        prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
-        sampling=replace(
-            sampling,
-            max_tokens=sampling.max_tokens - done,
-            min_tokens=max(sampling.min_tokens - done, 0),
-            seed=None if sampling.seed is None else hash((sampling.seed, done)) % 2**63,
-        ),
-    )
-
-
-def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
-    """Both pieces as one, under the id and with the end of the second."""
-    return GenerationOutput(
-        more.request_id,
-        np.concatenate([answer.token_ids, more.token_ids]),
-        np.concatenate([answer.logprobs, more.logprobs]),
-        np.concatenate([answer.versions, more.versions]),
-        more.finish_reason,
-    )
 
 
 def _shareable(error: BaseException) -> BaseException:

@@ -122,6 +122,10 @@ def _unpacked(request_id: str, packed: bytes, finish_reason: FinishReason | None
     return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason)
 
 
+class EngineDiedError(RuntimeError):
+    """The engine can answer nothing any more; whatever it was computing is lost."""
+
+
 @dataclass
 class EngineStats:
     """Counters since start: ``busy_s`` is wall time with at least one request running."""
@@ -141,6 +145,14 @@ class InferenceEngine(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         """Answer each request once, in lists, as they finish."""
+
+    async def progress(self) -> list[GenerationOutput]:
+        """What is new of every unanswered request since the last call; ``finish_reason`` is None.
+
+        Answers between two tokens, paused or not: who asks knows that the engine lives. The answer to a request is
+        whole, whatever has been told of it before. An engine may leave requests out, and may lack the method: then
+        nothing is known of its requests when it dies.
+        """
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first under the current weights, temperature 1."""

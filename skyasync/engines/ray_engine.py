@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import ray
 
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
+    EngineDiedError,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
@@ -37,6 +40,37 @@ CALLS = 1_000_000
 MESSAGE_TOKENS = 2**18  # 3 MB
 
 
+class _Process(NamedTuple):
+    """``born``: what tells it from another that has got its number since."""
+
+    node: str
+    number: int
+    born: str
+
+    def end(self) -> None:
+        """SIGKILL, which also ends a process that is stopped or stuck; on this machine only."""
+        if self.node == ray.get_runtime_context().get_node_id() and _born(self.number) == self.born:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.number, signal.SIGKILL)
+
+
+def _born(process: int) -> str:
+    """When a process began, in the kernel's ticks; empty where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+@contextlib.contextmanager
+def _deaths() -> Iterator[None]:
+    """Ray has several words for an actor that is no more."""
+    try:
+        yield
+    except ray.exceptions.RayActorError as error:
+        raise EngineDiedError(str(error)) from error
+
+
 class _EngineActor:
     """Forwards to the engine it holds."""
 
@@ -47,12 +81,17 @@ class _EngineActor:
         self._engine_class = ENGINES.find(backend)
         self._engine: InferenceEngine
 
-    async def start(self, config: EngineConfig) -> None:
+    async def start(self, config: EngineConfig) -> _Process:
         self._engine = self._engine_class(config)
         await self._engine.start()
+        return _Process(ray.get_runtime_context().get_node_id(), os.getpid(), _born(os.getpid()))
 
     async def call(self, method: str, *args: object) -> object:
         return await getattr(self._engine, method)(*args)
+
+    async def progress(self) -> list[GenerationOutput]:
+        """Of an engine without the method nothing but that its process lives."""
+        return await self._engine.progress() if hasattr(self._engine, "progress") else []
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         async for outputs in self._engine.generate(requests):
@@ -88,7 +127,9 @@ class RayEngine:
         self.backend, self.config = backend, config
         self._start_timeout_s = start_timeout_s
         self._asked_to_start = False
-        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **(options or {}))
+        self._process: _Process | None = None
+        self._options = options or {}
+        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self._options)
         # Its libraries are imported while the caller does other things.
         self._actor: Any = actor_class.remote(backend, ENGINES.user_parts())
 
@@ -100,7 +141,8 @@ class RayEngine:
         self._asked_to_start = True
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._actor.start.remote(self.config)
+                with _deaths():
+                    self._process = await self._actor.start.remote(self.config)
         except TimeoutError as error:
             raise TimeoutError(
                 f"the {self.backend} engine did not start within {self._start_timeout_s:g} s "
@@ -108,32 +150,41 @@ class RayEngine:
             ) from error
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        async for reference in self._actor.generate.options(num_returns="streaming").remote(list(requests)):
-            yield await reference
+        with _deaths():
+            async for reference in self._actor.generate.options(num_returns="streaming").remote(list(requests)):
+                yield await reference
+
+    async def progress(self) -> list[GenerationOutput]:
+        with _deaths():
+            return await self._actor.progress.remote()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await self._actor.call.remote("score", sequences)
+        return await self._call("score", sequences)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._actor.call.remote("pause", mode)
+        await self._call("pause", mode)
 
     async def resume(self) -> None:
-        await self._actor.call.remote("resume")
+        await self._call("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._actor.call.remote("abort", request_ids)
+        await self._call("abort", request_ids)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self._actor.call.remote("update_weights", update)
+        await self._call("update_weights", update)
 
     async def sleep(self) -> None:
-        await self._actor.call.remote("sleep")
+        await self._call("sleep")
 
     async def wake(self, part: WakePart) -> None:
-        await self._actor.call.remote("wake", part)
+        await self._call("wake", part)
 
     async def stats(self) -> EngineStats:
-        return await self._actor.call.remote("stats")
+        return await self._call("stats")
+
+    async def _call(self, method: str, *args: object) -> Any:
+        with _deaths():
+            return await self._actor.call.remote(method, *args)
 
     async def shutdown(self) -> None:
         """Let the engine release what it holds, then end its process in any case."""
@@ -145,3 +196,15 @@ class RayEngine:
                 async with asyncio.timeout(20):
                     await actor.call.remote("shutdown")
         ray.kill(actor)
+
+    def kill(self) -> None:
+        """End its process and all that it started, also if it answers nothing any more. Safe to call twice."""
+        if self._actor is not None:
+            actor, self._actor = self._actor, None
+            ray.kill(actor)
+        if self._process is not None:
+            self._process.end()
+
+    def successor(self) -> RayEngine:
+        """Another one in its place: the same placement, the same configuration. Its process starts."""
+        return RayEngine(self.backend, self.config, self._options, self._start_timeout_s)

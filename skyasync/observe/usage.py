@@ -14,12 +14,10 @@ from typing import Protocol
 
 @dataclass
 class Usage:
-    """Counters since start: seconds of work (summed over engines), tokens generated, samples trained."""
+    """Counters since start: of each engine seconds of work and tokens generated, and the trainer's seconds."""
 
-    engines: int
-    engines_busy_s: float
+    engines: list[EngineWork]
     trainer_busy_s: float
-    tokens: int
 
 
 class EngineWork(Protocol):
@@ -53,12 +51,7 @@ class UsageMeter:
 
     async def read(self) -> Usage:
         engines, trainer = await asyncio.gather(self._client.stats(), self._dispatch.stats())
-        return Usage(
-            engines=len(engines),
-            engines_busy_s=sum(e.busy_s for e in engines),
-            trainer_busy_s=float(trainer["busy_s"]),
-            tokens=sum(e.generated_tokens for e in engines),
-        )
+        return Usage(list(engines), float(trainer["busy_s"]))
 
     async def start(self) -> None:
         self._last = await self.read()
@@ -68,14 +61,21 @@ class UsageMeter:
         before, now = self._last, await self.read()
         assert before is not None, "start() comes first"
         self._last, wall_s = now, max(wall_s, 1e-9)
-        engines_s = (now.engines_busy_s - before.engines_busy_s) / max(now.engines, 1)
+        both = list(zip(before.engines, now.engines, strict=True))
+        engines_s = sum(_since(old.busy_s, new.busy_s) for old, new in both) / max(len(both), 1)
+        tokens = sum(_since(old.generated_tokens, new.generated_tokens) for old, new in both)
         return {
             "time/step_s": wall_s,
             "idle/engines": _idle(engines_s / wall_s),
             "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / wall_s),
-            "throughput/tokens_per_s": max(now.tokens - before.tokens, 0) / wall_s,
+            "throughput/tokens_per_s": tokens / wall_s,
             "throughput/samples_per_s": samples / wall_s,
         }
+
+
+def _since(before: float, now: float) -> float:
+    """What a counter has counted; one that has fallen began anew, with an engine in another's place."""
+    return now - before if now >= before else now
 
 
 def _idle(busy: float) -> float:

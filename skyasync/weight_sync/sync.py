@@ -27,7 +27,8 @@ two swapped tensors: 2.3). There the digests are the proof: the probe finds what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,6 +49,12 @@ class Source(Protocol):
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
 
 
+class Keeper(Protocol):
+    """What can keep them for engines that come late (the dispatch, with shared memory)."""
+
+    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate: ...
+
+
 class Destination(Protocol):
     """What needs them (the inference client)."""
 
@@ -64,6 +71,9 @@ class WeightSync:
         tolerance: the largest mean gap of the probe's log-probabilities, in nats; 0 follows from the measured floor.
         rounding: what is plausible for the dtypes in use.
         interval: syncs from one probe to the next, where digests prove the ones between.
+
+    Attributes:
+        keeper: keeps what the engines were given, for one that comes late; None keeps nothing.
     """
 
     source: Source
@@ -72,9 +82,13 @@ class WeightSync:
     tolerance: float = 0.0
     rounding: Rounding = FLOAT32
     interval: int = 1
+    keeper: Keeper | None = field(default=None, init=False)
     _floor: float | None = field(default=None, init=False)
     _syncs: int = field(default=0, init=False)
     _proven: bool = field(default=False, init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _kept: WeightUpdate | None = field(default=None, init=False)
+    _latecomer: bool = field(default=False, init=False)  # an engine that no probe has seen
 
     async def measure_floor(self) -> None:
         """Compare trainer and engines while all have the weights of one file; ``verify`` is then measured by it.
@@ -92,12 +106,27 @@ class WeightSync:
 
         Sender and engines may wait for each other (NCCL), so the first failure of either is raised at once.
         """
-        publishing = asyncio.ensure_future(self.source.publish_weights(version))
-        async with afterwards(self._release, publishing):
-            update = await asyncio.shield(publishing)
-            await run_together(self.source.send_weights(update), self.destination.update_weights(update))
-        self._proven = update.backend in WITH_DIGESTS
-        self._syncs += 1
+        async with self._turn:
+            self._kept = None
+            publishing = asyncio.ensure_future(self.source.publish_weights(version))
+            async with afterwards(self._release, publishing):
+                update = await asyncio.shield(publishing)
+                await run_together(self.source.send_weights(update), self.destination.update_weights(update))
+            self._proven = update.backend in WITH_DIGESTS
+            self._syncs += 1
+
+    @asynccontextmanager
+    async def between_syncs(self) -> AsyncIterator[WeightUpdate]:
+        """What the engines have, for one that comes late; no sync begins inside. The next ``verify`` looks at it.
+
+        Raises:
+            WeightSyncError: if nothing was kept: no engine has been given weights yet.
+        """
+        async with self._turn:
+            if self._kept is None:
+                raise WeightSyncError("no weights have been kept for an engine that comes late")
+            yield self._kept
+            self._latecomer = True
 
     async def _release(self, publishing: asyncio.Future[WeightUpdate]) -> None:
         """Free what has been published, or still is, if the sync was cancelled meanwhile: nobody else knows of it."""
@@ -105,7 +134,10 @@ class WeightSync:
             update = await publishing
         except Exception:  # which the sync has raised: there is nothing to be freed
             return
-        await self.source.release_weights(update)
+        if self.keeper is None:
+            await self.source.release_weights(update)
+        else:
+            self._kept = await self.keeper.keep_weights(update)
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities, where it is due; the engines are not paused. Returns metrics.
@@ -114,12 +146,16 @@ class WeightSync:
             WeightSyncError: naming the engine, the gap, the floor and the limit.
         """
         early, regular = self._syncs <= 2, self._syncs % self.interval == 0
-        if not self.probe or (self._proven and not early and not regular):
+        if not self.probe or (self._proven and not early and not regular and not self._latecomer):
             return {}
+        self._latecomer = False
         return await self._compare(f"after the weight sync to version {version}")
 
     async def _compare(self, when: str) -> dict[str, float]:
         expected, found = await self._scores()
+        if not found:  # every engine has died: those that come in their places are looked at next time
+            self._latecomer = True
+            return {}
         gaps = [gap(expected, engine) for engine in found]
         if self._floor is None:
             self._floor = min(each.mean for each in gaps)

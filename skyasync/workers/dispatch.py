@@ -133,6 +133,12 @@ class Dispatch:
         if self._broadcast is None:
             await self._groups[POLICY].call_first("release", update.info["path"])
 
+    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
+        """Instead of ``release_weights``, with shared memory: how an engine that comes late gets them, until the next
+        ``publish_weights``."""
+        path = await self._groups[POLICY].call_first("keep", update.info["path"])
+        return replace(update, info={"path": path})
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call(POLICY, "score", sequences))[0]
 

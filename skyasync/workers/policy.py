@@ -10,7 +10,7 @@ from torch import Tensor
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.shared_memory import KeptFile, remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
 from skyasync.workers.batch import UpdateBatch
@@ -33,6 +33,7 @@ class PolicyWorker(TrainedWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.objective = Objective(self.cfg.trainer.algorithm)
+        self.kept = KeptFile()  # what was published last, where that is wanted
 
     def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.
@@ -82,7 +83,11 @@ class PolicyWorker(TrainedWorker):
         return approximate_proximal(current, behaviour, versions, batch.approximated_version, method=method)
 
     def publish(self) -> str | None:
-        """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it."""
+        """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it.
+
+        What has been kept is dropped before: there is room for one file.
+        """
+        self.kept.drop()
         weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
         return write_weights(weights) if self.rank == 0 else None
 
@@ -107,3 +112,7 @@ class PolicyWorker(TrainedWorker):
     def release(self, path: str) -> None:
         """Remove what ``publish`` wrote."""
         remove_weights(path)
+
+    def keep(self, path: str) -> str:
+        """Instead of ``release``: where what ``publish`` wrote can be read until the next ``publish``."""
+        return self.kept.keep(path)

@@ -100,7 +100,7 @@ async def test_a_stop_string_that_spans_cuts_ends_the_response_where_it_would_wi
 ) -> None:
     """Greedy, so that the same tokens come again; each response has 24 characters of its own as its stop string."""
     tokenizer = AutoTokenizer.from_pretrained(untied_model)
-    client._tokenizer = lambda: tokenizer
+    client._ends.tokenizer = lambda: tokenizer
     greedy = SamplingParams(max_tokens=LENGTH, min_tokens=40, ignore_eos=True, temperature=0.0)
     prompts = {f"s{i}": [1 + i, 2, 3 + i] for i in range(16)}
     free = await asyncio.gather(*(client.generate(GenerationRequest(n, p, greedy)) for n, p in prompts.items()))

@@ -156,6 +156,10 @@ class EmbeddedCore:
         self._held = [row for row in self._held if row.finish_reason is None]
         self._report(cut)
 
+    def progress(self) -> list[GenerationOutput]:
+        """News of the requests whose owners get one answer; those of the others go to them anyway."""
+        return [row.news() for row in self._rows.values() if row.has_news and not row.streamed]
+
     def update_weights(self, update: WeightUpdate) -> None:
         if update.backend != "shared_memory":
             raise UserError(
@@ -252,7 +256,8 @@ class EmbeddedCore:
         """Send the rows' outputs to their owners, one message each."""
         messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
         for row in rows:
-            messages.setdefault(id(row.owner), (row.owner, []))[1].append(row.news())
+            output = row.news() if row.streamed else row.output()
+            messages.setdefault(id(row.owner), (row.owner, []))[1].append(output)
             if row.finish_reason:
                 del self._rows[row.request.request_id]
         for reply, outputs in messages.values():

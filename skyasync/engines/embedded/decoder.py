@@ -41,7 +41,7 @@ class Row:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     _logprobs: array[float] = field(default_factory=lambda: array("f"))
     _versions: array[int] = field(default_factory=lambda: array("i"))
-    _told: int = 0  # tokens that a streaming owner has heard of
+    _told: int = 0  # tokens that have been given as news
 
     def __post_init__(self) -> None:
         self.sampling: SamplingParams = self.request.sampling
@@ -63,9 +63,17 @@ class Row:
         self._versions.append(version)
         self.finish_reason = self._finish_reason(token)
 
+    @property
+    def has_news(self) -> bool:
+        return len(self.token_ids) > self._told
+
     def news(self) -> GenerationOutput:
         """What has been added since the last call."""
         start, self._told = self._told, len(self.token_ids)
+        return self.output(start)
+
+    def output(self, start: int = 0) -> GenerationOutput:
+        """All there is from a token on."""
         return GenerationOutput(
             self.request.request_id,
             np.array(self.token_ids[start:]),

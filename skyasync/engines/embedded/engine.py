@@ -91,6 +91,9 @@ class TransformersEngine:
                 for output in outputs:
                     yield output
 
+    async def progress(self) -> list[GenerationOutput]:
+        return await self._call(lambda: self._loaded.progress())
+
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         for sequence in sequences:
             if len(sequence) > self._config.max_model_len:

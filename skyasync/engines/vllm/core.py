@@ -15,7 +15,7 @@ import numpy as np
 
 from skyasync.arrays import Ints, ints
 from skyasync.engines.process_guard import ProcessGuard
-from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.protocol import EngineConfig, EngineDiedError
 from skyasync.engines.vllm.setup import engine_arguments, prepare_environment
 from skyasync.errors import MissingExtraError
 
@@ -27,10 +27,6 @@ T = TypeVar("T")
 POLL_S = 0.5  # how often a call looks whether the core still lives
 SHUTDOWN_S = 1.0  # for vLLM to end by itself; the guard ends the rest
 _starting = threading.Lock()  # the environment belongs to the process: one engine starts at a time
-
-
-class EngineDiedError(RuntimeError):
-    """The engine can answer nothing any more; whatever it was computing is lost."""
 
 
 class VLLMCore:
@@ -164,10 +160,25 @@ class VLLMCore:
         if output.finished:
             return versions_of(output.outputs[0])
         processor = self.llm.output_processor
-        state: Any = processor.request_states[processor.external_req_ids[name][0]]
-        versions, starts = zip(*state.weight_version_starts, strict=True)
-        ends = [*starts[1:], state.detokenizer.num_output_tokens()]
-        return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
+        return _versions_so_far(processor.request_states[processor.external_req_ids[name][0]])
+
+    def so_far(self) -> dict[str, tuple[list[int], list[float], Ints]]:
+        """Tokens, log-probabilities and versions of each request that has begun and wants one sample."""
+        return {
+            state.external_req_id: (
+                state.detokenizer.output_token_ids,
+                state.logprobs_processor.logprobs.logprobs,
+                _versions_so_far(state),
+            )
+            for state in self.states()
+            if state.weight_version_starts and state.parent_req is None
+        }
+
+
+def _versions_so_far(state: Any) -> Ints:
+    versions, starts = zip(*state.weight_version_starts, strict=True)
+    ends = [*starts[1:], state.detokenizer.num_output_tokens()]
+    return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
 
 
 def versions_of(completion: CompletionOutput) -> Ints:

@@ -69,6 +69,7 @@ class VLLMEngine:
         self._restarting: set[str] = set()
         self._scores = 0
         self._finished_tokens = 0
+        self._told: dict[str, int] = {}  # tokens of unanswered requests that ``progress`` has given
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
         self._joined_group = False
@@ -146,8 +147,21 @@ class VLLMEngine:
                 self._restarting.discard(name)
         finally:
             self._in_flight.pop(name, None)
+            self._told.pop(name, None)
             self._restarting.discard(name)
             self._watch()
+
+    async def progress(self) -> list[GenerationOutput]:
+        """As the protocol says. Requests of several samples (``one_per_prompt``) are left out."""
+        await self._core.call(self._core.llm.is_sleeping())  # the core's process lives, and is between two steps
+        news = []
+        so_far = {name: found for name, found in self._core.so_far().items() if name in self._in_flight}
+        for name, (tokens, logprobs, versions) in so_far.items():
+            told = self._told.get(name, 0)
+            self._told[name] = len(tokens)
+            if len(tokens) > told:
+                news.append(GenerationOutput(name, ints(tokens[told:]), floats(logprobs[told:]), versions[told:]))
+        return news
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """As the protocol says; waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""

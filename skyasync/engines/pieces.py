@@ -1,0 +1,129 @@
+"""Answers that are made of several pieces: a request that was ended early goes on as a new one.
+
+Invariant: the pieces joined are what one engine would have given, had nothing come between: no token is lost or twice,
+and a stop string ends the response wherever it lies. One that begins in one piece and ends in the next is seen by no
+engine: it is found here, and what was made behind it is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from skyasync.engines.protocol import GenerationOutput, GenerationRequest
+from skyasync.errors import UserError
+
+if TYPE_CHECKING:
+    from skyasync.engines.stop_strings import StopStrings
+
+
+@dataclass(eq=False)
+class Piece:
+    """A request at an engine; ``engine`` is None while it waits for one.
+
+    Args:
+        caller_id: the id of the request that it belongs to.
+    """
+
+    request: GenerationRequest
+    caller_id: str
+    future: asyncio.Future[GenerationOutput]
+    engine: int | None = None
+    _news: list[GenerationOutput] | None = field(default_factory=list)  # None: there is a hole in them
+
+    def hear(self, news: GenerationOutput) -> None:
+        """What the engine tells of it, each token once and in order."""
+        if self._news is not None:
+            self._news.append(news)
+
+    def forget(self) -> None:
+        """News may have been missed: nothing is known of it."""
+        self._news = None
+
+    @property
+    def so_far(self) -> GenerationOutput:
+        """The answer as if it had been ended with what is known of it."""
+        news = self._news or []
+        if not news:
+            return GenerationOutput(self.request.request_id, finish_reason="abort")
+        return GenerationOutput(
+            self.request.request_id,
+            np.concatenate([each.token_ids for each in news]),
+            np.concatenate([each.logprobs for each in news]),
+            np.concatenate([each.versions for each in news]),
+            "abort",
+        )
+
+
+def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
+    """The request for what ``answer`` lacks. A new id (and seed) gives it a random stream of its own."""
+    done, sampling = len(answer.token_ids), request.sampling
+    return replace(
+        request,
+        request_id=f"{request.request_id}+{done}",
+        prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
+        sampling=replace(
+            sampling,
+            max_tokens=sampling.max_tokens - done,
+            min_tokens=max(sampling.min_tokens - done, 0),
+            seed=None if sampling.seed is None else hash((sampling.seed, done)) % 2**63,
+        ),
+    )
+
+
+def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
+    """Both pieces as one, under the id and with the end of the second."""
+    return GenerationOutput(
+        more.request_id,
+        np.concatenate([answer.token_ids, more.token_ids]),
+        np.concatenate([answer.logprobs, more.logprobs]),
+        np.concatenate([answer.versions, more.versions]),
+        more.finish_reason,
+    )
+
+
+class Ends:
+    """Finds the stop strings that span pieces.
+
+    Args:
+        tokenizer: gives the model's.
+    """
+
+    def __init__(self, tokenizer: Callable[[], Any] | None) -> None:
+        self.tokenizer = tokenizer
+        self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
+
+    def of(self, request: GenerationRequest, answer: GenerationOutput, seen: int) -> GenerationOutput:
+        """The answer up to the first stop string that ends behind its ``seen`` tokens."""
+        sampling = request.sampling
+        if not sampling.stop:
+            return answer
+        tokens: Sequence[int] = answer.token_ids.tolist()
+        for count in range(max(seen, sampling.min_tokens) + 1, len(tokens) + 1):
+            if self._stops(request).completed_by_last(tokens[:count]):
+                return GenerationOutput(
+                    answer.request_id,
+                    answer.token_ids[:count],
+                    answer.logprobs[:count],
+                    answer.versions[:count],
+                    "stop",
+                )
+        return answer
+
+    def _stops(self, request: GenerationRequest) -> StopStrings:
+        from skyasync.engines.stop_strings import StopStrings
+
+        if self.tokenizer is None:
+            raise UserError(
+                f"request {request.request_id} has stop strings and was cut by a weight sync or an engine's death: the "
+                f"inference client needs the model's tokenizer to find one that spans the cut, or set "
+                f"trainer.partial_rollout=keep and generator.max_engine_restarts=0"
+            )
+        key = (request.sampling.stop, request.sampling.skip_special_tokens)
+        if key not in self._stop_strings:
+            self._stop_strings[key] = StopStrings(self.tokenizer(), key[0], skip_special_tokens=key[1])
+        return self._stop_strings[key]

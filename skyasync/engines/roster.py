@@ -1,0 +1,110 @@
+"""The engines of a run: which of them live, and what is being asked of each.
+
+Invariant: once an engine is lost nobody waits for it: calls of it are cancelled and count as unanswered, and what it
+says later is an echo that nobody hears. The one that takes its place has a life of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from skyasync.engines.protocol import EngineDiedError, InferenceEngine
+from skyasync.engines.routes import Routes
+
+Asking = set[asyncio.Future[Any]]  # tasks that wait for an engine's answer
+
+
+class Loss(NamedTuple):
+    """What a death costs: requests that must go on elsewhere, and the tokens that are known of them."""
+
+    requests: int
+    tokens: int
+
+
+class Survivor(Protocol):
+    """Who sees to it that a dead engine is replaced, or gives up."""
+
+    def died(self, index: int, error: BaseException, loss: Loss) -> None: ...
+
+
+class Bereaved(Protocol):
+    """Who had requests at a dead engine."""
+
+    def bereave(self, index: int) -> Loss: ...
+
+
+class Roster:
+    """Attributes: survivor: who is told of deaths; None where the first one is the error of whoever asked. end: why no
+    engine will answer any more, if that is so."""
+
+    def __init__(self, engines: Sequence[InferenceEngine], bereaved: Bereaved) -> None:
+        self.engines = list(engines)
+        self.routes = Routes(len(engines))
+        self.survivor: Survivor | None = None
+        self.end: BaseException | None = None
+        self._bereaved = bereaved
+        self._asking: list[Asking] = [set() for _ in engines]
+
+    @property
+    def asking(self) -> Asking:
+        """All that waits for any engine."""
+        return set[asyncio.Future[Any]]().union(*self._asking)
+
+    def track(self, index: int, task: asyncio.Future[Any]) -> None:
+        """This waits for that engine, and is cancelled when it is lost."""
+        asking = self._asking[index]
+        asking.add(task)
+        task.add_done_callback(asking.discard)
+
+    async def all(self, method: str, *args: object) -> dict[int, Any]:
+        """The answers of the living engines, by their numbers; one that dies meanwhile has none."""
+        if self.end is not None:
+            raise self.end
+        living = self.routes.living
+        answers = await asyncio.gather(*(self.ask(index, method, *args) for index in living))
+        return {index: answer[0] for index, answer in zip(living, answers, strict=True) if answer}
+
+    async def ask(self, index: int, method: str, *args: object) -> tuple[Any] | None:
+        """What one engine answers; None if it dies before."""
+        call = asyncio.ensure_future(getattr(self.engines[index], method)(*args))
+        asking = self._asking[index]
+        asking.add(call)
+        try:
+            await asyncio.wait({call})
+            if call.cancelled() and call not in asking:
+                return None
+            return (call.result(),)
+        except EngineDiedError as error:
+            if not self.lose(index, error, call):
+                raise
+            return None
+        finally:
+            asking.discard(call)
+            call.cancel()
+
+    def lose(self, index: int, error: BaseException, heard_by: asyncio.Future[Any] | None = None) -> bool:
+        """An engine has died: go on without it. False where deaths are not survived.
+
+        Args:
+            heard_by: the task that asked it; None if nobody did.
+        """
+        if self.survivor is None:
+            return False
+        asking = self._asking[index]
+        if index in self.routes.dead or (heard_by is not None and heard_by not in asking):
+            return True  # that is known, and this an echo of it
+        self.routes.dead.add(index)
+        waiting = asking - {heard_by}
+        asking.clear()  # by which those who wait know why they are cancelled
+        self._asking[index] = set()
+        for task in waiting:
+            task.cancel()
+        self.survivor.died(index, error, self._bereaved.bereave(index))
+        return True
+
+    def admit(self, index: int, engine: InferenceEngine) -> None:
+        """From now on this one has the place."""
+        self.engines[index] = engine
+        self.routes.dead.discard(index)
