@@ -192,7 +192,7 @@ class BasePPOExp:
             interval=generator.verify_interval,
         )
 
-    def get_revival(self, weight_sync: Any, timeline: Timeline) -> Revival | None:
+    def get_revival(self, weight_sync: WeightSync, timeline: Timeline) -> Revival | None:
         """What replaces engines that die; None where the first death ends the run."""
         from skyasync.engines.client import InferenceClient
         from skyasync.engines.revival import Revival

@@ -8,11 +8,11 @@ Invariant: whoever takes requests holds the weights that the other engines have,
 filled between two weight syncs (a sync that comes while an engine loads goes on without it), and only so often an hour:
 then, or when a newcomer's weights are not what was sent, the run ends with the error that was first.
 
-| who waits                  | for what                            | woken by                                            |
-|----------------------------|-------------------------------------|-----------------------------------------------------|
-| ``_listen``, one an engine | its news                            | the engine; ``heartbeat_timeout_s``, which ends it  |
-| ``_revive``, one a death   | a newcomer: its start, its weights  | the engine; ``engine_start_timeout_s``, ``limit_s`` |
-| ``_revive``                | the end of a weight sync            | the sync; ``limit_s``                               |
+| who waits                  | for what                           | woken by                                           |
+|----------------------------|------------------------------------|----------------------------------------------------|
+| ``_listen``, one an engine | its news                           | the engine; ``heartbeat_timeout_s``, which ends it |
+| ``_revive``, one a death   | a newcomer: its start, its weights | the engine; ``engine_start_timeout_s``,``limit_s`` |
+| ``_revive``                | the end of a weight sync           | the sync; ``limit_s``                              |
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -203,7 +204,7 @@ class Revival(TrainerCallback):
         finally:
             news.cancel()
 
-    def _start(self, coroutine: Any) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

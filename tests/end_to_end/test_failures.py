@@ -30,7 +30,7 @@ FAILURES = {
         ["trainer.algorithm.policy_loss_type=broken"],
         ["PartIsBrokenError", 'broken.py", line', "in broken_loss", "PolicyWorker"],
     ),
-    "engine": (EngineIsKilled, [], ["_EngineActor", "died"]),
+    "engine": (EngineIsKilled, ["generator.max_engine_restarts=0"], ["_EngineActor", "died"]),
 }
 
 

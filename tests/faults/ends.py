@@ -1,0 +1,107 @@
+"""Runs in which engines' processes are ended from outside, one after the other, at chosen moments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from skyasync import BasePPOExp, TrainerCallback
+from skyasync.config.schema import Config
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.process_guard import VARIABLE
+from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.weight_sync.update import WeightUpdate
+
+FOUND = "engines.json"  # in the run's folder: what there was at its end
+ALONE = 96  # requests that the living engines get before the run waits for the newcomer: three steps
+
+Ends = list[tuple[str, str]]  # moment ("rollout", "sync", "idle") and what happens: "kill", "stop" or "kill core"
+
+
+def end(how: str) -> None:
+    """Of the engine that was started last."""
+    actors = ray._private.state.actors().values()
+    living = [a for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
+    engine = max(living, key=lambda actor: actor["StartTime"])["Pid"]
+    if how == "kill core":
+        engine = min(guarded_by(engine))
+    os.kill(engine, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+
+def guarded_by(actor: int) -> list[int]:
+    """What vLLM has started in an engine's process."""
+    mark, found = f"{VARIABLE}={actor}-".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            started = mark in (folder / "environ").read_bytes()
+        except OSError:  # gone, or somebody else's
+            continue
+        found += [int(folder.name)] if started else []
+    return found
+
+
+class Client(InferenceClient):
+    """Ends an engine at the next moment of the list, as soon as all live again."""
+
+    ends: Ends = []  # noqa: RUF012  (set on the instance)
+    since = 0  # requests since the last end
+
+    def happens(self, moment: str) -> None:
+        if self.ends and self.ends[0][0] == moment and not self.roster.routes.dead and self.since >= ALONE:
+            _, how = self.ends.pop(0)
+            self.since = 0
+            end(how)
+
+    async def generate(self, request: Any) -> Any:
+        self.since += 1
+        if self.since % 8 == 0:
+            asyncio.get_running_loop().call_later(0.02, self.happens, "rollout")
+        while self.roster.routes.dead and self.since > ALONE:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return await super().generate(request)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self.happens("sync")
+        await super().update_weights(update)
+
+
+class Idle(TrainerCallback):
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        trainer.inference_engine_client.happens("idle")
+
+
+class EnginesEnd(BasePPOExp):
+    """Args: ends: in this order."""
+
+    def __init__(self, cfg: Config, ends: Ends) -> None:
+        super().__init__(cfg)
+        self.ends = ends
+
+    def get_inference_client(self) -> InferenceClient:
+        client = super().get_inference_client()
+        client.__class__ = Client
+        client.ends = list(self.ends)  # type: ignore[attr-defined]
+        return client
+
+    def get_callbacks(self) -> list[TrainerCallback]:
+        return [Idle()]
+
+    async def close(self) -> None:
+        """When all live, ask each for a token, which it stamps with the version of its weights."""
+        async with asyncio.timeout(60):
+            while self._client.roster.routes.dead:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        last = GenerationRequest("last", [1, 2], SamplingParams(max_tokens=1))
+        versions = []
+        for engine in self._client.engines:
+            async for (output,) in engine.generate([last]):
+                versions += output.versions.tolist()
+        assert self.run_dir is not None
+        (self.run_dir.path / FOUND).write_text(json.dumps({"versions": versions, "not_ended": self._client.ends}))
+        await super().close()

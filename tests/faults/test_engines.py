@@ -1,0 +1,59 @@
+"""Engines that are killed or hang while a run goes on: it finishes, and nothing is lost, twice, or left behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from skyasync.state.ledger import audit
+from tests.end_to_end import leftovers
+from tests.end_to_end.runs import Train, Trained, read_lines
+from tests.faults.ends import FOUND, Ends, EnginesEnd
+
+pytestmark = pytest.mark.slow
+
+BATCH = 8
+SETTINGS = (
+    "generator.sampling_params.max_generate_length=24",
+    "generator.heartbeat_s=0.05",
+    "generator.heartbeat_timeout_s=4",  # of a machine that has other things to do as well
+    "generator.max_engine_restarts=9",
+)
+
+
+def check(run: Trained, steps: int, ends: Ends, engines: int) -> None:
+    assert [row["step"] for row in run.metrics] == list(range(1, steps + 1))
+    trained = audit(read_lines(run.folder / "ledger.jsonl"))
+    assert len(trained) == steps * BATCH
+    assert {len(entries) for entries in trained.values()} == {1}, "each prompt is trained once"
+    found = json.loads((run.folder / FOUND).read_text())
+    assert found == {"versions": [steps] * engines, "not_ended": []}
+    assert max(row.get("engines/deaths", 0) for row in run.metrics) >= len(ends) - 1  # the last may be seen later
+    assert max(row.get("engines/recovery_s", 0) for row in run.metrics) > 0
+    assert all(row["staleness/max"] <= 1 for row in run.metrics)
+    assert "is replaced" in (run.folder / "timeline.json").read_text()
+    assert leftovers.none_soon(leftovers.of_the_cluster) == []
+
+
+@pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
+def test_a_run_outlives_engines_that_are_killed_in_a_rollout_a_sync_and_between_and_one_that_hangs(
+    plan: str, train: Train
+) -> None:
+    ends: Ends = [("rollout", "kill"), ("sync", "kill"), ("rollout", "stop"), ("idle", "kill")]
+    steps = 36
+    run = train(
+        f"trainer.plan={plan}", f"trainer.max_training_steps={steps}", "generator.num_inference_engines=2", *SETTINGS,
+        experiment=lambda cfg: EnginesEnd(cfg, ends),
+    )  # fmt: skip
+    check(run, steps, ends, engines=2)
+
+
+@pytest.mark.vllm
+def test_a_run_outlives_the_death_of_its_only_engines_core(train: Train, engines_session: None) -> None:
+    ends: Ends = [("rollout", "kill core")]
+    run = train(
+        "trainer.plan=fully_async", "trainer.max_training_steps=12", "generator.backend=vllm", *SETTINGS,
+        experiment=lambda cfg: EnginesEnd(cfg, ends),
+    )  # fmt: skip
+    check(run, 12, ends, engines=1)
