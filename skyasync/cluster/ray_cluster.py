@@ -54,6 +54,7 @@ def start_on_loopback(
     num_gpus: int | None = None,
     object_store_memory: int | None = None,
     log_to_driver: bool = True,
+    runtime_env: dict[str, object] | None = None,
 ) -> None:
     """``ray.init`` of a cluster that no other machine can reach. The arguments are that function's."""
     import ray
@@ -62,6 +63,7 @@ def start_on_loopback(
         ray.init(
             address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
             num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
+            runtime_env=runtime_env,
         )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ class RayEngine:
     async def stats(self) -> EngineStats:
         return await self._call("stats")
 
-    async def _call(self, method: str, *args: object) -> Any:
+    async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
         with _deaths():
             return await self._actor.call.remote(method, *args)
 

@@ -22,6 +22,7 @@ from skyasync.errors import MissingExtraError
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
 
 T = TypeVar("T")
 POLL_S = 0.5  # how often a call looks whether the core still lives
@@ -175,7 +176,7 @@ class VLLMCore:
         }
 
 
-def _versions_so_far(state: Any) -> Ints:
+def _versions_so_far(state: RequestState) -> Ints:
     versions, starts = zip(*state.weight_version_starts, strict=True)
     ends = [*starts[1:], state.detokenizer.num_output_tokens()]
     return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
