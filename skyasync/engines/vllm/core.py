@@ -177,6 +177,7 @@ class VLLMCore:
 
 
 def _versions_so_far(state: RequestState) -> Ints:
+    assert state.detokenizer is not None  # vLLM counts the tokens of a request by it
     versions, starts = zip(*state.weight_version_starts, strict=True)
     ends = [*starts[1:], state.detokenizer.num_output_tokens()]
     return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
