@@ -57,6 +57,7 @@ def start_on_loopback(
     runtime_env: dict[str, object] | None = None,
 ) -> None:
     """``ray.init`` of a cluster that no other machine can reach. The arguments are that function's."""
+    _prepare_environment()
     import ray
 
     with _loopback_only(), _groups_of_their_own():

@@ -122,6 +122,15 @@ def test_an_advantage_estimator(name: str) -> None:
     assert f"peers_{name}" in estimator.AdvantageEstimatorRegistry.list_available()
 
 
+def test_an_estimator_that_reads_values_asks_for_a_critic() -> None:
+    def judged(token_level_rewards, response_mask, index, values, **kwargs):
+        return (token_level_rewards - values) * response_mask, token_level_rewards
+
+    estimator.AdvantageEstimatorRegistry.register("peers_judged", judged)
+    assert ADVANTAGE_ESTIMATORS.about("peers_judged").inputs[:2] == ("rewards", "values")
+    assert "values" not in ADVANTAGE_ESTIMATORS.about("peers_per_prompt").inputs
+
+
 def test_hooks_with_their_signatures() -> None:
     run = train(*JUDGED, exp=hooks.LengthExp)
     assert run.learned

@@ -135,15 +135,14 @@ def _loss(function: Callable[..., object]) -> Made:
 def _estimator(function: Callable[..., object]) -> Made:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    settings = {"config": ".", **{name: name for name in ("gamma", "lambd", "grpo_norm_by_std")}}
 
-    @configured(config=".", gamma="gamma", lambd="lambd", grpo_norm_by_std="grpo_norm_by_std")
-    def estimate(
-        rewards: Tensor, mask: Tensor, group_ids: Tensor, *, config: object = None, gamma: float = 1.0,
-        lambd: float = 1.0, grpo_norm_by_std: bool = True,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def called(
+        rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None, told: dict[str, object]
+    ) -> tuple[Tensor, Tensor]:
         known = {
             "token_level_rewards": rewards, "response_mask": mask.to(rewards.dtype), "index": group_ids.numpy(),
-            "values": None, "config": config, "gamma": gamma, "lambd": lambd, "grpo_norm_by_std": grpo_norm_by_std,
+            "values": values, **told,
         }  # fmt: skip
         found = function(**{name: value for name, value in known.items() if takes_all or name in parameters})
         if not isinstance(found, tuple) or len(found) != 2:
@@ -151,7 +150,22 @@ def _estimator(function: Callable[..., object]) -> Made:
         advantages, returns = found
         return advantages * mask, returns * mask
 
-    return _as_theirs(estimate, function)
+    def plain(
+        rewards: Tensor, mask: Tensor, group_ids: Tensor, *, config: object = None, gamma: float = 1.0,
+        lambd: float = 1.0, grpo_norm_by_std: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        told = {"config": config, "gamma": gamma, "lambd": lambd, "grpo_norm_by_std": grpo_norm_by_std}
+        return called(rewards, mask, group_ids, None, told)
+
+    def with_values(
+        rewards: Tensor, values: Tensor, mask: Tensor, group_ids: Tensor, *, config: object = None,
+        gamma: float = 1.0, lambd: float = 1.0, grpo_norm_by_std: bool = True,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        told = {"config": config, "gamma": gamma, "lambd": lambd, "grpo_norm_by_std": grpo_norm_by_std}
+        return called(rewards, mask, group_ids, values, told)
+
+    judged = "values" in parameters and _reads(function, "values")  # which asks for a critic
+    return _as_theirs(configured(**settings)(with_values if judged else plain), function)
 
 
 def _as_theirs(made: Made, function: Callable[..., object]) -> Made:

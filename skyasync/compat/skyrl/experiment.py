@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Self
 
 from skyasync.cluster.placement import plan_slots
-from skyasync.cluster.ray_cluster import _prepare_environment, start_on_loopback
+from skyasync.cluster.ray_cluster import start_on_loopback
 from skyasync.compat.skyrl.generators import InferenceEngineClient
 from skyasync.config import Config as Ours
 from skyasync.config import load_config
@@ -66,7 +66,6 @@ def initialize_ray(cfg: Ours) -> None:
 
     An experiment can run in a task then, as SkyRL's entry points do it; ``exp.run()`` alone needs none of this.
     """
-    _prepare_environment()
     import ray
 
     if ray.is_initialized() or cfg.ray.address:

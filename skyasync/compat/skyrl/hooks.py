@@ -119,7 +119,7 @@ class SkyRLNames(_Base):
         if isinstance(data, TokenBatch):
             return super().compute_advantages_and_returns(data)  # type: ignore[arg-type]
         made: Foreign = super().compute_advantages_and_returns(data.as_scored())
-        made.returns = made.advantages
+        made.returns = made.advantages if made.returns is None else made.returns  # the critic's, if there is one
         data.batch = made
         found = made.advantages[made.loss_mask]
         self.all_metrics |= {

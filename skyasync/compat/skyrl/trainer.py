@@ -35,13 +35,13 @@ from skyasync.rollout.requests import sampling_params
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Rollout, TrajectoryId
 from skyasync.trainer import RayPPOTrainer as Ours
 from skyasync.training.phases import Metrics
+from skyasync.workers.roles import CRITIC_ROLE, ROLES
 
 
 class RayPPOTrainer(SkyRLNames, Ours):
     """Our synchronous plan with SkyRL's names; a subclass may bring a ``train`` of theirs."""
 
     ref_model = critic_model = policy_model = None  # models are asked through the dispatch
-    has_critic = False
 
     def __init_subclass__(cls, **more: object) -> None:
         super().__init_subclass__(**more)
@@ -57,6 +57,10 @@ class RayPPOTrainer(SkyRLNames, Ours):
     @property
     def dispatch(self) -> Foreign:
         return Dispatch(self.learner.dispatch, self._sync)
+
+    @property
+    def has_critic(self) -> bool:
+        return any(role.name == CRITIC_ROLE and role.wanted(self.cfg) for role in ROLES.values())
 
     @property
     def resume_mode(self) -> ResumeMode:
