@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from skyasync import BasePPOExp, load_config
 from skyasync.algorithms import POLICY_LOSSES
 from skyasync.compat.skyrl import BasePPOExp as SkyRLExp
-from tests.end_to_end.runs import Trained
+from tests.end_to_end.runs import Trained, outside_environment
 from tests.peers.harness import model
 from tests.peers.skyrl import environment, hooks, loss, one_step_off
 
@@ -19,8 +21,8 @@ FILES = Path(__file__).parent
 ROWS = f"{FILES}/rows.py:rows"
 
 
-def run(folder: Path, experiment: type[BasePPOExp], *overrides: str, steps: int = 2) -> Trained:
-    experiment(load_config([
+def settings(folder: Path, *overrides: str, steps: int = 2) -> list[str]:
+    return [
         f"trainer.policy.model.path={model()}", "trainer.policy.threads=1", "trainer.train_batch_size=2",
         f"trainer.max_training_steps={steps}", "trainer.eval_before_train=false", "trainer.eval_interval=0",
         "trainer.max_prompt_length=128", "generator.n_samples_per_prompt=2", "generator.threads=1",
@@ -28,7 +30,11 @@ def run(folder: Path, experiment: type[BasePPOExp], *overrides: str, steps: int 
         "generator.backend=transformers", "generator.max_model_len=256", f"data.train_data=['{ROWS}']",
         "data.label_key=answer", f"trainer.runs_dir={folder}", "trainer.run_name=run", "trainer.progress=false",
         *overrides,
-    ])).run()  # fmt: skip
+    ]  # fmt: skip
+
+
+def run(folder: Path, experiment: type[BasePPOExp], *overrides: str, steps: int = 2) -> Trained:
+    experiment(load_config(settings(folder, *overrides, steps=steps))).run()
     return Trained(folder / "run")
 
 
@@ -61,3 +67,11 @@ def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Pat
     trained = run(tmp_path, BasePPOExp, f"generator.agent_func_path={FILES}/openrlhf/agent_single_turn.py")
     assert all(mean >= 10.0 for mean in trained.series("reward/mean"))
     assert max(trained.series("response/length_max")) <= 4.0
+
+
+def test_a_program_whose_experiment_is_a_task(tmp_path: Path) -> None:
+    program = [sys.executable, str(FILES / "skyrl" / "entry_point.py")]
+    judged = f"environment.reward_funcs=['{FILES}/odd.py:odd']"
+    arguments = settings(tmp_path, judged, "trainer.algorithm.policy_loss_type=peers_plain")
+    subprocess.run([*program, *arguments], check=True, timeout=280, env=outside_environment())
+    assert Trained(tmp_path / "run").series("policy/mine") == [3.0, 3.0]
