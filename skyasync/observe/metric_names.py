@@ -44,6 +44,7 @@ METRICS = (
     Metric("response/repeated", "Samples that are equal to another of their group.", SHARE),
     Metric("response/repeated_expected", "What chance makes of that, by the samples' own probabilities.", SHARE),
     Metric("env/<name>", "What the environments report, in the mean over the trajectories that report it."),
+    Metric("env/reward_model", "The reward model's score, neither scaled nor weighed (trainer.reward)."),
     Metric("dynamic_sampling/sampled", "Groups that were rolled out for the step."),
     Metric("dynamic_sampling/rejected", "Groups that were not trained, having nothing to teach."),
     Metric("dynamic_sampling/ended_early", "Trajectories ended because their group was decided."),
@@ -60,6 +61,18 @@ METRICS = (
     Metric("policy/grad_norm", "Norm of the gradient before clipping."),
     Metric("policy/lr", "Learning rate."),
     Metric("policy/<statistic>", "Other statistics of the chosen loss (docs/algorithms.md)."),
+    Metric(
+        "critic/loss", "The value loss, summed over the batch with its weights, in the mean over the step's updates."
+    ),
+    Metric("critic/tokens", "Trained tokens per update.", TOKENS),
+    Metric("critic/clip_frac", "Tokens whose clipped value decides their loss (trainer.critic.value_clip).", SHARE),
+    Metric(
+        "critic/explained_variance", "1 - Var(R - V) / Var(R): what the values before the update foresaw of returns."
+    ),
+    Metric("critic/values_mean", "Mean value of the trained tokens, before the critic's update."),
+    Metric("critic/returns_mean", "Mean return, which the critic learns."),
+    Metric("critic/grad_norm", "Norm of the critic's gradient before clipping."),
+    Metric("critic/lr", "The critic's learning rate."),
     Metric("off_policy/ratio_mean", "Mean of w = proximal / behaviour probability of the trained tokens."),
     Metric("off_policy/ratio_max", "The largest w."),
     Metric("off_policy/ratio_min", "The smallest w."),
@@ -90,6 +103,7 @@ METRICS = (
     Metric("time/update_s", "Gradients and optimizer steps.", SECONDS),
     Metric("time/logprobs_s", "The proximal policy's log-probabilities, where they are computed apart.", SECONDS),
     Metric("time/reference_s", "The reference's log-probabilities.", SECONDS),
+    Metric("time/values_s", "The critic's values.", SECONDS),
     Metric("time/sync_s", "Weights to the engines, and their verification.", SECONDS),
     Metric("time/eval_s", "An evaluation.", SECONDS),
     Metric("time/checkpoint_s", "What training waits for a checkpoint.", SECONDS),

@@ -26,6 +26,7 @@ def test_the_written_page_is_current() -> None:
         ("time/wait_data_s", "time/wait_<what>_s"),
         ("eval/response_truncated", "eval/<name>"),
         ("policy/loss", "policy/loss"),
+        ("critic/explained_variance", "critic/explained_variance"),
     ],
 )
 def test_a_metric_finds_its_entry(name: str, entry: str) -> None:
