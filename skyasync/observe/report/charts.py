@@ -51,7 +51,7 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     names = {name for row in rows for name, value in row.items() if value is not None}
     return [
         Section("reward", "Reward and evaluation", (_REWARD, *_domains(names), _SIGNAL)),
-        Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE)),
+        Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
         Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, _by_staleness(names), _ESS, _GAP)),
         Section("responses", "Responses", (_LENGTHS, _TRUNCATED, *_environment(names))),
         Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else _phases(rows, names))),
@@ -102,6 +102,12 @@ _ENTROPY = Chart(
 )
 _GRADIENT = Chart("Gradient norm", (Line("policy/grad_norm", "before clipping"),), missing="No update was logged yet.")
 _RATE = Chart("Learning rate", (Line("policy/lr", "learning rate"),), missing="No update has been logged yet.")
+_CRITIC = Chart(
+    "Critic",
+    (Line("critic/explained_variance", "explained variance of the returns"),),
+    says="1 where its values foretell the returns, 0 where they say no more than the mean.",
+    missing="A run with a critic fills this: trainer.algorithm.advantage_estimator=gae.",
+)
 _STALENESS = Chart(
     "Staleness",
     (Line("staleness/mean", "mean over tokens", low="staleness/min", high="staleness/max"),),
