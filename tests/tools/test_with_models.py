@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from examples.tiny.model import build
 from skyasync.__main__ import command
 from skyasync.errors import UserError
+from skyasync.observe.metric_names import entry_of
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.tools.evaluate import pass_at, scores
 from skyasync.tools.export import write
@@ -166,6 +167,12 @@ def test_a_score_has_the_error_of_its_prompts() -> None:
     found = scores([group(0, 1.0, 0.0), group(1, 1.0, 1.0)], [1, 2])
     assert (found["eval/score"], found["eval/pass@1"], found["eval/pass@2"]) == (0.75, 0.75, 1.0)
     assert found["eval/score_error"] == pytest.approx(np.std([0.5, 1.0], ddof=1) / np.sqrt(2))
+
+
+def test_every_metric_of_a_run_stands_in_the_reference(run: Trained) -> None:
+    names = {name for row in read_lines(run.folder / "metrics.jsonl") for name in row}
+    assert len(names) > 40
+    assert sorted(name for name in names if entry_of(name) is None) == []
 
 
 def test_what_a_run_wrote_has_its_tokens(run: Trained) -> None:
