@@ -50,10 +50,10 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     """The sections of a report on these rows: of one run, or of ``several`` together, with fewer lines of each."""
     names = {name for row in rows for name, value in row.items() if value is not None}
     return [
-        Section("reward", "Reward and evaluation", (_REWARD, *_domains(names), _SIGNAL)),
+        Section("reward", "Reward and evaluation", (_REWARD, *_domains(names))),
         Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
         Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, _by_staleness(names), _ESS, _GAP)),
-        Section("responses", "Responses", (_LENGTHS, _TRUNCATED, *_environment(names))),
+        Section("responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *_environment(names))),
         Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else _phases(rows, names))),
     ]
 
