@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from skyasync.config.help import written
 from skyasync.config.keys import Keys
 from skyasync.config.model_files import CONFIG as MODEL_CONFIG
 from skyasync.config.model_files import read_shape
 from skyasync.config.schema import Config
+from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.state.checkpoint import CONFIG
 

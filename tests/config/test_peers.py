@@ -6,9 +6,9 @@ import pytest
 
 from skyasync.config import Config, ConfigError, load_config
 from skyasync.config.keys import Key, Keys
+from skyasync.config.load.suggest import unknown_key
 from skyasync.config.peers import SYSTEMS, Around, NoCounterpartError, converted, key_hint, tables, value_hint
 from skyasync.config.peers.table import Row, Target, expand
-from skyasync.config.suggest import unknown_key
 from skyasync.config.values import WrongTypeError, convert, free, parse
 
 KEYS = Keys.of(Config)

@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 
 from skyasync.config.keys import Keys
+from skyasync.config.load.suggest import unknown_key
 from skyasync.config.peers import Around
-from skyasync.config.suggest import unknown_key
 from skyasync.config.values import Value, parse, value_or_text
 from skyasync.errors import nearest
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from skyasync.config.conditions import said
 from skyasync.config.keys import Key, Keys
-from skyasync.config.suggest import nearest_keys
+from skyasync.config.load.suggest import nearest_keys
 from skyasync.config.values import type_name, written
 from skyasync.errors import UserError, nearest
 

@@ -26,12 +26,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyasync.config.check import check_config
-from skyasync.config.command_line import Assignment, CommandLine, read_command_line, read_file
-from skyasync.config.help import print_help
 from skyasync.config.keys import Key, Keys
+from skyasync.config.load.command_line import Assignment, CommandLine, read_command_line, read_file
+from skyasync.config.load.help import print_help
+from skyasync.config.load.suggest import unknown_key
 from skyasync.config.peers import Around, value_hint
 from skyasync.config.schema import Config
-from skyasync.config.suggest import unknown_key
 from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, written
 from skyasync.errors import UserError, unknown
 
