@@ -45,7 +45,7 @@ compdef _skyasync skyasync
 """
 _FISH = """\
 complete -c skyasync -f -a '(skyasync complete fish (commandline -cp))'
-complete -c skyasync -n 'string match -qr -- "^--(config|out|model|of)" (commandline -ct) (commandline -cp)' -F
+complete -c skyasync -n '__fish_prev_arg_in --config --out --model --of' -F
 """
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
