@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from skyasync.errors import UserError, nearest
+from skyasync.errors import UserError, unknown
 from skyasync.tools.verbs import LISTED, VERBS, usage
 
 
@@ -21,7 +21,7 @@ def command(argv: Sequence[str]) -> None:
     elif first in VERBS:
         _carry_out(first, rest)
     elif re.fullmatch(r"[a-z][a-z_-]*", first):
-        _exit_with(UserError(_unknown_verb(first)))
+        _exit_with(UserError(unknown("verb", first, LISTED) + "; without one, key=value starts a run"))
     else:
         _carry_out("train", argv)
 
@@ -40,12 +40,6 @@ def _carry_out(verb: str, argv: Sequence[str]) -> None:
         _exit_with(error)
     if status:
         raise SystemExit(status)
-
-
-def _unknown_verb(word: str) -> str:
-    close = nearest(word, LISTED, count=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"unknown verb {word!r}: {hint}There are {', '.join(LISTED)}; without a verb, key=value starts a run"
 
 
 def _exit_with(error: UserError) -> None:

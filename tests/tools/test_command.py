@@ -55,7 +55,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(
     with pytest.raises(SystemExit) as ended:
         command([wrong, "trainer.seed=1"])
     assert ended.value.code == 2
-    assert f"unknown verb {wrong!r}: did you mean {right}? " in capsys.readouterr().err
+    assert f"unknown verb {wrong!r}: did you mean {right!r}" in capsys.readouterr().err
 
 
 def test_without_a_verb_settings_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
