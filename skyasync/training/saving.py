@@ -16,13 +16,14 @@ from skyasync.arrays import TURN_TOKENS
 from skyasync.config.resume import Resume, keeps_checkpoints, saves
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
-from skyasync.errors import UserError, nearest
+from skyasync.errors import UserError
 from skyasync.rollout import saved
 from skyasync.state import manifest
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
 from skyasync.state.choice import choose, refusal
 from skyasync.state.manifest import FileSum
 from skyasync.state.recorded import check_recorded, record
+from skyasync.training.best import BestSoFar
 from skyasync.training.bookkeeping import Bookkeeping
 from skyasync.training.learner import Learner
 from skyasync.training.phases import Metrics, Phases
@@ -68,8 +69,7 @@ class Saving:
         self._failures, self._problem = 0, ""  # in a row, and what the last of them was
         self._behind: asyncio.Task[Path] | None = None  # writes while training goes on
         self._behind_step, self._behind_s = 0, 0.0
-        self._has_metric = False  # the one that says which checkpoint is the best
-        self._improved: dict[int, float] = {}  # by step: what is the best so far, when its checkpoint is written
+        self._best = BestSoFar(cfg.trainer)
 
     def step_begun(self) -> None:
         """From here to ``step_done`` weights and position do not belong together."""
@@ -121,29 +121,10 @@ class Saving:
         return self._cfg.ckpt_on_exit or self._asked
 
     def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
-        """Whether these metrics of the step in hand are the best so far: then its checkpoint is to be kept.
-
-        Raises:
-            UserError: if there is no such metric.
-        """
-        name = self._cfg.ckpt_best_metric
-        if not name or self.checkpoints is None or (name.startswith("eval/") and not evaluated):
-            return False
-        if name not in metrics and self._has_metric:
-            return False  # no group of this step was worth training, say
-        if name not in metrics:
-            close = nearest(name, metrics, count=1)
-            hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
-            raise UserError(f"trainer.ckpt_best_metric={name}: step {self._progress.step} has no such metric: {hint}")
-        self._has_metric = True
-        value, before = metrics[name], list(self._improved.values())
-        if (best := self.checkpoints.best) is not None and best.metric == name:
-            before.append(best.value)
-        better = max if self._cfg.ckpt_best_mode == "max" else min
-        if value != value or (before and better([value, *before]) in before):
-            return False
-        self._improved[self._progress.step] = value
-        return True
+        """Whether the step in hand is the best so far by ``ckpt_best_metric``: then its checkpoint is to be kept."""
+        return self.checkpoints is not None and self._best.improves(
+            self._progress.step, metrics, self.checkpoints.best, evaluated=evaluated
+        )
 
     async def save(self, *, patient: bool = True) -> Path | None:
         """Model, optimizer, data position and versions; complete or absent. The folder, if there is one now.
@@ -293,14 +274,14 @@ class Saving:
             self._fail(step, error, patient)
             return None
         self._saved_step, self._failures, self._problem = step, 0, ""
-        if (value := self._improved.pop(step, None)) is not None and self.checkpoints is not None:
+        if (value := self._best.pop(step)) is not None and self.checkpoints is not None:
             self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
         self.complete.append(folder)
         return folder
 
     def _fail(self, step: int, error: OSError, patient: bool) -> None:
         self._failures += 1
-        self._improved.pop(step, None)
+        self._best.pop(step)
         newest = f"the newest is of step {self._saved_step}" if self._saved_step else "there is none yet"
         self._problem = f"the checkpoint of step {step} could not be saved: {error} ({newest})"
         if not patient:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from math import comb
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,10 +14,10 @@ from examples.tiny.model import build
 from skyasync.__main__ import command
 from skyasync.errors import UserError
 from skyasync.observe.metric_names import entry_of
-from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
-from skyasync.tools.evaluate import pass_at, scores
 from skyasync.tools.export import write
 from tests.end_to_end.runs import Trained, arguments, read_lines, train_in
+
+pytestmark = pytest.mark.slow  # they share a run that is really trained
 
 VAL = "data.val_data=tests.end_to_end.parts:train_prompts"
 
@@ -40,7 +38,6 @@ def run(ray_session: None, model: str, tmp_path_factory: pytest.TempPathFactory)
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_replay_makes_the_very_same_updates(run: Trained) -> None:
     command(["replay", str(run.folder), "trainer.report=false"])
     again = Trained(run.folder.with_name("run-replay"))
@@ -48,7 +45,6 @@ def test_a_replay_makes_the_very_same_updates(run: Trained) -> None:
         assert again.series(name) == run.series(name), name
 
 
-@pytest.mark.slow
 def test_a_replay_may_change_what_is_learnt_from_the_same_samples(run: Trained) -> None:
     command(["replay", str(run.folder), "trainer.policy.optimizer_config.lr=0", "trainer.run_name=still"])
     still = Trained(run.folder.with_name("still"))
@@ -102,7 +98,6 @@ def test_wrong_arguments_are_one_line(argv: list[str], line: str, run: Trained, 
     assert line in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_with_its_runs_settings(run: Trained, capsys: Any) -> None:
     sampled = ["generator.eval_n_samples_per_prompt=4", "generator.eval_sampling_params.temperature=null"]
     command(["evaluate", f"--of={run.folder}", "--best", "--prompts=6", "--json", "--passing=0.5", VAL, *sampled])
@@ -112,7 +107,6 @@ def test_a_checkpoint_is_evaluated_with_its_runs_settings(run: Trained, capsys: 
     assert found["eval/score_error"] >= 0
 
 
-@pytest.mark.slow
 def test_prompts_are_played_without_a_run_folder(
     ray_session: None, model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,27 +140,6 @@ def test_without_recorded_trajectories_the_samples_are_shown(run: Trained, tmp_p
     with pytest.raises(SystemExit):
         command(["replay", str(tmp_path)])
     assert "has no recorded trajectories" in capsys.readouterr().err
-
-
-def test_pass_at_k_is_the_share_of_draws_that_have_a_right_one() -> None:
-    rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
-    assert pass_at(1, rewards) == pytest.approx(0.4)
-    assert pass_at(2, rewards) == pytest.approx(1 - comb(3, 2) / comb(5, 2))
-    assert pass_at(4, rewards) == 1.0
-    assert pass_at(5, [0.5] * 5) == 0.0 and pass_at(1, [0.5] * 5, passing=0.5) == 1.0
-
-
-def test_a_score_has_the_error_of_its_prompts() -> None:
-    def group(row: int, *rewards: float) -> Group:
-        prompt = Prompt(PromptId(-1, row), [], "env")
-        return Group(prompt, [
-            Trajectory(TrajectoryId(prompt.id, n), [Segment("prompt", [1]), Segment("action", [2], [0.0], [0], reward)])
-            for n, reward in enumerate(rewards)
-        ])  # fmt: skip
-
-    found = scores([group(0, 1.0, 0.0), group(1, 1.0, 1.0)], [1, 2])
-    assert (found["eval/score"], found["eval/pass@1"], found["eval/pass@2"]) == (0.75, 0.75, 1.0)
-    assert found["eval/score_error"] == pytest.approx(np.std([0.5, 1.0], ddof=1) / np.sqrt(2))
 
 
 def test_every_metric_of_a_run_stands_in_the_reference(run: Trained) -> None:
