@@ -106,7 +106,7 @@ class RayPPOTrainer(Life):
         self.judging = Judging(cfg, self.phases, self.learner)
         self.handover = HandOver(cfg, inference_engine_client, self.progress, self.phases)
         self.refill = Refill(cfg, self.length)
-        self.book = Bookkeeping(cfg, self.prompts)
+        self.book = Bookkeeping(cfg, self.prompts, generator)
         self.saving = Saving(cfg, self.prompts, self.progress, self.phases, self.learner, self.book)
         self.cadence, self.profiling = Cadence(cfg.trainer, self.phases.now), Profiling(cfg.trainer.profile_steps)
         self.reporting = Reporting(

@@ -5,7 +5,7 @@ naming it. Requests made in one turn of the event loop travel to their engine in
 
 A request that ``cut`` has ended early, or whose engine has died, is continued here: prompt and tokens so far are sent
 as a new request, which the engines start under whatever weights they have. Its caller sees one answer, with the
-pieces' tokens, log-probabilities and versions joined (``pieces``).
+pieces joined (``pieces``).
 
 An engine dies when a call of it raises ``EngineDiedError``, or when whoever listens for its heartbeat says so
 (``Roster.lose``). Where there is a survivor nothing is asked of it any more, its requests go on at the others from the
@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from skyasync.arrays import TURN_TOKENS
-from skyasync.engines.pieces import Ends, Piece, continuation, join
+from skyasync.engines.pieces import Ends, Piece, Unanswered, continuation, join
 from skyasync.engines.protocol import (
     EngineDiedError,
     EngineStats,
@@ -40,8 +40,6 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.roster import Loss, Roster
 from skyasync.weight_sync.update import WakePart, WeightUpdate
-
-__all__ = ["InferenceClient", "continuation", "join"]
 
 
 class Mail(NamedTuple):
@@ -80,7 +78,7 @@ class InferenceClient:
         self._ends = Ends(tokenizer)
         self._outbox: dict[int, Mail] = {}  # engine -> of this turn
         self._hearing = [asyncio.Lock() for _ in engines]
-        self._pieces: dict[str, Piece] = {}  # unanswered, by the id that the engines know
+        self._pieces = Unanswered()
         self._cut: set[str] = set()  # the engines' ids of what has been ended early, and goes on
         self._paused = False
 
@@ -101,13 +99,32 @@ class InferenceClient:
             ValueError: if a request with this id is in flight already.
             Exception: whatever the engine raised, with its traceback.
         """
-        answer = await self._piece(request, request.request_id)
-        while answer.finish_reason == "abort" and answer.request_id in self._cut:
-            self._cut.discard(answer.request_id)
-            more = await self._piece(continuation(request, answer), request.request_id)
-            answer = self._ends.of(request, join(answer, more), seen=len(answer.token_ids))
+        return await self._to_its_end(request, await self._piece(request, request.request_id))
+
+    async def go_on(self, request: GenerationRequest, begun: GenerationOutput) -> GenerationOutput:
+        """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``). As ``generate``."""
+        if begun.finish_reason or len(begun.token_ids) >= request.sampling.max_tokens:
+            return replace(begun, request_id=request.request_id, finish_reason=begun.finish_reason or "length")
+        self._cut.add(request.request_id)
+        return await self._to_its_end(request, replace(begun, request_id=request.request_id, finish_reason="abort"))
+
+    async def _to_its_end(self, request: GenerationRequest, answer: GenerationOutput) -> GenerationOutput:
+        """Have what was ended early continued."""
+        try:
+            while answer.finish_reason == "abort" and answer.request_id in self._cut:
+                self._cut.discard(answer.request_id)
+                self._pieces.before[request.request_id] = answer
+                more = await self._piece(continuation(request, answer), request.request_id)
+                answer = self._ends.of(request, join(answer, more), seen=len(answer.token_ids))
+        finally:
+            self._pieces.before.pop(request.request_id, None)
         self._cut.discard(answer.request_id)
         return replace(answer, request_id=request.request_id)
+
+    async def progress(self) -> dict[str, GenerationOutput]:
+        """What the living engines have of every unanswered request, by its id."""
+        await asyncio.gather(*(self.hear(index) for index in self.roster.routes.living))
+        return self._pieces.so_far()
 
     async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
         """What an engine answers to a request or to its continuation."""
@@ -184,9 +201,7 @@ class InferenceClient:
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
-        for piece in self._pieces.values():  # that had no engine
-            if not piece.future.done():
-                piece.future.set_exception(_shareable(asyncio.CancelledError()))
+        self._fail_all(_shareable(asyncio.CancelledError()))  # what had no engine
 
     # ---------------------------------------------------------------- life and death
 
@@ -196,26 +211,19 @@ class InferenceClient:
             await self.roster.ask(index, "stats")
             return
         async with self._hearing[index]:
-            asked = {name: piece for name, piece in self._pieces.items() if piece.engine == index}
+            asked = self._pieces.at(index)
             try:
                 answer = await self.roster.ask(index, "progress")
             except BaseException:
                 for piece in asked.values():
                     piece.forget()  # they may have been told to nobody
                 raise
-            for news in answer[0] if answer else ():
-                told_of = self._pieces.get(news.request_id)
-                if told_of is None:  # answered meanwhile
-                    continue
-                if asked.get(news.request_id) is told_of:
-                    told_of.hear(news)
-                else:  # began meanwhile, or is another one of the same name
-                    told_of.forget()
+            self._pieces.hear(asked, answer[0] if answer else ())
 
     def bereave(self, index: int) -> Loss:
         """An engine has died: what it had goes on elsewhere."""
         self._outbox.pop(index, None)
-        lost = [piece for piece in self._pieces.values() if piece.engine == index and not piece.future.done()]
+        lost = [piece for piece in self._pieces.at(index).values() if not piece.future.done()]
         answers = [piece.so_far for piece in lost]
         for piece, answer in zip(lost, answers, strict=True):
             self._cut.add(answer.request_id)
@@ -236,6 +244,9 @@ class InferenceClient:
     def give_up(self, error: BaseException) -> None:
         """No engine will answer any more: that is what every request and call hears."""
         self.roster.end = error
+        self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
         for piece in self._pieces.values():
             if not piece.future.done():
                 piece.future.set_exception(error)

@@ -8,7 +8,7 @@ engine: it is found here, and what was made behind it is dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,37 @@ class Piece:
             np.concatenate([each.versions for each in news]),
             "abort",
         )
+
+
+class Unanswered(dict[str, Piece]):
+    """The pieces that wait for an answer, by the ids that the engines know.
+
+    Attributes:
+        before: by the caller's id, all earlier pieces of what goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[str, GenerationOutput] = {}
+
+    def at(self, engine: int) -> dict[str, Piece]:
+        return {name: piece for name, piece in self.items() if piece.engine == engine}
+
+    def hear(self, asked: Mapping[str, Piece], news: Iterable[GenerationOutput]) -> None:
+        """An engine's news; ``asked``: what it had when it was asked for them."""
+        for each in news:
+            piece = self.get(each.request_id)
+            if piece is None:  # answered meanwhile
+                continue
+            if asked.get(each.request_id) is piece:
+                piece.hear(each)
+            else:  # began meanwhile, or is another one of the same name
+                piece.forget()
+
+    def so_far(self) -> dict[str, GenerationOutput]:
+        """What is known of every request, by its caller's id."""
+        found = {piece.caller_id: piece.so_far for piece in self.values()}
+        return found | {name: join(before, found[name]) for name, before in self.before.items() if name in found}
 
 
 def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:

@@ -7,7 +7,7 @@ says later is an echo that nobody hears. The one that takes its place has a life
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from skyasync.engines.protocol import EngineDiedError, InferenceEngine
@@ -66,11 +66,17 @@ class Roster:
         answers = await asyncio.gather(*(self.ask(index, method, *args) for index in living))
         return {index: answer[0] for index, answer in zip(living, answers, strict=True) if answer}
 
-    async def ask(self, index: int, method: str, *args: object) -> tuple[Any] | None:
-        """What one engine answers; None if it dies before."""
+    def ask(self, index: int, method: str, *args: object) -> Coroutine[Any, Any, tuple[Any] | None]:
+        """What one engine answers; None if it dies before.
+
+        The call is on its way when this returns: requests that are made after it must not overtake it.
+        """
         call = asyncio.ensure_future(getattr(self.engines[index], method)(*args))
         asking = self._asking[index]
         asking.add(call)
+        return self._answer(index, call, asking)
+
+    async def _answer(self, index: int, call: asyncio.Future[Any], asking: Asking) -> tuple[Any] | None:
         try:
             await asyncio.wait({call})
             if call.cancelled() and call not in asking:

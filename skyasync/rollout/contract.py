@@ -38,6 +38,13 @@ class TrajectoryGenerator:
         """Every trajectory asked for, in the order asked."""
         raise NotImplementedError
 
+    async def begun(self) -> list[Trajectory]:
+        """What is played at this moment, with the tokens so far, for a checkpoint; those left out begin anew."""
+        return []
+
+    def go_on_from(self, trajectories: Sequence[Trajectory]) -> None:
+        """What ``begun`` gave to the checkpoint that the run goes on from: they need not begin anew."""
+
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """The same as parallel lists. An override is honoured: the trainer then takes what it returns."""
         return generator_output(await self.roll_out(input_batch))

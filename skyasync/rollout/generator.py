@@ -8,7 +8,7 @@ blame and ``environment.on_error`` says so, only that episode ends, and is count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation, Seen
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import UserError
+from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.contract import Generator, TrajectoryGenerator
 from skyasync.rollout.early_end import Decided, EarlyEnd
@@ -58,7 +59,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         decided: Decided | None = None,
     ) -> None:
         self._decided = decided
-        self._client = client
+        self._client, self._begun = client, Begun(client)
         self._environments = environments
         self._chat = ChatTokenizer(tokenizer, apply_chat_template)
         self._plain = PlainText(tokenizer, apply_chat_template)
@@ -80,7 +81,16 @@ class EpisodeGenerator(TrajectoryGenerator):
         if self._decided is not None and not input_batch["is_eval"]:
             groups, asked = EarlyEnd(self._decided, input_batch["trajectory_ids"]), input_batch["trajectory_ids"]
             episodes = [groups.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
-        return await all_or_error(episodes)
+        try:
+            return await all_or_error(episodes)
+        finally:
+            self._begun.remove(input_batch["trajectory_ids"])
+
+    async def begun(self) -> list[Trajectory]:
+        return await self._begun.now()
+
+    def go_on_from(self, trajectories: Sequence[Trajectory]) -> None:
+        self._begun.give_back(trajectories)
 
     async def _episode(
         self,
@@ -91,11 +101,13 @@ class EpisodeGenerator(TrajectoryGenerator):
         sampling: SamplingParams,
     ) -> Trajectory:
         trajectory = Trajectory(identity, [Segment("prompt", NO_INTS)])
+        self._begun.add(trajectory)
         try:
             async with self._turn, self._time_limit(identity):
                 await self._play(trajectory, prompt, env_class, extras, sampling)
         except BaseException as error:
             self._environments.abandon(str(identity))
+            self._begun.remove([identity])
             if isinstance(error, GivenUpError):
                 return give_up(trajectory, self._rules, error, self._chat.prompt(prompt))
             if not any(note.startswith(_WHILE) for note in getattr(error, "__notes__", ())):  # many may share it
@@ -164,16 +176,16 @@ class EpisodeGenerator(TrajectoryGenerator):
                 f"the prompt of {trajectory.id} has {len(tokens)} tokens, which leaves no room for a response: raise "
                 f"generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
             )
-        request_id = f"{trajectory.id}-t{turn}"
-        seed = request_seed(sampling.seed, request_id)
-        output = await self._client.generate(
-            GenerationRequest(
-                request_id=request_id,
-                prompt_token_ids=tokens,
-                sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed),
-                session_id=self._rules.session(trajectory.id),
-            )
+        name = request_id(trajectory.id, turn)
+        seed = request_seed(sampling.seed, name)
+        request = GenerationRequest(
+            request_id=name,
+            prompt_token_ids=tokens,
+            sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed),
+            session_id=self._rules.session(trajectory.id),
         )
+        had = self._begun.turn(trajectory.id, turn, tokens, seeded=seed is not None)
+        output = await (self._client.go_on(request, had) if had else self._client.generate(request))
         trajectory.stop_reason = output.finish_reason or "stop"
         action = Segment("action", output.token_ids, output.logprobs, output.versions)
         trajectory.segments.append(action)

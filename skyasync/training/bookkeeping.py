@@ -15,7 +15,8 @@ from skyasync.config.resume import saves
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
 from skyasync.rollout import saved
-from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
+from skyasync.rollout.contract import Generator, TrajectoryGenerator
+from skyasync.rollout.types import Group, Prompt, PromptId, Rollout, Trajectory
 from skyasync.state.ledger import Ledger, Line
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,10 @@ class Bookkeeping:
         ledger: who owns what, by the prompt's name.
     """
 
-    def __init__(self, cfg: Config, prompts: PromptStream) -> None:
+    def __init__(self, cfg: Config, prompts: PromptStream, generator: Generator) -> None:
         self.ledger: Ledger[Group] = Ledger()
+        self._generator = generator
+        self._begun: list[Trajectory] = []  # when ``look`` was last called
         self._prompts, self._samples = prompts, cfg.generator.n_samples_per_prompt
         trainer = cfg.trainer
         self._keeps = trainer.ckpt_rollouts and saves(trainer)
@@ -68,13 +71,21 @@ class Bookkeeping:
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
 
+    async def look(self) -> None:
+        """See what the generator has begun, before ``kept`` is asked for: the tokens so far are kept too."""
+        self._begun = []
+        if self._keeps and isinstance(self._generator, TrajectoryGenerator):
+            self._begun = await self._generator.begun()
+
     @property
     def kept(self) -> saved.Kept | None:
         """What a checkpoint of this moment holds; None for nothing."""
         if not self._keeps or not self.ledger.versions:
             return None
         versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
-        return saved.Kept(versions, list(self.ledger.finished.values()))
+        open_ones = self.ledger.versions.keys() - self.ledger.finished.keys()
+        begun = [trajectory for trajectory in self._begun if str(trajectory.id.prompt) in open_ones]
+        return saved.Kept(versions, list(self.ledger.finished.values()), begun)
 
     def resume(self, folder: Path) -> None:
         """Take over what a checkpoint kept, if it fits this run."""
@@ -91,6 +102,10 @@ class Bookkeeping:
         groups = {str(group.prompt.id): group for group in kept.groups}
         self.ledger.restore({str(identity): version for identity, version in kept.versions.items()}, groups)
         log.warning("%d finished groups of that checkpoint will be trained as they are", len(groups))
+        if kept.begun and isinstance(self._generator, TrajectoryGenerator):
+            self._generator.go_on_from(kept.begun)
+            written = sum(len(action.tokens) for each in kept.begun for action in each.actions)
+            log.warning("%d episodes of it go on from the %d tokens that they had", len(kept.begun), written)
 
     def begun(self, position: int, ahead: frozenset[int]) -> dict[int, int]:
         """Where the open prompts stand in the stream, behind ``position``, and the version when each was started."""

@@ -152,6 +152,7 @@ class Saving:
         return await self._learner.dispatch.save(folder)
 
     async def _write_rollouts(self, folder: Path) -> None:
+        await self._book.look()
         if not (kept := self._book.kept):
             return
         if kept.tokens < TURN_TOKENS:

@@ -283,3 +283,19 @@ async def test_engines_that_share_devices_load_one_after_the_other(at_once, wave
 
     await InferenceClient([Loading(i) for i in range(5)], start_at_once=at_once).start()
     assert found == waves
+
+
+@virtual_time
+async def test_a_request_that_is_made_after_a_pause_does_not_overtake_it():
+    class Noting(Engine):
+        async def generate(self, requests):
+            self.calls.append("generate")
+            async for outputs in super().generate(requests):
+                yield outputs
+
+    engine = Noting()
+    client = InferenceClient([engine])
+    cutting = asyncio.create_task(client.cut())
+    await client.generate(request("r"))
+    await cutting
+    assert engine.calls == [("pause", "abort"), "generate"]

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyasync.engines.client import InferenceClient, continuation
+from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
+from skyasync.engines.pieces import continuation
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate

@@ -29,9 +29,8 @@ def end(how: str) -> None:
     actors = ray._private.state.actors().values()
     living = [a for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
     engine = max(living, key=lambda actor: actor["StartTime"])["Pid"]
-    if how == "kill core":
-        engine = min(guarded_by(engine))
-    os.kill(engine, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    for process in guarded_by(engine) if how == "kill core" else [engine]:
+        os.kill(process, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 def guarded_by(actor: int) -> list[int]:

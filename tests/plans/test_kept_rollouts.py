@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from skyasync.engines.client import InferenceClient
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.rollout.types import PromptId
+from skyasync.rollout import saved
+from skyasync.rollout.types import PromptId, Trajectory
 from skyasync.state.ledger import audit
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
@@ -155,3 +157,59 @@ async def test_one_step_off_resumes_bit_for_bit(model: str, tmp_path: Path, stop
             assert second.tracker.rows[step][name] == whole.tracker.rows[step][name], (step, name)
     ours, theirs = second.dispatch.weights(), whole.dispatch.weights()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Watched(Memory, FullyAsyncRayPPOTrainer):
+    """Saves when the requests in flight have some tokens."""
+
+    async def save_checkpoint(self, **how: Any) -> Path | None:
+        def halfway() -> bool:
+            return sum(len(each.token_ids) for each in client._pieces.so_far().values()) >= 40
+
+        client = self.inference_engine_client
+        while client._pieces and not halfway():
+            await client.progress()
+        return await super().save_checkpoint(**how)
+
+
+class Asked(InferenceClient):
+    """Writes down what engines are asked for: the ids, and the prompts' lengths."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: dict[str, list[int]] = {}
+
+    async def _piece(self, request: Any, caller_id: str) -> Any:
+        self.asked.setdefault(caller_id, []).append(len(request.prompt_token_ids))
+        return await super()._piece(request, caller_id)
+
+
+async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_had(model: str, tmp_path: Path) -> None:
+    def run(**settings: Any) -> LocalRun:
+        cfg = config(model, steps=5, train_length=40, ckpt_interval=1, ckpt_path=str(tmp_path), **settings)
+        return LocalRun(Watched, cfg, client=Asked)
+
+    first = run()
+    first.trainer.callbacks.append(Stop(after=3))
+    with pytest.raises(Broken):
+        await first.train()
+    kept = saved.read(tmp_path / "step_000002" / saved.FILE, first.trainer.prompts.of_identity)
+    had = {str(t.id): t for t in kept.begun}
+    assert sum(len(t.actions[0].tokens) for t in had.values() if t.actions) >= 40
+
+    second = await run(resume_mode="latest").train()
+    trained = {str(t.id): t for groups in second.trainer.trained for group in groups for t in group.trajectories}
+    for name, before in had.items():
+        (now,), asked = trained[name].actions, second.client.asked.get(f"{name}-t0", [])
+        done = before.actions[0] if before.actions else None
+        count = len(done.tokens) if done else 0
+        assert now.tokens[:count].tolist() == (done.tokens.tolist() if done else [])
+        assert now.logprobs[:count].tolist() == (done.logprobs.tolist() if done else [])
+        assert now.versions[:count].tolist() == (done.versions.tolist() if done else [])
+        whole = done is not None and before.stop_reason != "abort"
+        assert asked[:1] == ([] if whole else [len(now_prompt(trained[name])) + count])
+    assert max(second.tracker.rows[step]["staleness/max"] for step in range(3, 6)) <= 1
+
+
+def now_prompt(trajectory: Trajectory) -> list[int]:
+    return trajectory.segments[0].tokens.tolist()
