@@ -295,7 +295,5 @@ async def test_a_request_that_is_made_after_a_pause_does_not_overtake_it():
 
     engine = Noting()
     client = InferenceClient([engine])
-    cutting = asyncio.create_task(client.cut())
-    await client.generate(request("r"))
-    await cutting
+    await asyncio.gather(client.cut(), client.generate(request("r")))
     assert engine.calls == [("pause", "abort"), "generate"]
