@@ -134,3 +134,27 @@ def test_a_continuation_asks_for_what_is_missing_under_a_stream_of_its_own() -> 
     assert (more.sampling.max_tokens, more.sampling.min_tokens) == (7, 1)
     seeds = {continuation(request, GenerationOutput("r", [5] * n)).sampling.seed for n in range(10)}
     assert len(seeds) == 10 and 7 not in seeds
+
+
+async def test_news_are_told_once_and_the_answer_is_whole(client: InferenceClient) -> None:
+    (engine,) = client.engines
+    told: dict[str, list[tuple[int, float, int]]] = {request.request_id: [] for request in requests(8)}
+    tasks = [asyncio.create_task(client.generate(request)) for request in requests(8)]
+    while not all(task.done() for task in tasks):
+        for output in map(listed, await engine.progress()):
+            assert output.finish_reason is None
+            told[output.request_id] += zip(output.token_ids, output.logprobs, output.versions, strict=True)
+    for answer in map(listed, await asyncio.gather(*tasks)):
+        whole = list(zip(answer.token_ids, answer.logprobs, answer.versions, strict=True))
+        assert len(whole) == LENGTH
+        assert 0 < len(told[answer.request_id]) < LENGTH, "what ends is told by its answer"
+        assert whole[: len(told[answer.request_id])] == told[answer.request_id]
+
+
+async def test_a_paused_engine_answers_too(client: InferenceClient) -> None:
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await until_all_run(client, 5)
+    await client.pause("keep")
+    assert len((await client.progress())["r0"].token_ids) >= 5
+    await client.resume()
+    assert len((await task).token_ids) == LENGTH

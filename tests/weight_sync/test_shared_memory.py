@@ -12,7 +12,14 @@ import torch
 from skyasync.errors import UserError
 from skyasync.weight_sync import shared_memory
 from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights, sweep, write_weights
+from skyasync.weight_sync.shared_memory import (
+    KeptFile,
+    read_digests,
+    read_weights,
+    remove_weights,
+    sweep,
+    write_weights,
+)
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
 
@@ -122,3 +129,20 @@ def test_shared_memory_too_small_for_the_weights_is_passed_over(folder, monkeypa
     free[folder] = 8
     with pytest.raises(UserError, match="the weights take 0 MiB"):
         write_weights(WEIGHTS)
+
+
+def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_its_keeper_ends(folder):
+    kept = KeptFile()
+    path = kept.keep(write_weights(WEIGHTS))
+    assert not list(folder.iterdir())
+    command = f"import os; print(os.stat({path!r}).st_size > 0)"
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "True\n"
+    found = read_weights(path)
+    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
+    assert read_digests(path) == digests_of(WEIGHTS)
+    other = kept.keep(write_weights({"c": torch.zeros(2)}))
+    assert set(read_weights(other)) == {"c"}
+    kept.drop()
+    kept.drop()
+    with pytest.raises(FileNotFoundError):
+        read_weights(other)

@@ -250,3 +250,59 @@ async def test_a_failure_to_release_does_not_hide_why_the_update_failed():
     assert any("no such file" in note for note in error.__notes__)
     with pytest.raises(OSError, match="no such file"):
         await sync(Forgetful(), Engines([(-1.0, -2.0)])).sync(1)
+
+
+class Keeper(Trainer):
+    """Keeps what it published instead of releasing it."""
+
+    async def keep_weights(self, update):
+        return WeightUpdate(update.version, update.backend, {"path": f"kept {update.version}"})
+
+
+def keeping(trainer, engines, **options):
+    both = WeightSync(trainer, engines, [[1, 2, 3]], tolerance=1e-3, **options)
+    both.keeper = trainer
+    return both
+
+
+@virtual_time
+async def test_a_latecomer_gets_what_was_synced_last_and_never_during_a_sync():
+    trainer, engines = Keeper(), Engines([(-1.0, -2.0)], seconds=5.0)
+    both = keeping(trainer, engines)
+    with pytest.raises(WeightSyncError, match="no weights have been kept"):
+        async with both.between_syncs():
+            pass
+    await both.sync(1)
+    syncing = asyncio.create_task(both.sync(2))
+    await asyncio.sleep(1)
+    async with both.between_syncs() as update:
+        assert syncing.done()
+        assert (update.version, update.info) == (2, {"path": "kept 2"})
+    assert trainer.released == []
+
+
+@virtual_time
+async def test_a_latecomer_is_looked_at_by_the_next_verification():
+    trainer, engines = Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
+    both = keeping(trainer, engines, interval=100)
+    for version in (1, 2, 3):
+        await both.sync(version)
+        assert bool(await both.verify(version)) == (version < 3)
+    async with both.between_syncs():
+        pass
+    await both.sync(4)
+    assert await both.verify(4)
+    await both.sync(5)
+    assert not await both.verify(5)
+
+
+@virtual_time
+async def test_without_a_living_engine_there_is_nothing_to_compare_until_one_is_back():
+    trainer, engines = Keeper(backend="shared_memory"), Engines()
+    both = keeping(trainer, engines, interval=100)
+    for version in (1, 2, 3):
+        await both.sync(version)
+        assert not await both.verify(version)
+    engines.scores = [[[-1.0, -2.0]]]
+    await both.sync(4)
+    assert await both.verify(4)
