@@ -190,6 +190,10 @@ class InferenceEngine(Protocol):
         """Release everything the engine holds. Safe to call twice."""
 
 
+#: Methods that an engine of one's own may lack: nothing is known of its requests until they are answered.
+MAY_LACK = ("progress",)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """What an engine is started with.

@@ -10,7 +10,7 @@ from skyasync.callbacks import TrainerCallback
 from skyasync.config.domains import judges
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
-from skyasync.engines.protocol import ENGINES, InferenceEngine
+from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.observe import TRACKERS
@@ -138,7 +138,7 @@ def _check_engine(name: str) -> None:
     if ":" not in name:
         return check_installed(ENGINES, name)
     engine = ENGINES.find(name)
-    wanted = [method for method in vars(InferenceEngine) if not method.startswith("_")]
+    wanted = [name for name in vars(InferenceEngine) if not name.startswith("_") and name not in MAY_LACK]
     if missing := [method for method in wanted if not hasattr(engine, method)]:
         raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.engines.protocol.InferenceEngine)")
     return None
