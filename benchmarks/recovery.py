@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -30,8 +29,8 @@ from skyasync import BasePPOExp, TrainerCallback, load_config
 from skyasync.observe.jsonl import read_rows
 from skyasync.state.ledger import audit
 
-KILLS = (20, 60, 100)  # behind these steps
-STEPS = 140
+KILLS = (6, 18, 30)  # behind these steps
+STEPS = 40
 DELAY_S = 0.1  # from the end of a step into the next one's rollout
 
 
@@ -84,10 +83,11 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["sync", "fully_async"])
     parser.add_argument("--backends", nargs="+", default=["transformers"])
     arguments, options = parser.parse_known_args()
-    lines = [run(plan, backend, options) for backend in arguments.backends for plan in arguments.plans]
-    print("| plan | engine | step | the step of a death | away | recovery |\n|---|---|---|---|---|---|")
-    print("\n".join(lines))
-    sys.stdout.flush()
+    lines = ["| plan | engine | step | the step of a death | away | recovery |", "|---|---|---|---|---|---|"]
+    for backend in arguments.backends:
+        for plan in arguments.plans:
+            lines.append(run(plan, backend, options))
+            print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":
