@@ -65,9 +65,38 @@ class OptimizerConfig(Settings):
     scheduler_kwargs: dict[str, Any] = key({}, "What the schedule is told besides, such as {min_lr_rate: 0.1}.")
 
 
+_ADAPTERS = "trainer.policy.lora.rank"
+
+
+@dataclass
+class LoraConfig(Settings):
+    rank: int = key(
+        0, "Train low-rank adapters of this rank beside frozen weights (LoRA); 0 trains the weights themselves.", low=0
+    )
+    alpha: float = key(16.0, "What an adapter adds is scaled by alpha / rank.", above=0.0, when=_ADAPTERS)
+    dropout: float = key(
+        0.0, "Share of an adapter's inputs that an update leaves out.", low=0.0, below=1.0, when=_ADAPTERS
+    )
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of "
+        "them but the head.",
+        when=_ADAPTERS,
+    )
+    exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
+    export: str = key(
+        "merged",
+        "What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the "
+        "adapters alone.",
+        choices=("merged", "adapter"),
+        when=_ADAPTERS,
+    )
+
+
 @dataclass
 class PolicyConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     gradient_checkpointing: bool | str = key(
         "auto",

@@ -18,10 +18,10 @@ engines' ``update_weights``. Ranks: 0 is the trainer; engine i has ``1 + i * wor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -47,17 +47,23 @@ class Rendezvous(NamedTuple):
     engine_workers: int
 
 
+class Parameters(Protocol):
+    """A model, or what its weights are once something has been added to them."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]: ...
+
+
 class NCCLSender:
     """The trainer's end. Made and called alike on every trainer rank; only rank 0 broadcasts.
 
     Args:
-        model: the policy; sharded parameters (``DTensor``) are gathered one at a time.
+        model: the policy; parameters with a ``full_tensor`` (sharded ones) are gathered one at a time.
         rank: this trainer rank.
         dtype: what is sent; None sends each parameter as it is.
     """
 
     def __init__(
-        self, model: nn.Module, rendezvous: Rendezvous, *, rank: int, dtype: torch.dtype | None = None
+        self, model: Parameters, rendezvous: Rendezvous, *, rank: int, dtype: torch.dtype | None = None
     ) -> None:
         self._model, self._rendezvous, self._rank, self._dtype = model, rendezvous, rank, dtype
         self._engine: NCCLTrainerWeightTransferEngine | None = None

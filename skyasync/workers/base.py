@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.worker import LOOPBACK, Worker
 
+if TYPE_CHECKING:
+    from skyasync.workers.lora import Adapters
+
 
 class ModelWorker(Worker):
     """Holds one rank of a model, that of its role's section.
@@ -43,6 +46,7 @@ class ModelWorker(Worker):
     """
 
     _store: Any = None
+    adapters: Adapters | None = None
 
     def model_config(self) -> ModelConfig:
         """Which model this worker holds."""
@@ -72,16 +76,33 @@ class ModelWorker(Worker):
         return self.dtype
 
     def build(self) -> Wrapped:
-        """Load, wrap, place and shard."""
-        head, dtype = HEADS[self.role.head], self.master_dtype()
+        """Load, wrap, place and shard. Frozen weights that adapters are trained beside need no masters."""
+        head, lora = HEADS[self.role.head], getattr(self.settings, "lora", None)
+        adapted = lora is not None and lora.rank > 0
+        dtype = self.dtype if adapted else self.master_dtype()
 
         def wrap(model: PreTrainedModel) -> Wrapped:
+            if adapted:
+                from skyasync.workers.lora import Adapters
+
+                self.adapters = Adapters(model, lora, self.path)
             return head.wrap(model, self.cfg).eval()
+
+        def shard(model: PreTrainedModel) -> Wrapped:
+            wrapper = self._shard(wrap(model))
+            if self.adapters:
+                self.adapters.step_aside()
+            return wrapper
 
         if self._sharded():
             self._form_group()
-            return load_sharded(self.path, head, dtype, self.device, lambda model: self._shard(wrap(model)))
-        return wrap(head.load(self.path, dtype)).to(self.device)
+            wrapper = load_sharded(self.path, head, dtype, self.device, shard)
+        else:
+            wrapper = wrap(head.load(self.path, dtype))
+        if self.adapters:
+            self.adapters.step_back()
+            self.adapters.begin(self.cfg.trainer.seed, self.device)
+        return wrapper.to(self.device)
 
     def _join(self, host: str, port: int) -> None:
         if host == LOOPBACK:

@@ -40,22 +40,28 @@ FILE_BYTES = 1 << 27
 """A file is put together in memory before it is written (twice over), so a shard goes into files of this size."""
 
 
-def full_weights(model: PreTrainedModel, dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
-    """All weights and saved buffers by Hugging Face name, whole, on the CPU; a tied weight under its first name.
+ADAPTER = ".lora_"
+"""In the names of adapters' weights, which are all that a checkpoint holds of a model that has some."""
+
+
+def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
+    """Weights and saved buffers by Hugging Face name, whole, on the CPU.
 
     Args:
+        tensors: what ``own_tensors`` or ``Adapters.merged`` gives.
         keep: False takes part in gathering and returns nothing, for all ranks but the first.
     """
     weights: dict[str, Tensor] = {}
-    for name, value in _own_tensors(model).items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+    for name, value in tensors.items():
+        gather = getattr(value, "full_tensor", None)
+        whole: Tensor = gather() if gather else value
         if keep:
             whole = whole.to(dtype) if whole.is_floating_point() else whole
             weights[name] = whole.cpu().contiguous()
     return weights
 
 
-def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Living shards of weights and saved buffers; a tied weight under its first name."""
     state: dict[str, Any] = dict(get_model_state_dict(model))
     names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
@@ -145,7 +151,10 @@ def load(
 def _tensors(model: PreTrainedModel, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> dict[str, Tensor]:
     """A checkpoint's tensors by name; those of model and optimizer are the living ones, to be read into."""
     state = {STEP: torch.tensor([step]), RANDOM: torch.get_rng_state()}
-    state |= {f"model.{name}": value for name, value in _own_tensors(model).items()}
+    kept = own_tensors(model)
+    if hasattr(model, "peft_config"):
+        kept = {name: value for name, value in kept.items() if ADAPTER in name}
+    state |= {f"model.{name}": value for name, value in kept.items()}
     for name, of_parameter in moments.items():
         state |= dict(zip(_moment_names(name, of_parameter), of_parameter.values(), strict=True))
     return state
@@ -180,5 +189,10 @@ def export(model: PreTrainedModel, weights: Mapping[str, Tensor], origin: str, f
     """Write ``weights`` as a Hugging Face folder, with the configuration and the tokenizer of ``origin``."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict=dict(weights))
+    export_tokenizer(origin, folder)
+
+
+def export_tokenizer(origin: str, folder: Path) -> None:
+    """That of ``origin``, if it has one."""
     if any(Path(origin).glob("tokenizer*")) or not Path(origin).is_dir():
         AutoTokenizer.from_pretrained(origin).save_pretrained(folder)

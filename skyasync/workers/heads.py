@@ -123,7 +123,7 @@ class ValueHead(Head):
             raise UserError(f"{path}: its files lack {other[0]}, which {type(model).__name__} needs")
         for name, parameter in model.get_submodule(SCORE_LAYER).named_parameters():
             if f"{SCORE_LAYER}.{name}" in missing:
-                _put(parameter, _new(name, parameter))
+                put(parameter, _new(name, parameter))
 
     def wrap(self, model: PreTrainedModel, cfg: Config) -> TokenValues:
         return TokenValues(model)
@@ -184,7 +184,7 @@ def _new(name: str, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator) / (like.shape[-1] + 1)
 
 
-def _put(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+def put(parameter: nn.Parameter, whole: torch.Tensor) -> None:
     """A tensor's own part, where it is sharded along the first dimension."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):

@@ -13,7 +13,7 @@ from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import KeptFile, remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
-from skyasync.workers.batch import UpdateBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.model import TokenScores
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.trained import NonFiniteError, Totals, TrainedWorker
@@ -82,13 +82,19 @@ class PolicyWorker(TrainedWorker):
         method = self.cfg.trainer.algorithm.proximal_logprobs
         return approximate_proximal(current, behaviour, versions, batch.approximated_version, method=method)
 
+    def base_logprobs(self, batch: TokenBatch) -> Tensor:
+        """As ``logprobs``, of the model without its adapters: what the policy began as."""
+        assert self.adapters is not None
+        with self.adapters.aside():
+            return self.logprobs(batch)
+
     def publish(self) -> str | None:
         """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it.
 
         What has been kept is dropped before: there is room for one file.
         """
         self.kept.drop()
-        weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
+        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
         return write_weights(weights) if self.rank == 0 else None
 
     def free_address(self) -> tuple[str, int]:
@@ -99,7 +105,7 @@ class PolicyWorker(TrainedWorker):
 
     def open_broadcast(self, rendezvous: Rendezvous) -> None:
         """Get ready to send weights by NCCL. All ranks call it, with the same rendezvous."""
-        self._sender = NCCLSender(self.model.model, rendezvous, rank=self.rank, dtype=self.dtype)
+        self._sender = NCCLSender(self.adapters or self.model.model, rendezvous, rank=self.rank, dtype=self.dtype)
 
     def announce(self, version: int) -> WeightUpdate:
         """The message that tells engines of a broadcast."""

@@ -7,6 +7,8 @@ whole batch, so gradients are summed over micro-batches and over ranks and never
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, overload
 
@@ -43,7 +45,7 @@ class TrainedWorker(ModelWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.step = 0
-        self._totals = Totals()  # since the last optimizer step
+        self._totals, self._passes = Totals(), 0  # since the last optimizer step
         self._checkpoint_group: dist.ProcessGroup | None = None
 
     def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
@@ -66,7 +68,9 @@ class TrainedWorker(ModelWorker):
         wrapper = super().build()
         if self._recomputes():
             wrapper.model.gradient_checkpointing_enable({"use_reentrant": False})
-            wrapper.train()  # there is no dropout, so this only switches gradient checkpointing on
+            wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
+            if self.adapters:
+                self.adapters.let_drop(False)
         self.optimizer = self._make_optimizer(wrapper)
         return wrapper
 
@@ -77,8 +81,10 @@ class TrainedWorker(ModelWorker):
 
     def _make_optimizer(self, wrapper: Wrapped) -> torch.optim.AdamW:
         settings = self.settings.optimizer_config
-        matrices = [p for p in wrapper.parameters() if p.dim() > 1]
-        vectors = [p for p in wrapper.parameters() if p.dim() <= 1]
+        # A weight that is frozen only while it is looked at is the optimizer's all the same; one under adapters is not.
+        learnt = [p for p in wrapper.parameters() if p.requires_grad or self.adapters is None]
+        matrices = [p for p in learnt if p.dim() > 1]
+        vectors = [p for p in learnt if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         first, second = settings.adam_betas
         return torch.optim.AdamW(
@@ -94,12 +100,19 @@ class TrainedWorker(ModelWorker):
         if batch.loss_weights is None or batch.advantages is None:
             raise ValueError("a training batch needs loss_weights and advantages")
         before = torch.zeros(batch.tokens.shape) if self._fills(batch) else None
-        with sharded_afterwards(self.model):
+        with sharded_afterwards(self.model), self._dropping():
             for micro in self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu):
                 current = self._backward(micro, self._totals)
                 if before is not None:
                     put_rows(before, micro, current)
         return before
+
+    def _dropping(self) -> AbstractContextManager[None]:
+        """Around a gradient: the adapters' dropout acts, by draws that a resumed run repeats."""
+        if self.adapters is None:
+            return nullcontext()
+        self._passes += 1
+        return self.adapters.dropping(hash((self.cfg.trainer.seed, self.step, self._passes, self.rank)))
 
     def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
         """Change the weights by the gradient that has been added up, and forget it.
@@ -133,7 +146,7 @@ class TrainedWorker(ModelWorker):
             self.step += 1
             return metrics
         finally:
-            self._totals = Totals()
+            self._totals, self._passes = Totals(), 0
             self.optimizer.zero_grad()  # gradients are as large as the weights: none is kept until the next update
             if self.cfg.trainer.placement.colocate_all and self.device.type == "cuda":
                 torch.cuda.empty_cache()  # for the engine that wakes on this GPU
@@ -202,9 +215,20 @@ class TrainedWorker(ModelWorker):
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""
-        weights = checkpoint.full_weights(self.model.model, self.dtype, keep=self.rank == 0)
+        if self.adapters and self.settings.lora.export == "adapter":
+            own = self.adapters.own()
+            if self.rank == 0:
+                self.adapters.export(own, Path(folder))
+                checkpoint.export_tokenizer(self.path, Path(folder))
+            return
+        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
         if self.rank == 0:
-            checkpoint.export(self.model.model, weights, self.path, Path(folder))
+            with self.adapters.aside() if self.adapters else nullcontext():
+                checkpoint.export(self.model.model, weights, self.path, Path(folder))
+
+    def weights(self) -> Mapping[str, Any]:
+        """By the names of the files; adapters are added to them as they are gathered."""
+        return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,226 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: where they are, how they begin, how they are
+added to the weights.
+
+Invariant: while the adapters stand aside the model is that of its files, names and all. So it is read from them, so it
+leaves for the engines (with the adapters added to its weights), and so it is the reference of a KL term. Adapters begin
+alike on any number of ranks, and add nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from skyasync.config.schema import LoraConfig
+from skyasync.errors import MissingExtraError, UserError, unknown
+from skyasync.workers.checkpoint import ADAPTER, own_tensors
+from skyasync.workers.heads import put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import peft
+
+KEY = "trainer.policy.lora"
+ALL = "all-linear"
+NAME = "default"  # peft's for the one adapter that a layer has
+
+
+class Adapters:
+    """The adapters of one model, which this puts there; its other weights are frozen.
+
+    Args:
+        model: may have no memory yet; it is not sharded yet.
+        path: what the model is loaded from.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LoraConfig, path: str) -> None:
+        peft = _peft()
+        self._model = model
+        self.config: peft.LoraConfig = peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules=_targets(model, settings),
+            exclude_modules=_named(model, settings.exclude_modules, "exclude_modules") or None,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=path,
+        )
+        try:
+            peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
+        except ValueError as error:  # all that was named is left out
+            raise UserError(f"{KEY}: {str(error).splitlines()[0]}") from error
+        self._places = [
+            _Place(model.get_submodule(name.rpartition(".")[0]), name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, peft.tuners.lora.LoraLayer)
+        ]
+        for half in self._halves():
+            half.to(torch.float32)  # masters, as of any weights that are trained
+
+    def begin(self, seed: int, device: torch.device) -> None:
+        """Give them memory and their first numbers: A is uniform as peft's, B is 0."""
+        generator = torch.Generator().manual_seed(seed)
+        for half in self._halves():
+            half.to_empty(device=device)
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(False)
+        for place in self._places:
+            first, second = place.layer.lora_A[NAME].weight, place.layer.lora_B[NAME].weight
+            bound = 1 / math.sqrt(first.shape[1])
+            put(first, (2 * torch.rand(first.shape, generator=generator) - 1) * bound)
+            put(second, torch.zeros(second.shape))
+        for half in self._halves():
+            half.requires_grad_(True)
+
+    def step_aside(self) -> None:
+        for place in self._places:
+            setattr(place.parent, place.child, place.layer.base_layer)
+
+    def step_back(self) -> None:
+        for place in self._places:
+            setattr(place.parent, place.child, place.layer)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile the model is that of its files."""
+        self.step_aside()
+        try:
+            yield
+        finally:
+            self.step_back()
+
+    @contextmanager
+    def dropping(self, seed: int) -> Iterator[None]:
+        """Meanwhile their dropout acts, if they have any, by this seed alone."""
+        if not self.config.lora_dropout:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.let_drop(True)
+            try:
+                yield
+            finally:
+                self.let_drop(False)
+
+    def let_drop(self, on: bool) -> None:
+        for place in self._places:
+            place.layer.lora_dropout.train(on)
+
+    def merged(self) -> dict[str, Any]:
+        """Weights and saved buffers by their names in the files; those with an adapter as ``Merged``."""
+        adapted = {f"{place.name}.weight": place.layer for place in self._places}
+        with self.aside():
+            tensors = own_tensors(self._model)
+        return {name: Merged(value, adapted[name]) if name in adapted else value for name, value in tensors.items()}
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        """As ``merged``, without buffers: what ``NCCLSender`` sends."""
+        with self.aside():
+            names = {name for name, _ in self._model.named_parameters()}
+        return ((name, value) for name, value in self.merged().items() if name in names)
+
+    named_parameters = parameters
+
+    def own(self) -> dict[str, Tensor]:
+        """The adapters' weights, whole, on the CPU, by the names that peft's folders have. All ranks call it."""
+        found = {name: value for name, value in own_tensors(self._model).items() if ADAPTER in name}
+        return {
+            f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": whole(value).cpu().contiguous()
+            for name, value in found.items()
+        }
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """What ``own`` gave, as a folder that peft loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(str(folder))
+        save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def _halves(self) -> Iterator[nn.Module]:
+        for place in self._places:
+            yield place.layer.lora_A[NAME]
+            yield place.layer.lora_B[NAME]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A layer of peft's that holds a linear layer of the model, ``name``, and its adapter."""
+
+    parent: nn.Module
+    name: str
+    layer: Any
+
+    @property
+    def child(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+class Merged:
+    """A weight with its adapter added: what is asked of a sharded one, without its having memory before it is asked."""
+
+    def __init__(self, weight: Tensor, layer: Any) -> None:
+        self._weight, self._layer = weight, layer
+        self.shape, self.dtype = weight.shape, weight.dtype
+
+    def full_tensor(self) -> Tensor:
+        """W + alpha / rank * B A, rounded to the weight's dtype once. All ranks call it."""
+        first, second = whole(self._layer.lora_A[NAME].weight), whole(self._layer.lora_B[NAME].weight)
+        added = second @ first
+        added = (added.T if self._layer.fan_in_fan_out else added) * self._layer.scaling[NAME]
+        return (whole(self._weight) + added).to(self.dtype)
+
+
+def whole(value: Any) -> Tensor:
+    """A tensor, of all ranks together where it is sharded, without gradient."""
+    gather = getattr(value, "full_tensor", None)
+    found: Tensor = gather() if gather else value
+    return found.detach()
+
+
+def _targets(model: PreTrainedModel, settings: LoraConfig) -> str | list[str]:
+    """``target_modules`` as peft takes them.
+
+    Raises:
+        UserError: naming a layer that the model lacks and the nearest, or one that cannot have an adapter of its own.
+    """
+    if settings.target_modules == [ALL]:
+        return ALL
+    targets = _named(model, settings.target_modules, "target_modules")
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        tied = module is head and head.weight is embeddings.weight
+        if tied and any(_matches(name, target) for target in targets):
+            raise UserError(f"{KEY}.target_modules: {name} shares its weight with the embeddings: leave it out")
+    return targets
+
+
+def _named(model: PreTrainedModel, names: list[str], key: str) -> list[str]:
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    options = {name.rpartition(".")[2] for name in layers} | ({ALL} if key == "target_modules" else set())
+    for name in names:
+        if not any(_matches(layer, name) for layer in layers):
+            raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, options)}")
+    return names
+
+
+def _matches(layer: str, name: str) -> bool:
+    return layer == name or layer.endswith(f".{name}")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("peft", "lora") from error
+    return peft
