@@ -38,6 +38,8 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
             check_installed(REWARDS, name)
     if cfg.environment.env_class:
         check_environment(cfg.environment.env_class)
+    if cfg.trainer.policy.lora.rank and find_spec("peft") is None:
+        raise MissingExtraError("peft", "lora")
     if cfg.trainer.dump_trajectories:
         need_pyarrow()
     if cfg.generator.agent_program:

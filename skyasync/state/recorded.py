@@ -21,6 +21,7 @@ from skyasync.errors import UserError
 from skyasync.state.checkpoint import CONFIG
 
 MODEL = "trainer.policy.model.path"
+ADAPTERS = "trainer.policy.lora"
 
 #: Where a run is, how it shows itself, and what it settles by itself: nothing follows from a change.
 _SILENT = frozenset(
@@ -59,6 +60,7 @@ def _refuse(folder: Path, made_with: Mapping[str, Any], here: Mapping[str, Any])
         ("trainer.seed", _at(here, "trainer.seed"), _at(before, "trainer.seed"), order),
         ("environment.domains (proportions)", _proportions(here), _proportions(before), order),
         *_other_model(made_with["model"], here),
+        *_other_adapters(before, here),
     ):
         if found != recorded:
             raise UserError(
@@ -72,6 +74,15 @@ def _other_model(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator
     now = _shape(path)
     for name in before.keys() & now.keys():
         yield f"{name} of {MODEL} ({path})", now[name], before[name], "its weights do not fit into this model"
+
+
+def _other_adapters(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
+    rank = f"{ADAPTERS}.rank"
+    old, new = (_at(config, rank, 0) for config in (before, here))
+    yield rank, new, old, "it holds adapters of that rank (of rank 0: whole weights)"
+    if old:
+        alpha = f"{ADAPTERS}.alpha"
+        yield alpha, _at(here, alpha), _at(before, alpha), "its adapters would weigh otherwise"
 
 
 def _shape(path: str) -> dict[str, Any]:

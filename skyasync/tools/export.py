@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError, unknown
 from skyasync.tools.checkpoints import find, settings_of
@@ -70,6 +70,10 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     config = training_config(origin)
     chosen = _dtype(dtype, getattr(torch, str(config.dtype).rpartition(".")[2], None))
     weights = read_weights(checkpoint)
+    if lora := _adapters_of(checkpoint):
+        from skyasync.workers.lora import merge
+
+        weights = merge(weights, origin, lora, chosen)
     weights = {name: value.to(chosen) if value.is_floating_point() else value for name, value in weights.items()}
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=chosen)
@@ -77,6 +81,12 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
         raise UserError(f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}")
     disable_progress_bar()
     files.export(empty, weights, origin, out)
+
+
+def _adapters_of(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the adapters that its run trained beside frozen weights; empty if it trained none."""
+    lora: dict[str, Any] = settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("lora", {})
+    return lora if lora.get("rank") else {}
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES
 from skyasync.workers.saved import Saved, files_of
 
 
@@ -112,7 +112,9 @@ class Dispatch:
         return await self.ask(POLICY, "logprobs", batch)
 
     async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        return await self.ask("reference", "logprobs", batch)
+        if REFERENCE not in self._groups and ROLES[REFERENCE].is_the_policys(self._cfg):
+            return await self.ask(POLICY, "base_logprobs", batch)
+        return await self.ask(REFERENCE, "logprobs", batch)
 
     async def values(self, batch: TokenBatch) -> Tensor:
         return await self.ask(CRITIC_ROLE, "values", batch)

@@ -22,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
-from skyasync.workers.checkpoint import ADAPTER, own_tensors
-from skyasync.workers.heads import put
+from skyasync.workers.checkpoint import ADAPTER, full_weights, own_tensors
+from skyasync.workers.heads import load_causal_lm, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -178,6 +178,26 @@ class Merged:
         added = second @ first
         added = (added.T if self._layer.fan_in_fan_out else added) * self._layer.scaling[NAME]
         return (whole(self._weight) + added).to(self.dtype)
+
+
+def merge(
+    adapters: Mapping[str, Tensor], path: str, settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The weights of the model in ``path`` with a checkpoint's adapters added, as a run publishes them.
+
+    Args:
+        adapters: by their names in the checkpoint, whole.
+        settings: ``trainer.policy.lora`` of its run.
+    """
+    model = load_causal_lm(path, dtype)
+    placed = Adapters(model, LoraConfig(**settings), path)
+    placed.begin(0, torch.device("cpu"))
+    own = {name: value for name, value in own_tensors(model).items() if ADAPTER in name}
+    if strange := sorted(own.keys() ^ adapters.keys()):
+        raise UserError(f"the checkpoint's adapters are not those of {path}: {strange[0]} is in one alone")
+    for name, value in own.items():
+        put(value, adapters[name])
+    return full_weights(placed.merged(), dtype, keep=True)
 
 
 def whole(value: Any) -> Tensor:

@@ -18,7 +18,7 @@ from skyasync.config.schema import REWARD, Config
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 
-POLICY, CRITIC_ROLE, REWARD_ROLE = "policy", "critic", "reward"
+POLICY, REFERENCE, CRITIC_ROLE, REWARD_ROLE = "policy", "reference", "critic", "reward"
 VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
 
 
@@ -38,6 +38,8 @@ class Role:
             host memory while engines have those (``trainer.placement.colocate_all``).
         columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
         gpu: devices of its own are GPUs, if there are any.
+        base: its model, where it names none of its own, is what the policy began as: a policy that trains adapters
+            beside frozen weights answers for it (``base_logprobs``), and it has no ranks.
         head: what its model, if it has one, says of a token (``skyasync.workers.heads``): ``vocabulary`` (a causal
             language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
     """
@@ -52,10 +54,18 @@ class Role:
     columns: tuple[str, ...] = ()
     gpu: bool = True
     head: str = VOCABULARY
+    base: bool = False
 
     def wanted(self, cfg: Config) -> bool:
-        """Whether a run of this configuration has it."""
-        return not self.when or holds(self.when, cfg)
+        """Whether a run of this configuration has ranks of it."""
+        return (not self.when or holds(self.when, cfg)) and not self.is_the_policys(cfg)
+
+    def is_the_policys(self, cfg: Config) -> bool:
+        """Whether the policy answers for it: the same model, beside which only adapters are trained."""
+        if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):
+            return False
+        own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
+        return own.path in ("", policy.path) and own.dtype in ("auto", policy.dtype)
 
     def shares(self, cfg: Config) -> bool:
         """Whether it is on the policy's devices."""
@@ -112,12 +122,13 @@ _OURS = {
             ranks=("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node"),
         ),
         Role(
-            "reference",
+            REFERENCE,
             "skyasync.workers.reference:ReferenceWorker",
             section="trainer.ref",
             when=KL,
             ranks=("trainer.placement.ref_num_nodes", "trainer.placement.ref_num_gpus_per_node"),
             beside="trainer.placement.colocate_policy_ref",
+            base=True,
         ),
         Role(
             CRITIC_ROLE,

@@ -214,7 +214,7 @@ def digest(worker: PolicyWorker) -> str:
 def _hashed(worker: PolicyWorker, view: Callable[[Tensor], Tensor]) -> str:
     hashed = hashlib.blake2b(str(worker.step).encode())
     for name, tensor in _state(worker):
-        hashed.update(name.encode() + view(tensor).numpy().tobytes())
+        hashed.update(name.encode() + view(tensor).reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
