@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from skyasync.config.schema import ModelConfig
+from skyasync.config.schema import LoraConfig, ModelConfig
 from skyasync.workers.batch import B, TokenBatch
 from skyasync.workers.heads import HEADS
 from skyasync.workers.limits import MICRO_BATCH_TOKENS
@@ -61,6 +61,11 @@ class ModelWorker(Worker):
         )
         return port
 
+    def lora_config(self) -> LoraConfig | None:
+        """How adapters are trained beside this worker's model; None where its own weights are."""
+        lora: LoraConfig | None = getattr(self.settings, "lora", None)
+        return lora if lora and lora.rank else None
+
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Join the other ranks, if there are any, then load and shard the model."""
         if self.world_size > 1:
@@ -77,12 +82,11 @@ class ModelWorker(Worker):
 
     def build(self) -> Wrapped:
         """Load, wrap, place and shard. Frozen weights that adapters are trained beside need no masters."""
-        head, lora = HEADS[self.role.head], getattr(self.settings, "lora", None)
-        adapted = lora is not None and lora.rank > 0
-        dtype = self.dtype if adapted else self.master_dtype()
+        head, lora = HEADS[self.role.head], self.lora_config()
+        dtype = self.dtype if lora else self.master_dtype()
 
         def wrap(model: PreTrainedModel) -> Wrapped:
-            if adapted:
+            if lora:
                 from skyasync.workers.lora import Adapters
 
                 self.adapters = Adapters(model, lora, self.path)

@@ -184,7 +184,7 @@ def _new(name: str, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator) / (like.shape[-1] + 1)
 
 
-def put(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+def put(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """A tensor's own part, where it is sharded along the first dimension."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):

@@ -27,8 +27,9 @@ from skyasync.workers.heads import load_causal_lm, put
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
-    import peft
+    from peft.tuners.lora import LoraLayer
 
 KEY = "trainer.policy.lora"
 ALL = "all-linear"
@@ -46,7 +47,7 @@ class Adapters:
     def __init__(self, model: PreTrainedModel, settings: LoraConfig, path: str) -> None:
         peft = _peft()
         self._model = model
-        self.config: peft.LoraConfig = peft.LoraConfig(
+        self.config: Any = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
@@ -75,7 +76,7 @@ class Adapters:
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         for place in self._places:
-            first, second = place.layer.lora_A[NAME].weight, place.layer.lora_B[NAME].weight
+            first, second = (half.weight for half in _halves(place.layer))
             bound = 1 / math.sqrt(first.shape[1])
             put(first, (2 * torch.rand(first.shape, generator=generator) - 1) * bound)
             put(second, torch.zeros(second.shape))
@@ -146,10 +147,9 @@ class Adapters:
         self.config.save_pretrained(str(folder))
         save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
-    def _halves(self) -> Iterator[nn.Module]:
+    def _halves(self) -> Iterator[nn.Linear]:
         for place in self._places:
-            yield place.layer.lora_A[NAME]
-            yield place.layer.lora_B[NAME]
+            yield from _halves(place.layer)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Place:
 
     parent: nn.Module
     name: str
-    layer: Any
+    layer: LoraLayer
 
     @property
     def child(self) -> str:
@@ -168,15 +168,16 @@ class _Place:
 class Merged:
     """A weight with its adapter added: what is asked of a sharded one, without its having memory before it is asked."""
 
-    def __init__(self, weight: Tensor, layer: Any) -> None:
+    def __init__(self, weight: Tensor, layer: LoraLayer) -> None:
         self._weight, self._layer = weight, layer
         self.shape, self.dtype = weight.shape, weight.dtype
 
     def full_tensor(self) -> Tensor:
         """W + alpha / rank * B A, rounded to the weight's dtype once. All ranks call it."""
-        first, second = whole(self._layer.lora_A[NAME].weight), whole(self._layer.lora_B[NAME].weight)
+        first, second = (whole(half.weight) for half in _halves(self._layer))
         added = second @ first
-        added = (added.T if self._layer.fan_in_fan_out else added) * self._layer.scaling[NAME]
+        transposed = getattr(self._layer, "fan_in_fan_out", False)
+        added = (added.T if transposed else added) * self._layer.scaling[NAME]
         return (whole(self._weight) + added).to(self.dtype)
 
 
@@ -200,10 +201,18 @@ def merge(
     return full_weights(placed.merged(), dtype, keep=True)
 
 
-def whole(value: Any) -> Tensor:
+def _halves(layer: LoraLayer) -> tuple[nn.Linear, nn.Linear]:
+    """A, ``[rank, in]``, and B, ``[out, rank]``."""
+    first, second = layer.lora_A[NAME], layer.lora_B[NAME]
+    assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+    return first, second
+
+
+def whole(value: object) -> Tensor:
     """A tensor, of all ranks together where it is sharded, without gradient."""
     gather = getattr(value, "full_tensor", None)
-    found: Tensor = gather() if gather else value
+    found = gather() if gather else value
+    assert isinstance(found, Tensor)
     return found.detach()
 
 
@@ -238,7 +247,7 @@ def _matches(layer: str, name: str) -> bool:
     return layer == name or layer.endswith(f".{name}")
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
