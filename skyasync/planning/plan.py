@@ -14,10 +14,11 @@ from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
+from skyasync.planning.adapters import adapter_parameters
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
-from skyasync.planning.training_memory import Lines, Rank, held, publishing, scoring, updating
+from skyasync.planning.training_memory import Lines, Rank, held, learnt, publishing, scoring, updating
 from skyasync.planning.work import batch_bytes, largest_micro_batch
 from skyasync.workers.roles import POLICY, ROLES, VOCABULARY, Role, wanted_roles
 
@@ -134,12 +135,14 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
     work, count = largest_micro_batch(
         cfg, shape, gpus=gpus, ranks=ranks, rows_limit=trainer.micro_train_batch_size_per_gpu
     )
+    lora = getattr(role.settings(cfg), "lora", None)
     asked = str(role.settings(cfg).gradient_checkpointing).lower()
     return Rank(
         ranks=ranks,
         b=_bytes(role.model(cfg).dtype, gpus=gpus),
         work=work,
         micro_batches=count,
+        adapters=adapter_parameters(shape, lora) if lora and lora.rank else 0,
         checkpointing=gpus if asked not in ("true", "false") else asked == "true",  # auto: on a GPU
         vocabulary=role.head == VOCABULARY,
         entropy=trainer.algorithm.use_entropy_loss,
@@ -227,7 +230,7 @@ class _Parts:
         if self.cfg.trainer.placement.colocate_all:
             always["offloaded policy"] = here * sum(held(self.shape, self.rank).values())
         phases = {"training": always, "hand-over": always | self._hand_over()}
-        phases = self._with_checkpoint(phases, always, here * sum(held(self.shape, self.rank).values()))
+        phases = self._with_checkpoint(phases, always, here * sum(learnt(self.shape, self.rank).values()))
         return _fullest("host", nodes, self.machine.host_memory, phases)
 
     def _host_without_gpus(self) -> Place:
@@ -247,7 +250,7 @@ class _Parts:
         }
         phases["hand-over"] = always | _named(idle, "policy", ranks) | self._hand_over()
         between = always | _named(idle, "policy", ranks)
-        phases = self._with_checkpoint(phases, between, ranks * sum(idle.values()))
+        phases = self._with_checkpoint(phases, between, ranks * sum(learnt(self.shape, self.rank).values()))
         return _fullest("host", 1, self.machine.host_memory, phases)
 
     def _processes(self, workers: int, engines: int) -> Lines:

@@ -32,6 +32,7 @@ class Rank:
         work: its largest micro-batch.
         micro_batches: per optimizer step; from the second on there are gradients already.
         trained: it has an optimizer, whose weights are float32; a reference has neither.
+        adapters: numbers that are trained beside frozen weights; 0: the weights themselves are.
         vocabulary: its head spans it; else it says one number.
         entropy, shaped: what the loss asks of the logits: their entropy; a temperature or filters.
     """
@@ -41,6 +42,7 @@ class Rank:
     work: Pass
     micro_batches: int = 1
     trained: bool = True
+    adapters: int = 0
     checkpointing: bool = False
     vocabulary: bool = True
     entropy: bool = False
@@ -56,7 +58,17 @@ def held(shape: ModelShape, rank: Rank) -> Lines:
     share = -(-shape.parameters // rank.ranks)
     if not rank.trained:
         return {"weights": share * rank.b}
+    if rank.adapters:
+        return {"weights": share * rank.b} | learnt(shape, rank)
     return {"weights": share * FLOAT32, "moments": 2 * share * FLOAT32}
+
+
+def learnt(shape: ModelShape, rank: Rank) -> Lines:
+    """Of what is held, what training changes: all that a checkpoint needs."""
+    if not rank.adapters:
+        return held(shape, rank)
+    share = -(-rank.adapters // rank.ranks)
+    return {"adapters": share * FLOAT32, "moments": 2 * share * FLOAT32}
 
 
 def scoring(shape: ModelShape, rank: Rank) -> Lines:
@@ -75,17 +87,19 @@ def scoring(shape: ModelShape, rank: Rank) -> Lines:
 def updating(shape: ModelShape, rank: Rank) -> Lines:
     """An optimizer step at its fullest: in the head's backward pass, when all activations are there, or at the end of
     the whole, when the embeddings' gradient is, too."""
-    share, own = -(-shape.parameters // rank.ranks) * FLOAT32, held(shape, rank)
-    # The gradient of the head, or, at the end, of the embeddings.
-    whole = shape.vocabulary * shape.hidden * (rank.b if rank.sharded else FLOAT32)
+    own = held(shape, rank)
+    share = -(-(rank.adapters or shape.parameters) // rank.ranks) * FLOAT32
+    # The gradient of the head, or, at the end, of the embeddings: none where they are frozen.
+    whole = 0 if rank.adapters else shape.vocabulary * shape.hidden * (rank.b if rank.sharded else FLOAT32)
+    layer, root = (rank.adapters // shape.layers, 0) if rank.adapters else (shape.layer, shape.root)
     head = own | {
         "gradients": (share if rank.micro_batches > 1 else 0) + (whole if rank.vocabulary else 0),
-        "gathered": _gathered(shape, rank, reduced=shape.layer),
+        "gathered": _gathered(shape, rank, reduced=layer),
         "activations": activations(shape, rank),
         "logits": logits_bytes(shape, rank, backward=True),
         "masks": mask_bytes(rank.work),
     }
-    end = own | {"gradients": share + whole, "gathered": _gathered(shape, rank, reduced=shape.root)}
+    end = own | {"gradients": share + whole, "gathered": _gathered(shape, rank, reduced=root)}
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
 
 
@@ -121,7 +135,10 @@ def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
 def publishing(shape: ModelShape, rank: Rank, *, first: bool) -> Lines:
     """Whole weights on the CPU of the first rank; the others take part one tensor at a time."""
     gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 else 0
-    whole = shape.parameters * rank.b if first and (rank.sharded or rank.b != FLOAT32) else 0
+    copied = rank.sharded or rank.b != FLOAT32 or rank.adapters  # else they are the model's own
+    whole = shape.parameters * rank.b if first and copied else 0
+    if rank.adapters:
+        gathered = 2 * shape.largest_tensor * FLOAT32  # a weight and what is added to it
     kept = int(KEPT * _one_layer(shape, rank))
     return held(shape, rank) | {"gathered": gathered, "whole weights": whole, "fragmentation": kept}
 

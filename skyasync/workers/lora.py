@@ -52,14 +52,10 @@ class Adapters:
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
             target_modules=_targets(model, settings),
-            exclude_modules=_named(model, settings.exclude_modules, "exclude_modules") or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=path,
         )
-        try:
-            peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
-        except ValueError as error:  # all that was named is left out
-            raise UserError(f"{KEY}: {str(error).splitlines()[0]}") from error
+        peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
         self._places = [
             _Place(model.get_submodule(name.rpartition(".")[0]), name, module)
             for name, module in model.named_modules()
@@ -216,35 +212,46 @@ def whole(value: object) -> Tensor:
     return found.detach()
 
 
-def _targets(model: PreTrainedModel, settings: LoraConfig) -> str | list[str]:
-    """``target_modules`` as peft takes them.
+def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
+    """The layers that get an adapter, by their whole names: by their ends peft would find experts' matrices as well.
 
     Raises:
         UserError: naming a layer that the model lacks and the nearest, or one that cannot have an adapter of its own.
     """
-    if settings.target_modules == [ALL]:
-        return ALL
-    targets = _named(model, settings.target_modules, "target_modules")
-    head = model.get_output_embeddings()
-    embeddings = model.get_input_embeddings()
-    for name, module in model.named_modules():
-        tied = module is head and head.weight is embeddings.weight
-        if tied and any(_matches(name, target) for target in targets):
-            raise UserError(f"{KEY}.target_modules: {name} shares its weight with the embeddings: leave it out")
-    return targets
-
-
-def _named(model: PreTrainedModel, names: list[str], key: str) -> list[str]:
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    options = {name.rpartition(".")[2] for name in layers} | ({ALL} if key == "target_modules" else set())
-    for name in names:
-        if not any(_matches(layer, name) for layer in layers):
-            raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, options)}")
-    return names
+    _check_names(layers, settings)
+    head = model.get_output_embeddings()
+    found = [
+        layer
+        for layer in layers
+        if not _matches(layer, settings.exclude_modules)
+        and (
+            _matches(layer, settings.target_modules)
+            or (ALL in settings.target_modules and model.get_submodule(layer) is not head)
+        )
+    ]
+    for layer in found:
+        if model.get_submodule(layer) is head and head.weight is model.get_input_embeddings().weight:
+            raise UserError(f"{KEY}.target_modules: {layer} shares its weight with the embeddings: leave it out")
+    if not found:
+        raise UserError(f"{KEY}: target_modules less exclude_modules leave no layer of {type(model).__name__}")
+    return found
 
 
-def _matches(layer: str, name: str) -> bool:
-    return layer == name or layer.endswith(f".{name}")
+def _check_names(layers: list[str], settings: LoraConfig) -> None:
+    options = {layer.rpartition(".")[2] for layer in layers}
+    for key, names, more in (
+        ("target_modules", settings.target_modules, {ALL}),
+        ("exclude_modules", settings.exclude_modules, set[str]()),
+    ):
+        for name in names:
+            if name not in more and not any(_matches(layer, [name]) for layer in layers):
+                raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, options | more)}")
+
+
+def _matches(layer: str, names: list[str]) -> bool:
+    """Whether one of ``names`` is the end of the layer's."""
+    return any(f".{layer}".endswith(f".{name}") for name in names)
 
 
 def _peft() -> ModuleType:

@@ -50,6 +50,14 @@ async def engine(engine_of_all: Any) -> Any:
 class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
 
 
+async def test_adapters_arrive_added_to_the_weights(model: str, engine: Any) -> None:
+    cfg = config(model, steps=2)
+    cfg.trainer.policy.lora.rank = 4
+    run = await LocalRun(RayPPOTrainer, cfg, engine=engine).train()
+    assert all(run.tracker.rows[step]["sync/logprob_gap_mean"] < 1e-3 for step in (1, 2))
+    assert run.tracker.rows[2]["policy/grad_norm"] > 0
+
+
 # ---------------------------------------------------------------- weights swapped in flight
 
 

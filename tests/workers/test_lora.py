@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.preflight.parts import check_parts
 from skyasync.weight_sync.nccl import Rendezvous
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights
 from skyasync.workers.heads import put
@@ -23,6 +24,7 @@ from skyasync.workers.lora import whole
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from skyasync.workers.reference import ReferenceWorker
+from tests.planning.models import configuration
 from tests.workers.calls import digest, equal
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
@@ -107,6 +109,20 @@ def test_what_is_published_exported_and_broadcast_is_what_peft_merges(model_path
     assert info["names"] == list(dict(worker._sender)) and info["shapes"] == [
         list(expected[n].shape) for n in info["names"]
     ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "gpt2", "qwen3_moe"])
+def test_other_families_leave_as_peft_merges_them(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(configuration(family)).save_pretrained(tmp_path / "model")
+    worker = start(lora_config(str(tmp_path / "model")))
+    excite(worker)
+    batch = make_batch()
+    worker.update_policy(batch)
+    equal(published(worker), by_peft(worker, tmp_path / "adapter"))
+    reference = ReferenceWorker(worker.cfg, threads=1)
+    reference.setup()
+    assert torch.equal(worker.base_logprobs(batch), reference.logprobs(batch))
 
 
 def base_weights(worker: PolicyWorker) -> dict[str, Tensor]:
@@ -283,6 +299,14 @@ def test_a_wrong_layer_is_refused_in_one_line(tied_model: str, lora: dict[str, A
     with pytest.raises(UserError, match=said) as caught:
         start(lora_config(tied_model, **lora))
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_peft_is_told_how_to_add_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyasync.preflight.parts.find_spec", lambda package: None)
+    cfg = lora_config("anything")
+    cfg.generator.backend = "transformers"
+    with pytest.raises(UserError, match="peft is not installed; add it with: uv sync --extra lora"):
+        check_parts(cfg, [])
 
 
 def test_a_checkpoint_of_another_rank_is_refused(tied_model: str, tmp_path: Path) -> None:
