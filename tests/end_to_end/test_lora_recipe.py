@@ -22,12 +22,10 @@ def test_a_few_steps_raise_the_held_out_score(ray_session: None, models: dict[st
         "trainer.ckpt_interval=20", f"trainer.export_path={exported}",
     )  # fmt: skip
     before, *steps = read_lines(run.folder / "metrics.jsonl")
-    print(before["eval/score"], steps[-1]["eval/score"])
     assert before["eval/score"] < 0.2
     assert steps[-1]["eval/score"] > 0.5
     assert max(run.series("sync/logprob_gap_mean")) < 1e-4
     command(["export", str(run.folder), "--out", str(tmp_path / "again")])
-    one, other = (
-        dict(AutoModelForCausalLM.from_pretrained(f).named_parameters()) for f in (exported, tmp_path / "again")
-    )
+    folders = (exported, tmp_path / "again")
+    one, other = (dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()) for folder in folders)
     assert all(one[name].equal(other[name]) for name in one)

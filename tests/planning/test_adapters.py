@@ -17,9 +17,10 @@ from tests.planning.models import as_json, configuration
 from tests.planning.test_plan import EIGHT, QWEN_7B, place, settings
 
 
-@pytest.mark.parametrize(
-    "targets", [["all-linear"], ["q_proj", "self_attn.v_proj", "up_proj", "c_attn"]], ids=["all", "some"]
-)
+SOME = ["q_proj", "self_attn.v_proj", "up_proj", "c_attn"]
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], SOME], ids=["all", "some"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_have_as_many_numbers_as_pefts(name: str, targets: list[str]) -> None:
     config = configuration(name)
