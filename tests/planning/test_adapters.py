@@ -16,7 +16,6 @@ from skyasync.workers.lora import Adapters
 from tests.planning.models import as_json, configuration
 from tests.planning.test_plan import EIGHT, QWEN_7B, place, settings
 
-
 SOME = ["q_proj", "self_attn.v_proj", "up_proj", "c_attn"]
 
 
