@@ -1,0 +1,163 @@
+"""Settings of the models that workers hold: what they load, how they are trained, where they are.
+
+Invariant: as of ``schema``, whose part this is.
+"""
+
+# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is mutable)
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyasync.config.algorithm import CRITIC, KL
+from skyasync.config.field import key
+from skyasync.config.frozen import Settings
+
+#: There is a reward model.
+REWARD = "trainer.reward.model.path"
+_APART = "trainer.placement.colocate_policy_ref=false"
+_CRITIC_APART = "trainer.placement.colocate_policy_critic=false"
+
+
+@dataclass
+class ModelConfig(Settings):
+    path: str = key(
+        "", "Hugging Face name, local folder, or module:function that makes one and returns its path.", open_ended=True
+    )
+    dtype: str = key(
+        "auto",
+        "Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU.",
+        choices=("auto", "float32", "bfloat16"),
+    )
+
+
+#: Schedule -> what ``scheduler_kwargs`` may tell it, as transformers' ``get_scheduler`` takes it.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "constant_with_warmup": (),
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio", "num_cycles"),
+}
+
+
+@dataclass
+class OptimizerConfig(Settings):
+    lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
+    adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
+    eps: float = key(1e-8, "AdamW's epsilon, added to the root of the second moment.", above=0.0)
+    weight_decay: float = key(0.0, "AdamW's decoupled weight decay.", low=0.0)
+    max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 is off.", low=0.0)
+    num_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", low=0)
+    warmup_ratio: float = key(0.0, "The same as a share of all optimizer steps.", low=0.0, below=1.0)
+    scheduler: str = key(
+        "constant", "Learning rate after the warm-up, by transformers' names.", choices=tuple(SCHEDULES)
+    )
+    scheduler_kwargs: dict[str, Any] = key({}, "What the schedule is told besides, such as {min_lr_rate: 0.1}.")
+
+
+_ADAPTERS = "trainer.policy.lora.rank"
+
+
+@dataclass
+class LoraConfig(Settings):
+    rank: int = key(
+        0, "Train low-rank adapters of this rank beside frozen weights (LoRA); 0 trains the weights themselves.", low=0
+    )
+    alpha: float = key(16.0, "What an adapter adds is scaled by alpha / rank.", above=0.0, when=_ADAPTERS)
+    dropout: float = key(
+        0.0, "Share of an adapter's inputs that an update leaves out.", low=0.0, below=1.0, when=_ADAPTERS
+    )
+    target_modules: list[str] = key(
+        ["all-linear"],
+        "Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of "
+        "them but the head.",
+        when=_ADAPTERS,
+    )
+    exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
+    export: str = key(
+        "merged",
+        "What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the "
+        "adapters alone.",
+        choices=("merged", "adapter"),
+        when=_ADAPTERS,
+    )
+
+
+@dataclass
+class PolicyConfig(Settings):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+    gradient_checkpointing: bool | str = key(
+        "auto",
+        "Recompute activations in the backward pass to save memory; auto does so on a GPU.",
+        choices=("auto", True, False),
+    )
+    threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
+
+
+@dataclass
+class RefConfig(Settings):
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+@dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = key(5e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
+
+
+@dataclass
+class CriticConfig(Settings):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    gradient_checkpointing: bool | str = key(
+        "auto",
+        "Recompute activations in the backward pass to save memory; auto does so on a GPU.",
+        choices=("auto", True, False),
+    )
+    value_clip: float = key(
+        0.2, "The value loss lets a value move by at most this from what it was before the update; 0 is off.", low=0.0
+    )
+    warmup_steps: int = key(0, "First training steps in which the critic alone is trained, and no policy.", low=0)
+    export_path: str = key(
+        "",
+        "Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none.",
+        open_ended=True,
+    )
+    threads: int = key(0, "CPU threads per critic rank; 0 takes as many as a policy rank has.", low=0)
+
+
+@dataclass
+class RewardConfig(Settings):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    weight: float = key(1.0, "Factor of the reward model's score in the reward, to which it is added.")
+    mean: float = key(0.0, "Mean of the model's scores, measured beforehand: it is subtracted from each.")
+    std: float = key(1.0, "Standard deviation of the model's scores: what is left is divided by it.", above=0.0)
+    clip: float = key(0.0, "Clamp scores, so scaled, to plus or minus this; 0 is off.", low=0.0)
+    threads: int = key(0, "CPU threads per rank of the reward model; 0 takes as many as a policy rank has.", low=0)
+
+
+@dataclass
+class PlacementConfig(Settings):
+    colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
+    colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)
+    policy_num_nodes: int = key(1, "Nodes for the policy.", low=1)
+    policy_num_gpus_per_node: int = key(
+        1, "Policy ranks per node: one per GPU, or per CPU process without GPUs.", low=1
+    )
+    ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1, when=_APART)
+    ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1, when=_APART)
+    colocate_policy_critic: bool = key(
+        True, "The critic shares the policy's devices; with colocate_all it does in any case.", when=CRITIC
+    )
+    critic_num_nodes: int = key(1, "Nodes for the critic.", low=1, when=_CRITIC_APART)
+    critic_num_gpus_per_node: int = key(1, "Critic ranks per node.", low=1, when=_CRITIC_APART)
+    reward_num_nodes: int = key(1, "Nodes for the reward model, whose devices are its own.", low=1, when=REWARD)
+    reward_num_gpus_per_node: int = key(1, "Reward model ranks per node.", low=1, when=REWARD)
+    timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
