@@ -124,7 +124,7 @@ class Revival(TrainerCallback):
         if not hasattr(engine, "successor"):  # a client's own kind of engine
             self._client.give_up(error)
         elif self._take_restart(error):
-            others = f"go on at {len(self._client.roster.routes.living)} others" if self._others else "wait for it"
+            others = "go on at the others" if self._others else "wait for it"
             log.warning(
                 "engine %d has died, and is started again (%s): %d requests %s, from %d tokens that are known; %s",
                 index, self._budget, loss.requests, others, loss.tokens, headline(error),
