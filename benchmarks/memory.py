@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Case:
     checkpointing: bool = False
     micro_batch_tokens: int = 1024
     rows: int = field(default=ROWS)
+    lora: int = 0
 
 
 LLAMA = {
@@ -72,6 +73,9 @@ CASES = (
     Case("llama, checkpointing", LLAMA, checkpointing=True),
     Case("llama, bfloat16", LLAMA, dtype="bfloat16"),
     Case("llama, two ranks", LLAMA, ranks=2),
+    Case("llama, adapters", LLAMA, lora=16),
+    Case("llama, adapters, bfloat16", LLAMA, lora=16, dtype="bfloat16"),
+    Case("llama, adapters, two ranks", LLAMA, lora=16, ranks=2),
     Case("qwen3, tied", QWEN3),
     Case("qwen2, deep", QWEN2),
     Case("gpt2", GPT2),
@@ -99,7 +103,8 @@ def run_rank(case: Case, folder: str, rank: int) -> dict[str, int]:
         _make(case, folder)
     else:
         _wait_for(Path(folder, "made"))
-    _phases(PolicyWorker(_config(TOY, f"{folder}/toy"), 0, 1, "cpu", 1), TOY, {}, "", 0)
+    toy = replace(TOY, lora=case.lora)
+    _phases(PolicyWorker(_config(toy, f"{folder}/toy"), 0, 1, "cpu", 1), toy, {}, "", 0)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     base = _resident("VmRSS")
@@ -167,6 +172,7 @@ def _config(case: Case, path: str) -> Any:
     cfg.trainer.policy.model.path = path
     cfg.trainer.policy.model.dtype = case.dtype
     cfg.trainer.policy.gradient_checkpointing = case.checkpointing
+    cfg.trainer.policy.lora.rank = case.lora
     cfg.trainer.micro_batch_tokens = case.micro_batch_tokens
     cfg.trainer.placement.policy_num_gpus_per_node = case.ranks
     cfg.trainer.max_prompt_length = PROMPT
