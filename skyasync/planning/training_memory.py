@@ -135,8 +135,10 @@ def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
 def publishing(shape: ModelShape, rank: Rank, *, first: bool) -> Lines:
     """Whole weights on the CPU of the first rank; the others take part one tensor at a time."""
     gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 else 0
-    copied = rank.sharded or rank.b != FLOAT32 or rank.adapters  # else they are the model's own
-    whole = shape.parameters * rank.b if first and copied else 0
+    copied = shape.parameters if rank.sharded or rank.b != FLOAT32 else 0  # else they are the model's own
+    if rank.adapters:
+        copied = max(copied, shape.layers * shape.layer)  # but for what has been added to
+    whole = copied * rank.b if first else 0
     if rank.adapters:
         gathered = 2 * shape.largest_tensor * FLOAT32  # a weight and what is added to it
     kept = int(KEPT * _one_layer(shape, rank))
