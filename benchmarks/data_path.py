@@ -34,14 +34,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from skyasync.config.schema import GeneratorConfig
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.protocol import GenerationOutput, GenerationRequest
 from skyasync.engines.ray_engine import messages
 from skyasync.rollout.collate import collate_in_turns
 from skyasync.rollout.contract import play
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.metrics import rollout_metrics, staleness_metrics
-from skyasync.rollout.requests import _request
+from skyasync.rollout.requests import request_for
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Prompt, PromptId
 
 PROMPT_TOKENS = 100
@@ -92,10 +93,13 @@ class Judge:
     def init(self, *_: Any) -> Any:
         return self._at_once([{"role": "user", "content": "?"}])
 
-    def step(self, episode: str, text: str) -> Any:
+    def step(self, episode: str, text: str, seen: None = None) -> Any:
         return self._at_once({"reward": len(episode) % 2, "done": True, "metrics": {"turns": 1.0}})
 
     def takes_text(self, _: str) -> bool:
+        return False
+
+    def sees_tokens(self, *_: Any) -> bool:
         return False
 
     def tools(self, _: str) -> None:
@@ -146,7 +150,9 @@ async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> F
     client, judge = InferenceClient([engine]), Judge()  # type: ignore[list-item]
     generator = generator_class(client, judge, tokenizer or NoText(), shape.longest + PROMPT_TOKENS + 1)  # type: ignore[arg-type]
     prompts = [Prompt(PromptId(0, row), [{"role": "user", "content": "?"}], "judge") for row in range(shape.prompts)]
-    request = _request(prompts, shape.samples, SamplingParams(max_tokens=shape.longest), 0, is_eval=False)
+    asked = GeneratorConfig(n_samples_per_prompt=shape.samples)
+    asked.sampling_params.max_generate_length = shape.longest
+    request = request_for(prompts, asked)
     async with turns(engine) as longest:
         groups, _ = await play(generator, request, prompts, 0)
         grouped = time.process_time()

@@ -42,7 +42,7 @@ def warm_processes() -> Iterator[Path]:
         yield door
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engines_session(warm_processes: Path) -> Iterator[None]:
     """The processes of the vLLM engines that a test starts need not import vLLM."""
     with warm_engines(warm_processes):

@@ -81,6 +81,7 @@ class InferenceClient:
         self._pieces = Unanswered()
         self._cut: set[str] = set()  # the engines' ids of what has been ended early, and goes on
         self._paused = False
+        self._cutting = False  # from a cut to the end of its pause
 
     @property
     def engines(self) -> list[InferenceEngine]:
@@ -133,6 +134,8 @@ class InferenceClient:
         piece = Piece(request, caller_id, asyncio.get_running_loop().create_future())
         self._post(piece)
         self._pieces[request.request_id] = piece
+        if self._cutting:  # it may arrive in front of the engine's end of all requests, or behind it
+            self._cut.add(request.request_id)
         try:
             async with asyncio.timeout(self.request_timeout_s) as timer:
                 return await piece.future
@@ -163,10 +166,11 @@ class InferenceClient:
     async def cut(self) -> None:
         """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
         self._cut.update(self._pieces)
+        self._cutting = True
         await self.pause("abort")
 
     async def resume(self) -> None:
-        self._paused = False
+        self._paused = self._cutting = False
         await self.roster.all("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyasync.engines.client import InferenceClient
@@ -394,6 +394,7 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=100)
+@example(events=[(1e-283, "recompute")], starts=[1e-90, 1e-116, 1e-283])  # a request in the turn of a cut
 @given(events=EVENTS, starts=st.lists(st.floats(0.0, 12.0), min_size=1, max_size=6))
 def test_whenever_engines_die_every_request_is_answered_once_and_whole(events, starts) -> None:
     async def play() -> None:

@@ -11,11 +11,13 @@ import pytest
 from skyasync import BasePPOExp, load_config
 from skyasync.algorithms import POLICY_LOSSES
 from skyasync.compat.skyrl import BasePPOExp as SkyRLExp
+from skyasync.envs import ENVS
 from tests.end_to_end.runs import Trained, outside_environment
 from tests.peers.harness import model
 from tests.peers.skyrl import environment, hooks, loss, one_step_off
 
 pytestmark = pytest.mark.slow
+ENVS.pop("measure", None)  # which importing the file has registered: it is there for the tests that register it
 
 FILES = Path(__file__).parent
 ROWS = f"{FILES}/rows.py:rows"

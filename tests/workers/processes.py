@@ -48,6 +48,8 @@ class Ranks:
         Raises:
             AssertionError: with the traceback of the first rank that failed.
         """
+        if not all(process.is_alive() for process in self._processes):
+            self.close()  # a test before this one has lost a rank
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -61,8 +63,13 @@ class Ranks:
                 errors.setdefault(-1, f"ranks {[self._pipes.index(p) for p in waiting]} gave no answer")
                 break
             for pipe in ready:
-                good, answer = pipe.recv()
-                (answers if good else errors)[self._pipes.index(pipe)] = answer
+                rank = self._pipes.index(pipe)
+                try:
+                    good, answer = pipe.recv()
+                except EOFError:
+                    self._processes[rank].join()
+                    good, answer = False, f"its process ended with {self._processes[rank].exitcode}"
+                (answers if good else errors)[rank] = answer
         if errors:
             if len(answers) + len(errors) < self.count or -1 in errors:
                 self.close()

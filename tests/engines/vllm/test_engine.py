@@ -439,6 +439,34 @@ async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
         await engine.answer(request("too long", [2] * 600))
 
 
+async def test_news_are_told_once_under_a_swap_too_and_the_answer_is_whole(engine: Engine) -> None:
+    first, count = engine._core.version, 3
+    told: dict[str, list[tuple[int, float, int]]] = {f"news-{i}": [] for i in range(count)}
+    asked = [request(f"news-{i}", max_tokens=300, ignore_eos=True) for i in range(count)]
+    answering = asyncio.create_task(engine.answer(*asked))
+    await engine.until_running(count)
+    while not answering.done():
+        for output in map(listed, await engine.progress()):
+            assert output.finish_reason is None
+            told[output.request_id] += zip(output.token_ids, output.logprobs, output.versions, strict=True)
+        if engine._core.version == first and all(len(news) > 20 for news in told.values()):
+            await engine.sync(change=False)
+    for output in await answering:
+        whole = list(zip(output.token_ids, output.logprobs, output.versions, strict=True))
+        assert len(whole) == 300 and {version for _, _, version in whole} == {first, first + 1}
+        assert 20 < len(told[output.request_id]) < 300
+        assert whole[: len(told[output.request_id])] == told[output.request_id]
+    assert not await engine.progress() and not engine._told
+
+
+async def test_requests_of_several_samples_and_scores_are_left_out_of_the_news(engine: Engine) -> None:
+    await engine.score([[2, 3, 4], [5, 6]])
+    scoring = asyncio.create_task(engine.score([[2, 3, 4] * 50] * 8))
+    while not scoring.done():
+        assert await engine.progress() == []
+    await scoring
+
+
 async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     """The last test of the file: it kills the engine."""
     answers = asyncio.create_task(engine.answer(GenerationRequest("doomed", [2, 3], LONG)))
@@ -478,31 +506,3 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
     parent.kill()
     await parent.wait()
     await until(lambda: not guarded(mark))
-
-
-async def test_news_are_told_once_under_a_swap_too_and_the_answer_is_whole(engine: Engine) -> None:
-    first, count = engine._core.version, 3
-    told: dict[str, list[tuple[int, float, int]]] = {f"news-{i}": [] for i in range(count)}
-    asked = [request(f"news-{i}", max_tokens=300, ignore_eos=True) for i in range(count)]
-    answering = asyncio.create_task(engine.answer(*asked))
-    await engine.until_running(count)
-    while not answering.done():
-        for output in map(listed, await engine.progress()):
-            assert output.finish_reason is None
-            told[output.request_id] += zip(output.token_ids, output.logprobs, output.versions, strict=True)
-        if engine._core.version == first and all(len(news) > 20 for news in told.values()):
-            await engine.sync(change=False)
-    for output in await answering:
-        whole = list(zip(output.token_ids, output.logprobs, output.versions, strict=True))
-        assert len(whole) == 300 and {version for _, _, version in whole} == {first, first + 1}
-        assert 20 < len(told[output.request_id]) < 300
-        assert whole[: len(told[output.request_id])] == told[output.request_id]
-    assert not await engine.progress() and not engine._told
-
-
-async def test_requests_of_several_samples_and_scores_are_left_out_of_the_news(engine: Engine) -> None:
-    await engine.score([[2, 3, 4], [5, 6]])
-    scoring = asyncio.create_task(engine.score([[2, 3, 4] * 50] * 8))
-    while not scoring.done():
-        assert await engine.progress() == []
-    await scoring
