@@ -18,7 +18,7 @@ Lines = dict[str, int]
 FRAGMENTATION = 0.15
 """Of what is taken and given back within a step: allocators (C's on a CPU, torch's on a GPU) keep holes. Measured."""
 
-KEPT = 0.6
+KEPT = 1.2
 """Of one layer's activations, what the allocator has not given back when the next thing is done. Measured."""
 
 
