@@ -14,7 +14,7 @@ import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import overload
 
@@ -101,9 +101,18 @@ class BlockStream(PromptStream):
     Args:
         total: prompts of the whole run.
         window: prompts that may be in flight.
+        limit_s: seconds that a source may take for a block; None has no limit.
     """
 
-    def __init__(self, dataset: StreamedPrompts, batch_size: int, seed: int, total: int, window: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: StreamedPrompts,
+        batch_size: int,
+        seed: int,
+        total: int,
+        window: int = 0,
+        limit_s: float | None = None,
+    ) -> None:
         if not dataset:
             raise UserError("the first block of data.train_data has no prompt that is short enough: raise "
                             "data.shuffle_buffer or trainer.max_prompt_length")  # fmt: skip
@@ -114,7 +123,7 @@ class BlockStream(PromptStream):
         self._held: dict[Mark, Future[Block]] = {dataset.first: Future()}
         self._held[dataset.first].set_result(dataset.first_block)
         self._orders: dict[Mark, np.ndarray] = {}
-        self._reader = ThreadPoolExecutor(1, "reads data.train_data")
+        self._reader, self._limit_s = ThreadPoolExecutor(1, "reads data.train_data"), limit_s
 
     @classmethod
     def of(cls, cfg: Config, dataset: StreamedPrompts) -> BlockStream:
@@ -123,7 +132,8 @@ class BlockStream(PromptStream):
         refill = trainer.algorithm.dynamic_sampling.mode == "refill"
         total = ENDLESS if refill else trainer.max_training_steps * trainer.train_batch_size
         ahead = max(trainer.max_staleness, trainer.async_queue_size) + 2
-        return cls(dataset, trainer.train_batch_size, trainer.seed, total, ahead * trainer.train_batch_size)
+        window = ahead * trainer.train_batch_size
+        return cls(dataset, trainer.train_batch_size, trainer.seed, total, window, trainer.step_timeout_s)
 
     def prompt(self, position: int) -> Prompt:
         mark = self._mark_of(position)
@@ -171,7 +181,12 @@ class BlockStream(PromptStream):
 
     def _block(self, mark: Mark) -> Block:
         """Waits for it if it has not been read; the one behind it is read meanwhile."""
-        block = self._begin(mark).result()
+        reading = self._begin(mark)
+        done, _ = wait([reading], self._limit_s)
+        if not done:
+            problem = f"has given no block of {self._blocks.size} rows within {self._limit_s:g} s"
+            raise UserError(f"data.train_data {problem} (trainer.step_timeout_s)")
+        block = reading.result()
         self._begin(block.following)
         return block
 
