@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import sys
 import time
@@ -60,8 +59,6 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.weight_sync.sync import Destination, Source, WeightSync
     from skyasync.weight_sync.turns import DeviceTurns
     from skyasync.workers.dispatch import RayWorkerDispatch
-
-log = logging.getLogger(__name__)
 
 RELEASE_S = 10.0  # for the policy to remove the weights that it has kept
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
@@ -153,7 +150,7 @@ class BasePPOExp:
         from skyasync.engines.vllm.server import VLLMServerEngine
 
         wait = self.cfg.generator.engine_start_timeout_s
-        of = [config.extra | {"url": url, "successor_wait_s": wait} for url in self.cfg.generator.engines]
+        of = [config.extra | {"url": url, "start_s": wait} for url in self.cfg.generator.engines]
         return [VLLMServerEngine(replace(config, extra=extra)) for extra in of]
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:

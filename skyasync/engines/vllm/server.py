@@ -11,7 +11,7 @@ without a token are sent again, and prompts are salted with the version.
 |-------------------------|------------------------|--------------------------------------------------------------|
 | ``generate``, ``score`` | the server's answer    | the server; a broken connection (``EngineDiedError``)        |
 | control calls           | the same, each other   | the same                                                     |
-| ``start``               | the server to be there | the server; ``engine_start_timeout_s`` for a successor       |
+| ``start``               | the server             | the server; ``engine_start_timeout_s``                       |
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ AGAIN_S = 1.0  # between two looks whether a server has come back
     sampling=("structured_outputs", "repetition_detection"),
 )
 class VLLMServerEngine:
-    """See ``InferenceEngine`` for the methods. ``config.extra``: ``url``; ``wait_s``: how long it may stay
-    away when it is started (0: not at all), and ``successor_wait_s``: when it has died."""
+    """See ``InferenceEngine`` for the methods. ``config.extra``: ``url``; ``start_s``: how long its start may take;
+    ``returns``: it has died, and may stay away until then."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -75,15 +75,21 @@ class VLLMServerEngine:
 
     async def start(self) -> None:
         """Find it fit, and set back what a run before may have left: a pause, requests."""
-        async with asyncio.timeout(self.config.extra.get("wait_s") or None):
-            while True:
-                try:
-                    info = await self._server.get("/server_info", config_format="json")
-                    break
-                except EngineDiedError as error:
-                    if not self.config.extra.get("wait_s"):
-                        raise UserError(f"generator.engines: {error}") from error
-                    await asyncio.sleep(AGAIN_S)
+        async with asyncio.timeout(self.config.extra["start_s"]):
+            await self._take_over(await self._info())
+
+    async def _info(self) -> dict[str, Any]:
+        """What it says of itself; a successor is waited for."""
+        while True:
+            try:
+                info: dict[str, Any] = await self._server.get("/server_info", config_format="json")
+                return info
+            except EngineDiedError as error:
+                if not self.config.extra.get("returns"):
+                    raise UserError(f"generator.engines: {error}") from error
+                await asyncio.sleep(AGAIN_S)
+
+    async def _take_over(self, info: dict[str, Any]) -> None:
         if problem := complaint(self._server.url, info, self.config):
             raise UserError(problem)
         cache = info["vllm_config"].get("cache_config") or {}
@@ -109,7 +115,7 @@ class VLLMServerEngine:
 
     def successor(self) -> VLLMServerEngine:
         """The same address, once a server answers there again."""
-        extra = {**self.config.extra, "wait_s": self.config.extra["successor_wait_s"]}
+        extra = {**self.config.extra, "returns": True}
         return VLLMServerEngine(replace(self.config, version=self.version, extra=extra))
 
     # -- requests -----------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ async def server(warm_processes: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def config(server: Running, **changed: object) -> EngineConfig:
-    return EngineConfig("", max_model_len=512, version=3, extra={"url": server.url, "successor_wait_s": 60}, **changed)  # type: ignore[arg-type]
+    return EngineConfig("", max_model_len=512, version=3, extra={"url": server.url, "start_s": 60}, **changed)  # type: ignore[arg-type]
 
 
 class Engine(VLLMServerEngine):
@@ -254,7 +254,7 @@ class Way:
 async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Running) -> None:
     way = Way(server.url)
     await way.open()
-    extra = {"url": f"http://127.0.0.1:{way.port}", "successor_wait_s": 60}
+    extra = {"url": f"http://127.0.0.1:{way.port}", "start_s": 60}
     engine = VLLMServerEngine(replace(config(server), extra=extra))
     await engine.start()
     cfg = run_config(server.folder, steps=8, max_staleness=2, train_length=48)
