@@ -18,6 +18,7 @@ from typing import Protocol
 from skyasync.engines.protocol import GenerationOutput
 
 EVERY_S = 0.05
+CLOSE_S = 5.0
 Heard = dict[str, GenerationOutput]
 
 
@@ -49,5 +50,7 @@ class News:
             return {}
 
     async def close(self) -> None:
+        """Nobody streams any more: a round that an engine holds up is left."""
         if self._round is not None:
-            await asyncio.wait({self._round})
+            await asyncio.wait({self._round}, timeout=CLOSE_S)
+            self._round.cancel()
