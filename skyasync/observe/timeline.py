@@ -172,15 +172,17 @@ def to_the_end(path: Path) -> Iterator[None]:
 
 def prolong(path: Path, until_s: float) -> None:
     """Fill the lanes of a closed trace's last part up to here: what comes behind the trainer's end is the run's too."""
-    raw = path.read_text(encoding="utf-8") if path.exists() else ""
-    if not raw.endswith("]\n"):  # the run ended without closing it
+    part, ends, line = 0, dict[int, int](), ""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if '"ph": "X"' in line:
+                event = json.loads(line.lstrip(","))
+                if event["pid"] > part:
+                    part, ends = event["pid"], {}
+                if event["pid"] == part:
+                    ends[event["tid"]] = max(ends.get(event["tid"], 0), event["ts"] + event["dur"])
+    if line != "]\n":  # the run ended without closing it
         return
-    spans = [event for line in raw.splitlines() if '"ph": "X"' in line for event in [json.loads(line.lstrip(","))]]
-    part = max((event["pid"] for event in spans), default=0)
-    ends: dict[int, int] = {}
-    for event in spans:
-        if event["pid"] == part:
-            ends[event["tid"]] = max(ends.get(event["tid"], 0), event["ts"] + event["dur"])
     until = _micros(until_s)
     more: list[dict[str, object]] = [
         {"pid": part, "tid": thread, "ph": "X", "name": END, "ts": end, "dur": until - end, "args": {}}
@@ -188,7 +190,7 @@ def prolong(path: Path, until_s: float) -> None:
         if end < until
     ]
     with path.open("r+", encoding="utf-8") as file:
-        file.truncate(len(raw.encode()) - 2)
+        file.truncate(path.stat().st_size - len("]\n"))
         file.seek(0, 2)
         file.write("".join(f",{_encode(event)}\n" for event in more) + "]\n")
 
