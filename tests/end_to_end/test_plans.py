@@ -12,7 +12,7 @@ from skyasync import load_config
 from skyasync.config.load import dump_config
 from skyasync.observe.status import read_status
 from tests.end_to_end.runs import Train, Trained
-from tests.observe import chrome_trace
+from tests.observe import chrome_trace, perfetto
 
 pytestmark = pytest.mark.slow
 
@@ -55,8 +55,11 @@ def test_the_trace_is_one_that_viewers_read_and_every_lane_adds_up_to_the_runs_t
     lanes = chrome_trace.check(whole_run.folder / "timeline.json")
     assert {name for _, name in lanes} == {"trainer", "rollout"}
     status = read_status(whole_run.folder)
+    whole = pytest.approx(status.ended - status.began, rel=0.01)
     for lane in lanes.values():
-        assert chrome_trace.covered(lane) / 1e6 == pytest.approx(status.ended - status.began, rel=0.01)
+        assert chrome_trace.covered(lane) / 1e6 == whole
+    if perfetto.THERE:
+        assert dict.fromkeys(lanes, whole) == perfetto.lanes(whole_run.folder / "timeline.json")
 
 
 def test_the_first_step_is_the_same_in_both_plans(sync_run: Trained, one_step_off_run: Trained) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyasync.observe.spans import Lanes
 from skyasync.observe.timeline import Timeline, prolong, to_the_end, wall_clock
-from tests.observe import chrome_trace
+from tests.observe import chrome_trace, perfetto
 
 
 class VirtualClock:
@@ -234,3 +234,26 @@ def test_a_closed_trace_is_prolonged_to_the_runs_end_and_one_that_was_not_closed
     with to_the_end(tmp_path / "none.json"):
         pass
     assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.skipif(not perfetto.THERE, reason="TRACE_PROCESSOR names no folder with Perfetto's trace processor")
+def test_perfettos_own_processor_reads_it_and_every_lane_sums_to_the_runs_time(tmp_path, clock):
+    path = tmp_path / "t.json"
+    for _ in range(2):  # the second is a resumed run's
+        timeline = Timeline(path, clock=clock)
+        with timeline.span("step", "trainer", 1, note='a\n"b" \u00e9'):
+            clock.now += 1
+            with timeline.span("sync", "trainer", 1):
+                clock.now += 2
+        timeline.add_span("rollout", "engine 0", clock.now - 3, clock.now)
+        timeline.add_span("rollout", "engine 0", clock.now - 2, clock.now - 0.5)  # overlaps: a lane of its own
+        timeline.add_span("rollout", "engine 0", clock.now - 2.5, clock.now + 1)
+        clock.now += 5
+        timeline.close()
+        clock.now += 2
+        prolong(path, clock.now)
+    found = perfetto.lanes(path)
+    assert {part for part, _ in found} == {1, 2} and len(found) >= 6
+    assert set(found.values()) == {10.0}
+    assert found == {lane: chrome_trace.covered(spans) / 1e6 for lane, spans in chrome_trace.check(path).items()}
+    assert perfetto.rows(path, "select count(*) from slice where name = 'sync' and dur = 2000000000") == [[2]]
