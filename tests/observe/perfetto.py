@@ -1,4 +1,4 @@
-"""Perfetto's own trace processor, where ``TRACE_PROCESSOR`` names the folder of its WebAssembly build (see the .mjs)."""
+"""Perfetto's own trace processor, where ``TRACE_PROCESSOR`` names the folder of its WebAssembly build."""
 
 from __future__ import annotations
 
