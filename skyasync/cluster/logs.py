@@ -9,12 +9,13 @@ ever, and brings the last lines of whoever died without one.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from skyasync.observe.lines import write_plainly
 
 Show = Callable[[Sequence[str], bool], None]
 
@@ -113,12 +114,6 @@ class ProcessLogs:
         allowance.told = left > 0
         if shown:
             self.show(shown, error)
-
-
-def write_plainly(lines: Sequence[str], error: bool) -> None:
-    stream = sys.stderr if error else sys.stdout
-    stream.write("".join(f"{line}\n" for line in lines))
-    stream.flush()
 
 
 class _Allowance:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyasync.config.judges import is_reference
+from skyasync.config.judges import is_reference, pattern_problems
 from skyasync.config.sampling import evaluation
 from skyasync.config.schema import Config, DataConfig
 from skyasync.errors import unknown
@@ -83,13 +83,7 @@ def check_evaluation(cfg: Config) -> Iterator[str]:
 def _check_answer(answer: str) -> Iterator[str]:
     if answer in ("", "auto") or is_reference(answer):
         return
-    try:
-        groups = re.compile(answer).groups
-    except re.error as error:
-        yield f"trainer.eval_answer={answer} is no regular expression: {error}"
-        return
-    if groups > 1:
-        yield f"trainer.eval_answer={answer} has {groups} groups: one, around the answer, or none"
+    yield from (f"trainer.eval_answer{problem}" for problem in pattern_problems(answer, "answer"))
 
 
 def _problems(name: str, entry: object) -> Iterator[str]:

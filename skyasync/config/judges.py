@@ -194,15 +194,20 @@ def _of_text(judge: JudgeConfig) -> Iterator[str]:
         if re.fullmatch(r"[A-Za-z_]\w*", parser):
             yield f".parser: {unknown('parser', parser, [*PARSERS, 'a regular expression', 'file.py:function'])}"
             return
-        try:
-            groups = re.compile(parser).groups
-        except re.error as error:
-            yield f".parser={parser} is no regular expression: {error}"
-            return
-        if groups > 1:
-            yield f".parser={parser} has {groups} groups: one, around the verdict, or none"
+        yield from (f".parser{problem}" for problem in pattern_problems(parser, "verdict"))
     if judge.scale == 0.0:
         yield ".scale=0 makes every verdict the same: it is a factor"
+
+
+def pattern_problems(pattern: str, what: str) -> Iterator[str]:
+    """What is wrong with a regular expression that finds a ``what`` in a text, behind its key's path."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield f"={pattern} is no regular expression: {error}"
+        return
+    if groups > 1:
+        yield f"={pattern} has {groups} groups: one, around the {what}, or none"
 
 
 def shows_response(prompt: str) -> Iterator[str]:

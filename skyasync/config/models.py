@@ -92,23 +92,31 @@ class LoraConfig(Settings):
     )
 
 
-@dataclass
-class PolicyConfig(Settings):
-    model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    gradient_checkpointing: bool | str = key(
+def _gradient_checkpointing() -> bool | str:
+    return key(
         "auto",
         "Recompute activations in the backward pass to save memory; auto does so on a GPU; selective keeps what matrix "
         "products and attention gave, about half of it, and recomputes the rest, which is cheap.",
         choices=("auto", True, False, "selective"),
     )
-    reduce_gradients: str = key(
+
+
+def _reduce_gradients() -> str:
+    return key(
         "micro_batch",
         "When ranks add up their gradients: after each micro-batch, or once per update (per part of it, where plans "
         "stream), for which each rank holds the whole gradient.",
         choices=("micro_batch", "update"),
     )
+
+
+@dataclass
+class PolicyConfig(Settings):
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+    gradient_checkpointing: bool | str = _gradient_checkpointing()
+    reduce_gradients: str = _reduce_gradients()
     threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
 
 
@@ -126,18 +134,8 @@ class CriticOptimizerConfig(OptimizerConfig):
 class CriticConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
-    gradient_checkpointing: bool | str = key(
-        "auto",
-        "Recompute activations in the backward pass to save memory; auto does so on a GPU; selective keeps what matrix "
-        "products and attention gave, about half of it, and recomputes the rest, which is cheap.",
-        choices=("auto", True, False, "selective"),
-    )
-    reduce_gradients: str = key(
-        "micro_batch",
-        "When ranks add up their gradients: after each micro-batch, or once per update (per part of it, where plans "
-        "stream), for which each rank holds the whole gradient.",
-        choices=("micro_batch", "update"),
-    )
+    gradient_checkpointing: bool | str = _gradient_checkpointing()
+    reduce_gradients: str = _reduce_gradients()
     value_clip: float = key(
         0.2, "The value loss lets a value move by at most this from what it was before the update; 0 is off.", low=0.0
     )

@@ -5,7 +5,8 @@ Invariant: a metric that is absent leaves no trace, one that is ``None`` (it was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 Metrics = Mapping[str, float | None]
 
@@ -46,3 +47,14 @@ def duration(seconds: float) -> str:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else value
+
+
+def write_plainly(lines: Sequence[str], error: bool) -> None:
+    """To standard output, or to standard error.
+
+    Raises:
+        OSError: if nobody reads it any more.
+    """
+    stream = sys.stderr if error else sys.stdout
+    stream.write("".join(f"{line}\n" for line in lines))
+    stream.flush()

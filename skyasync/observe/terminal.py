@@ -28,7 +28,7 @@ from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
-from skyasync.observe.lines import status_line
+from skyasync.observe.lines import status_line, write_plainly
 from skyasync.observe.panel import History, panel
 from skyasync.observe.progress import ProgressReport
 
@@ -157,9 +157,7 @@ class ProgressView:
                 self._print(lines)
                 return
         with suppress(OSError):  # the terminal is gone; the lines are in a file
-            stream = sys.stderr if error else sys.stdout
-            stream.write("".join(f"{line}\n" for line in lines))
-            stream.flush()
+            write_plainly(lines, error)
 
     def render(self, report: ProgressReport) -> Group:
         """The panel for the terminal as it is now."""

@@ -15,6 +15,7 @@ no message, whatever the server says.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from collections.abc import Mapping
@@ -165,8 +166,6 @@ class ChatServer:
         raise UnansweredError(f"{self._url} refuses the question, {problem}")
 
     def _content(self, said: str) -> str:
-        import json
-
         try:
             message = json.loads(said)["choices"][0]["message"]
             content = message["content"]

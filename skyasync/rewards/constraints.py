@@ -122,11 +122,16 @@ def _sentences(text: str, num_sentences: int, relation: str) -> bool:
     return RELATIONS[relation](count_sentences(text), int(num_sentences))
 
 
+def _between(text: str, divider: str) -> list[str]:
+    """Its parts; an empty one at the beginning or the end does not count."""
+    parts = [part.strip() for part in text.split(divider)]
+    return parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
+
+
 @constraint("length_constraints:number_paragraphs")
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
     """They are divided by ``***``; none in the middle is empty."""
-    parts = [part.strip() for part in text.split("***")]
-    parts = parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
+    parts = _between(text, "***")
     return all(parts) and len(parts) == int(num_paragraphs)
 
 
@@ -194,8 +199,7 @@ def _title(text: str) -> bool:
 @constraint("combination:two_responses")
 def _two_responses(text: str) -> bool:
     """They are divided by ``******``, and differ."""
-    parts = [part.strip() for part in text.split("******")]
-    parts = parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
+    parts = _between(text, "******")
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 

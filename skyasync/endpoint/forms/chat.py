@@ -100,7 +100,7 @@ class ChatForm:
         )
 
     def whole(self, request: Request, answer: Answer, choices: Sequence[Choice]) -> Body:
-        body = {**_head(answer, "chat.completion"), "choices": [_choice(choice) for choice in choices],
+        body = {**head(answer, "chat.completion"), "choices": [_choice(choice) for choice in choices],
                 "usage": usage(answer)}  # fmt: skip
         return with_prompt(body, answer)
 
@@ -111,22 +111,38 @@ class ChatForm:
         return openai_error(error)
 
 
-class ChatStream:
-    """See ``Stream``."""
+class OpenAIStream:
+    """What the streams of both completions have in common: see ``Stream``."""
+
+    kind: str
 
     def __init__(self, *, usage: bool) -> None:
-        self._usage, self._told = usage, dict[int, Told]()
-        self._head: Body = {}
+        self._usage, self.told = usage, dict[int, Told]()
+        self.head: Body = {}
 
     def begin(self, answer: Answer) -> Iterator[Event]:
-        self._head = _head(answer, "chat.completion.chunk")
+        self.head = head(answer, self.kind)
         yield from ()
 
+    def end(self, answer: Answer, choices: Sequence[Choice]) -> Iterator[Event]:
+        if self._usage:
+            yield Event("", {**self.head, "choices": [], "usage": usage(answer)})
+        yield Event("", "[DONE]")
+
+    def fail(self, error: RequestError) -> Iterator[Event]:
+        yield Event("", openai_error(error))
+
+
+class ChatStream(OpenAIStream):
+    """See ``Stream``."""
+
+    kind = "chat.completion.chunk"
+
     def go_on(self, choice: Choice) -> Iterator[Event]:
-        if choice.index not in self._told:
-            self._told[choice.index] = Told()
+        if choice.index not in self.told:
+            self.told[choice.index] = Told()
             yield self._chunk(choice, {"role": "assistant", "content": ""})
-        news = self._told[choice.index].news(choice)
+        news = self.told[choice.index].news(choice)
         if news.reasoning:
             yield self._chunk(choice, {"reasoning_content": news.reasoning})
         rest: Body = {} if news.token_ids is None else {"token_ids": news.token_ids}
@@ -140,17 +156,9 @@ class ChatStream:
         if choice.finish_reason:
             yield self._chunk(choice, {}, finish_reason=choice.finish_reason)
 
-    def end(self, answer: Answer, choices: Sequence[Choice]) -> Iterator[Event]:
-        if self._usage:
-            yield Event("", {**self._head, "choices": [], "usage": usage(answer)})
-        yield Event("", "[DONE]")
-
-    def fail(self, error: RequestError) -> Iterator[Event]:
-        yield Event("", openai_error(error))
-
     def _chunk(self, choice: Choice, delta: Body, **more: object) -> Event:
         part = {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None, **more}
-        return Event("", {**self._head, "choices": [part]})
+        return Event("", {**self.head, "choices": [part]})
 
 
 def openai_error(error: RequestError) -> Body:
@@ -172,7 +180,7 @@ def with_prompt(body: Body, answer: Answer) -> Body:
     return body if answer.prompt_token_ids is None else {**body, "prompt_token_ids": answer.prompt_token_ids}
 
 
-def _head(answer: Answer, kind: str) -> Body:
+def head(answer: Answer, kind: str) -> Body:
     return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.model}
 
 

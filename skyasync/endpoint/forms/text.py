@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from skyasync.endpoint.forms.chat import COMMON, NEUTRAL, PASSED_OVER, common, openai_error, usage, with_prompt
+from skyasync.endpoint.forms.chat import (
+    COMMON,
+    NEUTRAL,
+    PASSED_OVER,
+    OpenAIStream,
+    common,
+    head,
+    openai_error,
+    usage,
+    with_prompt,
+)
 from skyasync.endpoint.forms.fields import refuse_others
 from skyasync.endpoint.forms.inner import Answer, Body, Choice, Event, Known, Request, RequestError, Told
 
@@ -34,7 +44,11 @@ class TextForm:
         return Request(replace(common(body, known.sampling), logprobs=body.get("logprobs") is not None), prompt=prompt)
 
     def whole(self, request: Request, answer: Answer, choices: Sequence[Choice]) -> Body:
-        body = {**_head(answer), "choices": [_choice(choice) for choice in choices], "usage": usage(answer)}
+        body = {
+            **head(answer, TextStream.kind),
+            "choices": [_choice(choice) for choice in choices],
+            "usage": usage(answer),
+        }
         return with_prompt(body, answer)
 
     def stream(self, request: Request) -> TextStream:
@@ -44,34 +58,16 @@ class TextForm:
         return openai_error(error)
 
 
-class TextStream:
+class TextStream(OpenAIStream):
     """See ``Stream``."""
 
-    def __init__(self, *, usage: bool) -> None:
-        self._usage, self._told = usage, dict[int, Told]()
-        self._head: Body = {}
-
-    def begin(self, answer: Answer) -> Iterator[Event]:
-        self._head = _head(answer)
-        yield from ()
+    kind = "text_completion"
 
     def go_on(self, choice: Choice) -> Iterator[Event]:
-        news = self._told.setdefault(choice.index, Told()).news(choice)
+        news = self.told.setdefault(choice.index, Told()).news(choice)
         if news.text or news.logprobs or news.token_ids or choice.finish_reason:
             part = replace(choice, text=news.text, logprobs=news.logprobs, token_ids=news.token_ids)
-            yield Event("", {**self._head, "choices": [_choice(part)]})
-
-    def end(self, answer: Answer, choices: Sequence[Choice]) -> Iterator[Event]:
-        if self._usage:
-            yield Event("", {**self._head, "choices": [], "usage": usage(answer)})
-        yield Event("", "[DONE]")
-
-    def fail(self, error: RequestError) -> Iterator[Event]:
-        yield Event("", openai_error(error))
-
-
-def _head(answer: Answer) -> Body:
-    return {"id": answer.id, "object": "text_completion", "created": answer.created, "model": answer.model}
+            yield Event("", {**self.head, "choices": [_choice(part)]})
 
 
 def _choice(choice: Choice) -> Body:
