@@ -30,7 +30,7 @@ from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineConfig, InferenceEngine
 from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, not_replaced, rounding
 from skyasync.engines.vllm.server_check import check_servers
-from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
+from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, shown
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.devices import without_gpus
@@ -305,7 +305,7 @@ class BasePPOExp:
         if self.run_dir.metrics.exists():  # the run may have ended before its first step
             plot_reward(self.run_dir.metrics, self.run_dir.reward_plot)
             print_summary(self.run_dir.metrics)
-            print(f"run folder: {os.path.relpath(self.run_dir.path)}")
+            print(f"run folder: {shown(self.run_dir.path)}")
 
     def _make_page(self) -> None:
         """Behind all else: what the page says of the run's end is then written down."""

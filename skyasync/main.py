@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
 from skyasync.errors import Terminated, UserError, headline
+from skyasync.observe.run_dir import shown
 
 if TYPE_CHECKING:
     from skyasync.experiment import BasePPOExp
@@ -81,7 +81,7 @@ def _run(experiment: BasePPOExp) -> dict[str, float] | None:
         run_dir = experiment.run_dir
         if run_dir is None or not run_dir.error.is_file():
             raise
-        print(f"error: {headline(error)} (the traceback: {os.path.relpath(run_dir.error)})", file=sys.stderr)
+        print(f"error: {headline(error)} (the traceback: {shown(run_dir.error)})", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 

@@ -22,6 +22,12 @@ def default_run_name(plan: str) -> str:
     return f"{plan}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def shown(path: Path) -> str:
+    """As a person in the working folder would name it: from there if it is inside, else whole."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
 def check_name(root: Path | str, name: str) -> Path:
     """The absolute ``root``.
 

@@ -4,6 +4,7 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.observe import RunDirectory, default_run_name
+from skyasync.observe.run_dir import shown
 from tests.full_disk import files_end_at
 
 
@@ -15,6 +16,13 @@ def test_resuming_uses_the_same_folder_and_makes_a_missing_one(tmp_path):
     first = RunDirectory(tmp_path, "run")
     assert RunDirectory(tmp_path, "run", resume=True).path == first.path
     assert RunDirectory(tmp_path, "new", resume=True).path.is_dir()
+
+
+def test_a_path_is_shown_from_the_working_folder_if_it_is_inside_and_else_whole(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert shown(tmp_path / "here" / "runs" / "a") == "runs/a"
+    assert shown(tmp_path / "runs" / "a") == str(tmp_path / "runs" / "a")
 
 
 @pytest.mark.parametrize("name", ["", "  ", ".", "..", "../other", "a/../.."])
