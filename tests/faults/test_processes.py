@@ -18,7 +18,7 @@ from tests.end_to_end.runs import Train, Trained, arguments, outside_environment
 from tests.end_to_end.test_interrupt import wait_until
 from tests.faults.processes import SEEN
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 BATCH = 8
 AGENTS = ("DashboardAgent", "RuntimeEnvAgent")  # of Ray, which try for a minute to tell of their raylet's end
