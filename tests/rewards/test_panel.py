@@ -24,9 +24,10 @@ def test_a_function_takes_what_it_names_or_everything():
     assert found.metrics == {"prompt_length": 8.0, "columns": 2.0}  # messages and source
 
 
-def test_a_function_of_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text("def good(response):\n    return float('good' in response)\n")
-    assert scores(f"{tmp_path}/mine.py:good", response="good")[0].reward == 1.0
+def test_a_function_of_a_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mine")  # outlives this test: a process that is replaced loads it again
+    (folder / "mine.py").write_text("def good(response):\n    return float('good' in response)\n")
+    assert scores(f"{folder}/mine.py:good", response="good")[0].reward == 1.0
 
 
 def test_functions_run_in_a_process_of_their_own_where_signals_work():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
     HrmTextConfig,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -32,6 +34,7 @@ from skyasync.workers.heads import load_causal_lm
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
 from tests.workers.conftest import config_for
+from tests.workers.processes import Rank, Ranks
 
 RANKS = 4
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -79,8 +82,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         if change is not None:
             change(folder / name)
-    AutoModelForCausalLM.from_config(LARGE, dtype=torch.bfloat16).save_pretrained(folder / "large")
-    multiprocessing.spawn(examine, (folder,), nprocs=RANKS)
+    ranks = Ranks(RANKS)
+    with TemporaryDirectory() as large:  # on the disk: what is read from memory would count as held
+        AutoModelForCausalLM.from_config(LARGE, dtype=torch.bfloat16).save_pretrained(large)
+        ranks.call(examine, folder, large)
+    ranks.close()
     results: dict[str, Any] = {}
     for part in sorted(folder.glob("*.json")):
         for name, value in json.loads(part.read_text()).items():
@@ -88,10 +94,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     yield results
 
 
-def examine(rank: int, folder: Path) -> None:
+def examine(process: Rank, folder: Path, large: str) -> None:
     """On each of the ranks; writes what it found beside the models."""
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    rank, found = process.rank, dict[str, Any]()
     for world in (RANKS, 2, 1):
         if rank >= world:
             break
@@ -101,7 +106,7 @@ def examine(rank: int, folder: Path) -> None:
             for role in (PolicyWorker, ReferenceWorker):
                 found[f"{name} {world} {role.__name__}"] = differences(load(role, folder / name, rank, world))
         if world == RANKS:
-            found["memory"] = peak_growth(lambda: load(PolicyWorker, folder / "large", rank, RANKS))
+            found["memory"] = peak_growth(lambda: load(PolicyWorker, Path(large), rank, RANKS))
         dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
@@ -118,7 +123,7 @@ def load(role: type[ModelWorker], path: Path, rank: int, world: int) -> ModelWor
 
 def differences(worker: ModelWorker) -> list[str]:
     """Names of parameters and buffers that ``from_pretrained`` gives otherwise."""
-    loaded, expected = worker.model.model, load_causal_lm(worker.path, worker.master_dtype())
+    loaded, expected = worker.model.model, as_published(worker.path, worker.master_dtype())
     wrong = []
     if type(loaded) is not type(expected) or loaded.config.to_dict() != expected.config.to_dict():
         wrong.append("class or configuration")
@@ -128,6 +133,11 @@ def differences(worker: ModelWorker) -> list[str]:
         wrong += sorted(set(there) ^ set(wanted))
         wrong += [name for name in set(there) & set(wanted) if not same(there[name], wanted[name])]
     return wrong
+
+
+@cache
+def as_published(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    return load_causal_lm(path, dtype)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
