@@ -23,7 +23,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
-# A test's folders live in memory where there is room: there a file is as durable as it gets at once, and much is synced.
+# Tests' folders live in memory where there is room: what is synced there is durable at once, and much is synced.
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
