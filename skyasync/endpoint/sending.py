@@ -13,6 +13,7 @@ from contextlib import aclosing, suppress
 from aiohttp import web
 
 from skyasync.endpoint.calls import OneCall
+from skyasync.endpoint.door import body as text_of
 from skyasync.endpoint.forms.inner import Event, Form, RequestError
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -25,7 +26,7 @@ async def body_of(request: web.Request) -> dict[str, object]:
         RequestError: if it is none.
     """
     try:
-        body = json.loads(await request.text())
+        body = json.loads(await text_of(request))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request's body is not JSON: {error}") from error
     if not isinstance(body, dict):

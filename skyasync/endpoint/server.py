@@ -31,6 +31,7 @@ from aiohttp.typedefs import Handler
 from skyasync.cleanup import afterwards
 from skyasync.endpoint.agent_chat import AgentChat
 from skyasync.endpoint.calls import Calls
+from skyasync.endpoint.door import Door, middleware
 from skyasync.endpoint.forms.chat import ChatForm
 from skyasync.endpoint.forms.inner import Form, RequestError
 from skyasync.endpoint.forms.messages import MessagesForm
@@ -104,6 +105,7 @@ class Endpoint:
         self._host, self._asked_port, self._port, self._lobby = host, port, 0, lobby
         self._sessions: dict[bytes, Session] = {}  # by a digest of their keys
         self._runner: web.AppRunner | None = None
+        self._door = Door()
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
@@ -111,25 +113,28 @@ class Endpoint:
         async with self._starting:
             if self._runner is not None:
                 return
-            app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_its_form])
-            app.router.add_get("/v1/models", self._models)
-            for path in FORMS:
-                app.router.add_post(path, self._answer)
-            for path in _COUNTS:
-                app.router.add_post(path, self._count)
-            if self._lobby is not None:
-                app.router.add_routes(self._lobby.routes(self))
-            # Who hangs up waits for no answer: none is computed, and what was not told is not recorded.
-            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
+            door = Door()
+            runner = self._serving(door)
             await runner.setup()
-            self._runner = runner
-            await self._listen(runner)
-            self._port = runner.addresses[0][1]
+            self._runner, self._door = runner, door
+            self._port = await self._listen(door, runner)
             if self._lobby is not None:
                 await self._lobby.listening(self.base_url)
 
-    async def _listen(self, runner: web.AppRunner) -> None:
-        await web.TCPSite(runner, self._host, self._asked_port, backlog=WAITING_CONNECTIONS).start()
+    def _serving(self, door: Door) -> web.AppRunner:
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_its_form, middleware(door)])
+        app.router.add_get("/v1/models", self._models)
+        for path in FORMS:
+            app.router.add_post(path, self._answer)
+        for path in _COUNTS:
+            app.router.add_post(path, self._count)
+        if self._lobby is not None:
+            app.router.add_routes(self._lobby.routes(self))
+        # Who hangs up waits for no answer: none is computed, and what was not told is not recorded.
+        return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
+
+    async def _listen(self, door: Door, runner: web.AppRunner) -> int:
+        return await door.open(runner, self._host, self._asked_port, backlog=WAITING_CONNECTIONS)
 
     @property
     def port(self) -> int:
@@ -144,6 +149,7 @@ class Endpoint:
     async def close(self) -> None:
         """End all calls and stop listening. Safe to call twice."""
         runner, self._runner, self._port = self._runner, None, 0
+        self._door.close()
         for session in list(self._sessions.values()):
             await self._end(session)
         if runner is not None:

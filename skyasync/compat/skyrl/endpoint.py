@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from skyasync.endpoint.door import Door
 from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
 from skyasync.endpoint.session import Session
 from skyasync.engines.protocol import SamplingParams
@@ -35,8 +36,8 @@ class OpenEndpoint(Endpoint):
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
 
-    async def _listen(self, runner: web.AppRunner) -> None:
-        await web.SockSite(runner, self._socket, backlog=WAITING_CONNECTIONS).start()
+    async def _listen(self, door: Door, runner: web.AppRunner) -> int:
+        return await door.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
 
     @contextmanager
     def entered(self, request: web.Request) -> Iterator[Session]:

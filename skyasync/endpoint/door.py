@@ -1,0 +1,190 @@
+"""Who may come in at an HTTP server of ours, before a key is looked at.
+
+Invariant: a connection holds nothing for longer than it may without asking something whole: its head within ``HEAD_S``
+of its beginning (``IDLE_S`` of the answer before), its body within ``BODY_S``. There are never so many connections that
+the process has no descriptors left for the run. On the loopback a request must name the machine by its address or as
+localhost (a page that a browser shows, whose server's name leads to the loopback, names that), and nowhere may it come
+from another's page.
+
+| who waits           | for what              | woken by                                 |
+|---------------------|-----------------------|------------------------------------------|
+| an idle connection  | a request's head      | the request; ``HEAD_S``, ``IDLE_S``      |
+| ``body``            | a request's body      | the body; ``BODY_S``                     |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from skyasync.endpoint.forms.inner import RequestError
+
+HEAD_S = 20.0
+IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
+BODY_S = 60.0
+KEPT_DESCRIPTORS = 512  # for everything else in this process
+
+
+class Door:
+    """Listens for an application's server.
+
+    Args:
+        most: connections that may be open at once; 0 is as many as the process has room for.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self._most = most or most_connections()
+        self._open: dict[asyncio.BaseTransport, _Connection] = {}
+        self._server: asyncio.Server | None = None
+        self.loopback = False
+
+    async def open(
+        self, runner: web.AppRunner, host: str = "", port: int = 0, sock: socket.socket | None = None, *, backlog: int
+    ) -> int:
+        """Listen at an address or on a socket; the port."""
+        make: Any = runner.server  # of a runner that is set up
+        where: dict[str, Any] = {"host": host or None, "port": port} if sock is None else {"sock": sock}
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self, make()), backlog=backlog, **where)
+        address, number = self._server.sockets[0].getsockname()[:2]
+        self.loopback = ipaddress.ip_address(address).is_loopback
+        return int(number)
+
+    def close(self) -> None:
+        """Let nobody in any more; whoever is in is the runner's affair. Safe to call twice."""
+        if self._server is not None:
+            self._server.close()
+
+    def admit(self, connection: _Connection, transport: asyncio.BaseTransport) -> bool:
+        if len(self._open) >= self._most:
+            return False
+        self._open[transport] = connection
+        return True
+
+    def forget(self, transport: asyncio.BaseTransport | None) -> None:
+        if transport is not None:
+            self._open.pop(transport, None)
+
+    @contextmanager
+    def answering(self, request: web.Request) -> Iterator[None]:
+        """Inside, the connection may wait for as long as its answer takes.
+
+        Raises:
+            RequestError: for a request that a browser sends for somebody else's page.
+        """
+        connection = self._open.get(request.transport) if request.transport else None
+        if connection is not None:
+            connection.limit(None)
+        try:
+            if problem := stranger(request, loopback=self.loopback):
+                raise RequestError(problem, code="forbidden", status=403)
+            yield
+        finally:
+            if connection is not None:
+                connection.limit(IDLE_S)
+
+
+class _Connection(asyncio.Protocol):
+    """Hands everything on to aiohttp's protocol, and hangs up when its time is over."""
+
+    def __init__(self, door: Door, inner: Any) -> None:  # noqa: ANN401  (aiohttp's protocol)
+        self._door, self._inner = door, inner
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def limit(self, seconds: float | None) -> None:
+        """Hang up after that time; None: not at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        late = self._transport is not None and seconds is not None
+        self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self._hang_up) if late else None
+
+    def _hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: Any) -> None:  # noqa: ANN401  (narrower than the base's)
+        if not self._door.admit(self, transport):
+            transport.abort()
+            return
+        self._transport = transport
+        self.limit(HEAD_S)
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is None:
+            return
+        self.limit(None)
+        self._door.forget(self._transport)
+        self._transport = None
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> Any:  # noqa: ANN401  (as the base's)
+        return self._inner.eof_received() if self._transport is not None else None
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+def most_connections() -> int:
+    """That may be open at once."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(256, descriptors - KEPT_DESCRIPTORS)
+
+
+def middleware(door: Door) -> Any:  # noqa: ANN401  (aiohttp's decorator has no type)
+    @web.middleware
+    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with door.answering(request):
+            return await handler(request)
+
+    return answered
+
+
+async def body(request: web.Request) -> str:
+    """What a request says.
+
+    Raises:
+        RequestError: if it does not come in time.
+    """
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.text()
+    except TimeoutError:
+        raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None
+
+
+def stranger(request: web.Request, *, loopback: bool) -> str:
+    """Why a request is refused that a browser sends for another's page; empty if it is not."""
+    host = request.headers.get("Host", "")
+    if loopback and not names_the_loopback(host):
+        return f"the Host header is {host!r:.100}: this server is asked at 127.0.0.1 or localhost"
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        return f"the Origin header is {origin!r:.100}: pages of others may not ask this server"
+    return ""
+
+
+def names_the_loopback(host: str) -> bool:
+    """Whether a Host header has an address of the loopback, or localhost."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

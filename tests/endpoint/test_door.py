@@ -1,0 +1,163 @@
+"""Strangers at the endpoint: pages of a browser, slow and many connections, keys of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from skyasync.compat.skyrl.endpoint import OpenEndpoint
+from skyasync.endpoint import door
+from skyasync.endpoint.door import Door, names_the_loopback
+from skyasync.endpoint.server import Endpoint
+from skyasync.engines.client import InferenceClient
+from tests.endpoint.served import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASKED = {"model": "m", "messages": HELLO}
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def endpoint(tokenizer: Any) -> AsyncIterator[Endpoint]:
+    found = Endpoint(InferenceClient([Scripted(tokenizer, *["7"] * 9)]), tokenizer, MAX_MODEL_LEN)
+    await found.start()
+    yield found
+    await found.close()
+
+
+async def ended(reader: asyncio.StreamReader, within_s: float = 5.0) -> bytes:
+    """What the server says until it hangs up."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:80"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:80", "Origin": "http://evil.example:80"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),
+    ],
+)
+async def test_a_browsers_page_is_refused_even_where_any_key_is_taken(
+    tokenizer: Any, headers: dict[str, str], status: int
+) -> None:
+    engine = Scripted(tokenizer, "7")
+    endpoint = OpenEndpoint(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN)
+    await endpoint.start()
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{endpoint.address}/v1/chat/completions", json=ASKED, headers=headers) as answer:
+            said = await answer.json()
+            assert answer.status == status, said
+            assert len(engine.requests) == (status == 200)
+            if status == 403:
+                assert "header is" in said["error"]["message"]
+    await endpoint.close()
+
+
+async def test_what_names_the_loopback() -> None:
+    assert all(map(names_the_loopback, ("127.0.0.1", "127.0.0.1:80", "[::1]:80", "localhost", "127.9.9.9:1")))
+    assert not any(
+        map(names_the_loopback, ("", "evil.example", "10.0.0.1", "localhost.evil.example", "[::1", "0x7f.1"))
+    )
+
+
+@pytest.mark.parametrize("said", [b"", HEAD, HEAD + b"X: 1\r\n"])
+async def test_who_does_not_come_to_the_point_is_hung_up_on(
+    endpoint: Endpoint, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "HEAD_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    writer.write(said)
+    assert await ended(reader) == b""
+    writer.close()
+
+
+async def test_the_second_request_of_a_connection_has_a_limit_too(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "IDLE_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD)
+    assert (await ended(reader)).startswith(b"HTTP/1.1 401")
+    writer.close()
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "BODY_S", 0.1)
+    async with entered(endpoint) as (_, session):
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        key = f"Authorization: Bearer {session.api_key}\r\n".encode()
+        writer.write(HEAD + key + b"Content-Length: 100\r\n\r\n{")
+        line = await reader.readline()
+        assert line.startswith(b"HTTP/1.1 408")
+        await until(lambda: not session.handlers)
+        writer.close()
+
+
+async def test_a_strangers_body_is_not_read(endpoint: Endpoint) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    writer.write(HEAD + b"Content-Length: 30000000\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+    writer.close()
+
+
+async def test_a_call_may_take_longer_than_a_request_may_take_to_come(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "HEAD_S", 0.05)
+
+    class Slow(Scripted):
+        async def generate(self, requests: Any) -> Any:
+            await asyncio.sleep(0.2)
+            async for outputs in super().generate(requests):
+                yield outputs
+
+    async with scripted(tokenizer, engine=Slow(tokenizer, "7")) as (client, _, _):
+        assert (await chat(client.with_options(max_retries=0), HELLO)).choices[0].message.content == "7"
+
+
+async def test_strangers_cannot_take_the_descriptors_that_the_run_needs(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_door", endpoint._door)
+    endpoint._door._most = 3
+    held = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(3)]
+    await until(lambda: len(endpoint._door._open) == 3)
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    assert await ended(reader) == b""
+    writer.close()
+    for _, each in held:
+        each.close()
+    await until(lambda: not endpoint._door._open)
+    async with aiohttp.ClientSession() as http, http.get(f"{url(endpoint)}/models") as answer:
+        assert answer.status == 401
+    assert Door().loopback is False
+
+
+async def test_an_episodes_answers_cannot_be_gone_on_from_with_anothers_key(tokenizer: Any) -> None:
+    engine = Scripted(tokenizer, "7", "8")
+    async with scripted(tokenizer, engine=engine) as (client, _, _):
+        first = await client.responses.create(model="m", input="12 * 34 =")
+        endpoint_url = str(client.base_url)
+        headers = {"Authorization": f"Bearer {client.api_key[:-1]}x"}
+        body = {"model": "m", "input": "and?", "previous_response_id": first.id}
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{endpoint_url}responses", json=body, headers=headers) as answer:
+                assert answer.status == 401
+    assert len(engine.requests) == 1
