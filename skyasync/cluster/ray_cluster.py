@@ -1,24 +1,31 @@
 """Joining a Ray cluster, or starting one on this machine's loopback and ending it again.
 
-Invariant: what is started here is ended here, and listens on no other interface; a cluster that was there
-before is left as it was.
+Invariant: what is started here is ended here, and with the process that started it (``watchdog``); it listens on no
+other interface, lets in whoever has this user's token, and keeps its files in a folder that this user alone can enter.
+A cluster that was there before is left as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from skyasync.cluster.logs import ProcessLogs, bring_to
 from skyasync.cluster.placement import missing, plan_slots, too_small
+from skyasync.cluster.watchdog import VARIABLE, Watchdog
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.workers.roles import Role
+
+W = TypeVar("W", bound=Watchdog | None)
 
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
@@ -50,7 +57,7 @@ def cluster(cfg: Config, *, roles: Sequence[Role], logs: ProcessLogs | None = No
         yield gpus
     finally:
         if mine:
-            ray.shutdown()
+            shut_down()
         undo()
 
 
@@ -66,12 +73,59 @@ def start_on_loopback(
     _prepare_environment()
     import ray
 
-    with _loopback_only(), _groups_of_their_own():
+    keep_token_private()
+    watchdog = _watched_by(Watchdog())
+    with _loopback_only(), _groups_of_their_own(), _marked(watchdog):
         ray.init(
             address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
             num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
-            runtime_env=runtime_env,
+            runtime_env=runtime_env, _temp_dir=os.path.join(watchdog.folder, "ray"),
         )  # fmt: skip
+    watchdog.note()
+
+
+def shut_down() -> None:
+    """Leave Ray, and end what is left of it if it was started here."""
+    import ray
+
+    ray.shutdown()
+    _watched_by(None)
+
+
+_watchdog: Watchdog | None = None  # of the Ray that this process has started last
+
+
+def _watched_by(watchdog: W) -> W:
+    global _watchdog
+    former, _watchdog = _watchdog, watchdog
+    if former is not None:
+        former.close()
+    return watchdog
+
+
+@contextmanager
+def _marked(watchdog: Watchdog) -> Iterator[None]:
+    """Processes started inside, and their descendants, are the watchdog's."""
+    os.environ[VARIABLE] = watchdog.mark
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+
+
+def keep_token_private() -> None:
+    """Whoever has the token that Ray asks for can run code here: it is in a file that Ray lets all users read."""
+    if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # no home: Ray says so
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+        if path.stat().st_uid == os.getuid():
+            path.chmod(0o600)
 
 
 def _prepare_environment() -> None:

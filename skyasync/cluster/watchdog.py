@@ -1,0 +1,191 @@
+"""What is left of a Ray that was started here ends with the program that started it, however that one ended.
+
+    the program ── its pidfd, a pipe ──▶ watchdog ──(gone)──▶ 10 s ──▶ SIGKILL, and the folder is removed
+
+Invariant: it ends processes that were started while its mark stood in the environment or were noted, and no other; so
+nothing of a cluster that was joined. Ray's own processes notice the program's end by themselves, but its agents, which
+hold no model, first try for more than a minute to tell of it; they write their names over their environment, and are
+noted therefore. ``folder`` is this user's alone: Ray makes everything inside it readable, and writable, for all.
+
+| who waits    | for what                          | woken by                               |
+|--------------|-----------------------------------|----------------------------------------|
+| the watchdog | the program's end, or ``close``   | the kernel (pidfd, end of the pipe)    |
+| the watchdog | the marked processes' own end     | the clock, twice a second, ``GRACE_S`` |
+| ``close``    | the watchdog's end                | the end of its output                  |
+
+This file is also the watchdog's program: it runs by itself and imports little of the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+import contextlib
+
+VARIABLE = "SKYASYNC_STARTED_BY"
+GRACE_S = 10.0  # for processes that end by themselves, and release what they hold
+SWEEPS, PAUSE_S = 20, 0.1
+LONGEST = 36  # characters of the folder: the addresses of Ray's sockets, of which it is a part, may have 107
+WEIGHTS = "skyasync-weights-"  # what files of shared weights are called, and then the writer's number
+
+
+class Watchdog:
+    """A small process beside this one.
+
+    Attributes:
+        folder: for temporary files; it is gone behind ``close``, or with this process.
+    """
+
+    def __init__(self) -> None:
+        import subprocess
+        import uuid
+
+        self.folder = private_folder()
+        self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder, str(os.getpid())]
+        # A session of its own: Ctrl-C in the terminal is for the program, which then ends the watchdog.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process.wait()  # it goes on as a grandchild, which nobody has to wait for
+
+    def note(self) -> None:
+        """Have the processes that the marked ones have started in their own groups ended too."""
+        assert self._process.stdin is not None
+        groups, found = marked(self.mark), ""
+        for process in _processes():
+            born, group = _born(process)
+            if group in groups:
+                found += f"{process} {born}\n"
+        self._process.stdin.write(found.encode())
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End what is left, at once. Blocks; safe to call twice."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if not self._process.stdin.closed:
+            try:
+                self._process.stdin.write(b"now")
+                self._process.stdin.close()
+            except BrokenPipeError:  # somebody has ended it
+                pass
+            self._process.stdout.read()
+            self._process.stdout.close()
+
+
+def private_folder() -> str:
+    """A new folder that this user alone can enter, where temporary files are unless that has too long a name."""
+    import tempfile
+
+    for place in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp", "/dev/shm"):
+        if len(place) + len("/skyasync-12345678") <= LONGEST and os.access(place, os.W_OK):
+            return tempfile.mkdtemp(prefix="skyasync-", dir=place)
+    return tempfile.mkdtemp(prefix="skyasync-")
+
+
+def marked(mark: str) -> list[int]:
+    """Ids of the living processes that carry this mark."""
+    wanted, found = f"{VARIABLE}={mark}".encode(), []
+    for process in _processes():
+        try:
+            with open(f"/proc/{process}/environ", "rb") as environment:
+                if wanted in environment.read().split(b"\0"):
+                    found.append(process)
+        except OSError:  # gone, or somebody else's
+            continue
+    return found
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _born(process: int) -> tuple[str, int]:
+    """When it began, in the kernel's ticks, and its group; of one that has ended nothing that another has."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            said = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "", 0
+    return ("", 0) if said[0] == b"Z" else (said[19].decode(), int(said[2]))
+
+
+def _await_end(parent: int) -> tuple[bytes, bool]:
+    """What was noted, and whether the program lives, and asks for the end now."""
+    watched, said = [0], b""
+    try:
+        watched.append(os.pidfd_open(parent))  # the pipe may be held by a fork of the program that lives on
+    except ProcessLookupError:
+        return said, False
+    except (OSError, AttributeError):
+        pass
+    while True:
+        ready, _, _ = select.select(watched, [], [])
+        more = os.read(0, 1 << 16) if 0 in ready else b""
+        said += more
+        if said.endswith(b"now") or not more:
+            return said.removesuffix(b"now"), said.endswith(b"now")
+
+
+def _end(mark: str, noted: bytes, grace_s: float) -> None:
+    born = {int(line.split()[0]): line.split()[1].decode() for line in noted.splitlines()}
+
+    def living() -> set[int]:
+        return {*marked(mark), *(process for process, when in born.items() if _born(process)[0] == when)}
+
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and living():
+        time.sleep(0.5)
+    for _ in range(SWEEPS):
+        found = living()
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(PAUSE_S)
+
+
+def _remove(folder: str) -> None:
+    for place, folders, files in os.walk(folder, topdown=False):
+        for name in files + folders:
+            path = os.path.join(place, name)
+            try:
+                os.rmdir(path) if name in folders and not os.path.islink(path) else os.unlink(path)
+            except OSError:
+                continue
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def _orphans() -> Iterator[str]:
+    """Shared weights of this user's processes that are no more; those of another namespace are left alone."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        names = os.listdir("/dev/shm")
+    except OSError:
+        return
+    for name in names:
+        writer, _, rest = name.removeprefix(WEIGHTS).partition("-")
+        ours = name.startswith(WEIGHTS) and rest.startswith(f"{namespace}-")
+        if ours and writer.isdigit() and not os.path.exists(f"/proc/{writer}"):
+            yield f"/dev/shm/{name}"
+
+
+def main(mark: str, folder: str, parent: int) -> None:
+    noted, now = _await_end(parent)
+    _end(mark, noted, 0.0 if now else GRACE_S)
+    _remove(folder)
+    for path in _orphans():
+        try:
+            os.unlink(path)
+        except OSError:
+            continue
+
+
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
