@@ -27,6 +27,7 @@ from skyasync.config.paths import refuse_foreign_checkpoints
 from skyasync.config.resume import Resume, checkpoints_of, settle_resume_mode
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
+from skyasync.config.secrets import Secrets, hidden
 from skyasync.engines.protocol import EngineConfig, InferenceEngine
 from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, not_replaced, rounding
 from skyasync.engines.vllm.server_check import check_servers
@@ -110,7 +111,7 @@ class BasePPOExp:
 
         trainer = self.cfg.trainer
         assert self.run_dir is not None
-        return MultiTracker(trainer.logger, self.run_dir, asdict(self.cfg), project_name=trainer.project_name)
+        return MultiTracker(trainer.logger, self.run_dir, hidden(asdict(self.cfg)), project_name=trainer.project_name)
 
     def get_callbacks(self) -> list[TrainerCallback]:
         """Callbacks of the trainer; see ``skyasync.callbacks``."""
@@ -287,7 +288,7 @@ class BasePPOExp:
 
         assert self.run_dir is not None
         self.restarting = Restarting(self, self.run_dir.path)
-        logs = ProcessLogs(self.run_dir.logs)
+        logs = ProcessLogs(self.run_dir.logs, hide=self.run_dir.secrets.hide_all)
         with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
             self.gpus, self._begun = gpus, True
             if line := chosen_backend(self.cfg, gpus=gpus):
@@ -350,7 +351,8 @@ class BasePPOExp:
         if line := settle_resume_mode(trainer):
             print(line)
         self.run_dir = RunDirectory(trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer)))
-        self.run_dir.save_config(dump_config(self.cfg))
+        self.run_dir.secrets = Secrets.of(self.cfg)
+        self.run_dir.save_config(dump_config(self.cfg, secrets=False))
         freeze(self.cfg)
 
     def _is_ours(self, factory: str) -> bool:

@@ -81,7 +81,8 @@ def _run(experiment: BasePPOExp) -> dict[str, float] | None:
         run_dir = experiment.run_dir
         if run_dir is None or not run_dir.error.is_file():
             raise
-        print(f"error: {headline(error)} (the traceback: {shown(run_dir.error)})", file=sys.stderr)
+        said = run_dir.secrets.hide_all(headline(error))
+        print(f"error: {said} (the traceback: {shown(run_dir.error)})", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 

@@ -41,10 +41,13 @@ class ProcessLogs:
         folder: has a file ``<name>-<pid>.log`` for each process.
         show: called with what the user is to see, and whether it came from standard error; by default it is written
             there.
+        hide: takes out of a line what nobody is to see.
     """
 
-    def __init__(self, folder: Path, show: Show | None = None) -> None:
-        self.folder, self.show = folder, write_plainly if show is None else show
+    def __init__(
+        self, folder: Path, show: Show | None = None, *, hide: Callable[[str], str] = lambda line: line
+    ) -> None:
+        self.folder, self.show, self._hide = folder, write_plainly if show is None else show, hide
         self._shown: dict[str, _Allowance] = {}
         self._warned: set[str] = set()  # processes whose last line was a library's warning: its source follows
 
@@ -53,7 +56,9 @@ class ProcessLogs:
         try:
             self._take(data)
         except OSError:
-            self.show(list(data.get("lines", ())), bool(data.get("is_err")))  # no room for the file
+            self.show(
+                [self._hide(str(line)) for line in data.get("lines", ())], bool(data.get("is_err"))
+            )  # no room for the file
 
     @contextmanager
     def shown_by(self, show: Show) -> Iterator[None]:
@@ -78,7 +83,7 @@ class ProcessLogs:
         return found
 
     def _take(self, data: Mapping[str, Any]) -> None:
-        lines, error = [str(line) for line in data.get("lines", ())], bool(data.get("is_err"))
+        lines, error = [self._hide(str(line)) for line in data.get("lines", ())], bool(data.get("is_err"))
         name, key = _name(data), _key(data)
         if name == AUTOSCALER:  # whose log has pages of its state, every few seconds
             lines = [line.partition(_EVENT)[2].strip() for line in lines if _EVENT in line]

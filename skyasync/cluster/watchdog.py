@@ -18,13 +18,13 @@ This file is also the watchdog's program: it runs by itself and imports little o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
-import contextlib
 
 VARIABLE = "SKYASYNC_STARTED_BY"
 GRACE_S = 10.0  # for processes that end by themselves, and release what they hold

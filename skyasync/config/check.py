@@ -35,6 +35,7 @@ from skyasync.config.rules import (
 )
 from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
 from skyasync.config.schema import SCHEDULES, Config, EnvironmentConfig, OptimizerConfig, TrainerConfig
+from skyasync.config.secrets import check_hidden
 from skyasync.config.streaming import check_streaming
 from skyasync.config.unread import check_unread
 from skyasync.errors import unknown
@@ -74,6 +75,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_streamed_data(cfg),
         *check_engine(cfg),
         *check_engine_kwargs(cfg),
+        *check_hidden(cfg),
         *check_unread(cfg, chosen, given),
         *_check_devices(cfg),
         *_check_resuming(cfg),

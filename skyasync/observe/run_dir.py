@@ -13,8 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
 from skyasync.observe import jsonl
+
+OWNER_ALONE = 0o700  # prompts, samples and weights are nobody else's to read
 
 
 def default_run_name(plan: str) -> str:
@@ -48,6 +51,9 @@ class RunDirectory:
         name: the run's name; where it is taken, ``-2``, ``-3``, ... is added.
         resume: use exactly ``name``, whether it exists or not.
 
+    Attributes:
+        secrets: what is seen in none of its files.
+
     Raises:
         UserError: for a name that is empty or leads out of ``root``.
     """
@@ -56,6 +62,7 @@ class RunDirectory:
         root = check_name(root, name)
         self._new = not (resume and (root / name).exists())
         self.path = _existing(root / name) if resume else _unused(root / name)
+        self.secrets = Secrets()
         self._rewound: set[Path] = set()  # files that go on behind the step at which this run began
 
     @property
@@ -102,7 +109,7 @@ class RunDirectory:
         return self.path / "error.txt"
 
     def save_error(self, traceback: str) -> None:
-        self.error.write_text(traceback, encoding="utf-8")
+        self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
 
     def discard(self) -> None:
         """Take the folder away again, if it is new: the run has not begun."""
@@ -115,11 +122,14 @@ class RunDirectory:
 
     def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per record, ``step`` first."""
-        self._append(self.samples, step, records)
+        self._append(self.samples, step, map(self._hide, records))
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
         """How the prompts of a step ended."""
         self._append(self.ledger, step, [ended])
+
+    def _hide(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.secrets.hide(value) if isinstance(value, str) else value for name, value in record.items()}
 
     def _append(self, file: Path, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone."""
@@ -130,7 +140,7 @@ class RunDirectory:
 
 
 def _existing(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
     return path
 
 
@@ -139,7 +149,7 @@ def _unused(path: Path) -> Path:
     for number in itertools.count(1):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
-            candidate.mkdir(parents=True)
+            candidate.mkdir(OWNER_ALONE, parents=True)
         except FileExistsError:
             continue
         return candidate

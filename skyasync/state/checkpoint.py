@@ -131,7 +131,7 @@ class Unfinished:
 
     def __enter__(self) -> Unfinished:
         shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
+        self.path.mkdir(0o700, parents=True)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ from skyasync.config.keys import Keys
 from skyasync.config.model_files import CONFIG as MODEL_CONFIG
 from skyasync.config.model_files import read_shape
 from skyasync.config.schema import Config
+from skyasync.config.secrets import hidden
 from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.state.checkpoint import CONFIG
@@ -37,7 +38,7 @@ _SHAPE = (
 
 def record(cfg: Config) -> dict[str, Any]:
     """What is written into a checkpoint; JSON knows all of it, or its text."""
-    return {"config": asdict(cfg), "model": _shape(cfg.trainer.policy.model.path)}
+    return {"config": hidden(asdict(cfg)), "model": _shape(cfg.trainer.policy.model.path)}
 
 
 def check_recorded(folder: Path, cfg: Config) -> list[str]:
@@ -49,7 +50,7 @@ def check_recorded(folder: Path, cfg: Config) -> list[str]:
     if not (folder / CONFIG).is_file():
         return []
     made_with = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    before, here = made_with["config"], json.loads(json.dumps(asdict(cfg), default=str))
+    before, here = made_with["config"], json.loads(json.dumps(hidden(asdict(cfg)), default=str))
     _refuse(folder, made_with, here)
     return [f"{path}: {old} -> {new}" for path, old, new in _changes(before, here, Keys.of(type(cfg)))]
 

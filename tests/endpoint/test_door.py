@@ -60,13 +60,13 @@ async def test_a_browsers_page_is_refused_even_where_any_key_is_taken(
     engine = Scripted(tokenizer, "7")
     endpoint = OpenEndpoint(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN)
     await endpoint.start()
-    async with aiohttp.ClientSession() as http:
-        async with http.post(f"{endpoint.address}/v1/chat/completions", json=ASKED, headers=headers) as answer:
-            said = await answer.json()
-            assert answer.status == status, said
-            assert len(engine.requests) == (status == 200)
-            if status == 403:
-                assert "header is" in said["error"]["message"]
+    where = f"{endpoint.address}/v1/chat/completions"
+    async with aiohttp.ClientSession() as http, http.post(where, json=ASKED, headers=headers) as answer:
+        said = await answer.json()
+        assert answer.status == status, said
+        assert len(engine.requests) == (status == 200)
+        if status == 403:
+            assert "header is" in said["error"]["message"]
     await endpoint.close()
 
 
@@ -154,10 +154,9 @@ async def test_an_episodes_answers_cannot_be_gone_on_from_with_anothers_key(toke
     engine = Scripted(tokenizer, "7", "8")
     async with scripted(tokenizer, engine=engine) as (client, _, _):
         first = await client.responses.create(model="m", input="12 * 34 =")
-        endpoint_url = str(client.base_url)
+        where = f"{client.base_url}responses"
         headers = {"Authorization": f"Bearer {client.api_key[:-1]}x"}
         body = {"model": "m", "input": "and?", "previous_response_id": first.id}
-        async with aiohttp.ClientSession() as http:
-            async with http.post(f"{endpoint_url}responses", json=body, headers=headers) as answer:
-                assert answer.status == 401
+        async with aiohttp.ClientSession() as http, http.post(where, json=body, headers=headers) as answer:
+            assert answer.status == 401
     assert len(engine.requests) == 1

@@ -32,6 +32,7 @@ from skyasync.config.load.help import print_help
 from skyasync.config.load.suggest import unknown_key
 from skyasync.config.peers import Around, value_hint
 from skyasync.config.schema import Config
+from skyasync.config.secrets import hidden
 from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, written
 from skyasync.errors import UserError, unknown
 
@@ -129,10 +130,15 @@ def exit_with(error: UserError) -> NoReturn:
     raise SystemExit(2)
 
 
-def dump_config(config: Config) -> str:
-    """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object."""
+def dump_config(config: Config, *, secrets: bool = True) -> str:
+    """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object.
+
+    Args:
+        secrets: False writes ``***`` for what is one.
+    """
+    groups = dataclasses.asdict(config)
     return OmegaConf.to_yaml(
-        OmegaConf.create({name: _plain(group) for name, group in dataclasses.asdict(config).items()})
+        OmegaConf.create({n: _plain(group if secrets else hidden(group)) for n, group in groups.items()})
     )
 
 

@@ -1,0 +1,118 @@
+"""What is written down of keys and passwords: ``***``.
+
+Invariant: a value is hidden if the name that it has says that it is a secret, in the configuration or among the
+environment's variables, or if it is the password of an address. What is hidden in the configuration is hidden in text
+too, where it is long enough to be told from a word. Pure, but for the environment that is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from skyasync.config.schema import Config
+
+HIDDEN = "***"
+SHORTEST = 8  # characters of what is looked for in text
+_NAME = re.compile(
+    r"((api|access|private|secret)[_-]?key|((access|api|auth|bearer|hf|refresh|session)[_-]?|^)token|secret|"
+    r"passw(or)?d|passphrase|credentials?|authorization)$",
+    re.IGNORECASE,
+)
+_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^@/\s]+(?=@)", re.IGNORECASE)
+_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature)=)[^&\s\"']+", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key of the configuration is one's of a secret: ``api_key``, and not ``api_key_env`` or
+    ``max_tokens``."""
+    return _NAME.search(name) is not None
+
+
+def hidden(value: Any, name: str = "") -> Any:  # noqa: ANN401  (what a configuration holds)
+    """A copy of a part of the configuration without its secrets; ``name`` is the key's own."""
+    if isinstance(value, Mapping):
+        return {key: hidden(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [hidden(each, name) for each in value]
+    if isinstance(value, str) and value:
+        return HIDDEN if is_secret(name) else without_passwords(value)
+    return value
+
+
+def without_passwords(text: str) -> str:
+    """A text whose addresses have no passwords, nor tokens in their queries."""
+    if "://" not in text:
+        return text
+    return _QUERY.sub(rf"\g<1>{HIDDEN}", _PASSWORD.sub(rf"\g<1>{HIDDEN}", text))
+
+
+class Secrets:
+    """Texts that are to be seen nowhere.
+
+    Args:
+        values: those too short to be told from a word are left out.
+    """
+
+    def __init__(self, values: Collection[str] = ()) -> None:
+        self._values = sorted({value for value in values if len(value) >= SHORTEST}, key=len, reverse=True)
+
+    @classmethod
+    def of(cls, cfg: Config | None = None, environment: Mapping[str, str] = os.environ) -> Secrets:
+        """Those of the configuration and of the environment."""
+        values = [text for name, text in environment.items() if _VARIABLE.search(name) and _is_key(text)]
+        if cfg is not None:
+            values += _texts(asdict(cfg))
+            judges = cfg.environment.judges.values()
+            values += [environment.get(str(judge.get("api_key_env") or ""), "") for judge in judges]
+        return cls(values)
+
+    def hide(self, text: str) -> str:
+        for value in self._values:
+            if value in text:
+                text = text.replace(value, HIDDEN)
+        return text
+
+    def hide_all(self, text: str) -> str:
+        """As ``hide``, and the passwords of addresses."""
+        return without_passwords(self.hide(text))
+
+
+def _is_key(text: str) -> bool:
+    """Not a path (of an agent's socket), nor a number."""
+    return not text.startswith("/") and not text.isdigit() and not any(map(str.isspace, text))
+
+
+def _texts(value: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401  (what a configuration holds)
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(each, str(key))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each, name)
+    elif isinstance(value, str) and is_secret(name):
+        yield value
+
+
+def hidden_keys(value: Any, path: str = "") -> Iterator[str]:  # noqa: ANN401  (as above)
+    """The keys whose values were hidden when they were written down: a run cannot use these."""
+    name = path.rpartition(".")[2]
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from hidden_keys(each, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from hidden_keys(each, path)
+    elif isinstance(value, str) and (
+        (value == HIDDEN and is_secret(name)) or f":{HIDDEN}@" in value or (f"={HIDDEN}" in value and "://" in value)
+    ):
+        yield path
+
+
+def check_hidden(cfg: Config) -> Iterator[str]:
+    for path in hidden_keys(asdict(cfg)):
+        yield f"{path} is a secret that a run's config.yaml does not hold ({HIDDEN}): give it again"
