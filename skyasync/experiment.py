@@ -30,7 +30,8 @@ from skyasync.config.schema import Config
 from skyasync.config.secrets import Secrets, hidden
 from skyasync.engines.protocol import EngineConfig, InferenceEngine
 from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, not_replaced, rounding
-from skyasync.engines.vllm.server_check import check_servers
+from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
+from skyasync.engines.wanted import FILE as ENGINES_FILE
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, shown
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.cluster.placement import Placement
     from skyasync.cluster.watch import Watch
     from skyasync.engines.client import InferenceClient
+    from skyasync.engines.membership import Membership
     from skyasync.engines.revival import Revival
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
@@ -82,7 +84,9 @@ class BasePPOExp:
         self._client: Any = None
         self._generator: Any = None
         self._revival: Revival | None = None
+        self._membership: Membership | None = None
         self._judge_keys: dict[str, str] = {}  # of judges' servers, from the program's environment; written nowhere
+        self._engines_key = os.environ.get(KEY_VARIABLE, "")
         self._weight_sync: Any = None
         self.restarting: Restarting | None = None
         self._watch: Watch | None = None
@@ -148,11 +152,27 @@ class BasePPOExp:
 
     def get_servers(self, config: EngineConfig) -> list[InferenceEngine]:
         """Engines that others have started, at the addresses of ``generator.engines``."""
+        return [self._server(config, url) for url in self.cfg.generator.engines]
+
+    def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
         from skyasync.engines.vllm.server import VLLMServerEngine
 
-        wait = self.cfg.generator.engine_start_timeout_s
-        of = [config.extra | {"url": url, "start_s": wait} for url in self.cfg.generator.engines]
-        return [VLLMServerEngine(replace(config, extra=extra)) for extra in of]
+        own = {"url": url, "start_s": self.cfg.generator.engine_start_timeout_s, "key": self._engines_key}
+        return VLLMServerEngine(replace(config, extra=config.extra | own))
+
+    async def get_newcomer(self, name: str) -> InferenceEngine:
+        """An engine that joins while the run goes on: the server with this address, or one more of the run's own.
+
+        Raises:
+            UserError: if it is not fit, or there is no room for it.
+        """
+        generator, config = self.cfg.generator, self.engine_config()
+        if generator.engines:
+            await asyncio.to_thread(check_servers, [name], config, generator.weight_sync_dir)
+            return self._server(config, name)
+        from skyasync.engines.ray_engine import another
+
+        return await asyncio.to_thread(another, self._client.engines, generator.devices_per_engine if self.gpus else 0)
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
         """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
@@ -244,6 +264,18 @@ class BasePPOExp:
             timeline=timeline,
         )
 
+    def get_membership(self, weight_sync: WeightSync, revival: Revival) -> Membership:
+        """What lets engines join and leave while the run goes on."""
+        from skyasync.engines.membership import Membership
+
+        assert self.run_dir is not None
+        generator = self.cfg.generator
+        names = generator.engines or [str(index) for index in range(generator.num_inference_engines)]
+        return Membership(
+            self._client, weight_sync, revival, self.get_newcomer, names, self.run_dir.path / ENGINES_FILE,
+            interval_s=generator.heartbeat_s, limit_s=self.cfg.trainer.step_timeout_s,
+        )  # fmt: skip
+
     def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
                     eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
                     colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
@@ -288,6 +320,7 @@ class BasePPOExp:
 
         assert self.run_dir is not None
         self.restarting = Restarting(self, self.run_dir.path)
+        (self.run_dir.path / ENGINES_FILE).unlink(missing_ok=True)  # of a run that was killed
         logs = ProcessLogs(self.run_dir.logs, hide=self.run_dir.secrets.hide_all)
         with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
             self.gpus, self._begun = gpus, True
@@ -426,6 +459,8 @@ class BasePPOExp:
         trainer_cfg = self.cfg.trainer
         self._watch = watching(self.run_dir.path, trainer_cfg.ckpt_path, copies=trainer_cfg.ckpt_async)
         self._revival = self.get_revival(weight_sync, timeline)
+        if self._revival is not None:
+            self._membership = self.get_membership(weight_sync, self._revival)
         self.attach(trainer, timeline, turns)
 
     def attach(self, trainer: RayPPOTrainer, timeline: Timeline, turns: DeviceTurns | None = None) -> None:
@@ -433,6 +468,8 @@ class BasePPOExp:
             trainer.callbacks.insert(0, self._watch)  # those behind it see its metrics
         if self._revival is not None:
             trainer.callbacks.append(self._revival)
+        if self._membership is not None:
+            trainer.callbacks.append(self._membership)
         trainer.attach(self._dispatch, self._weight_sync, timeline=timeline, run_dir=self.run_dir, turns=turns)
         self._tracker = None
 
@@ -444,6 +481,8 @@ class BasePPOExp:
             self._watch.close()
         if hasattr(self._generator, "close"):  # first: it still asks the engines
             await self._generator.close()
+        if self._membership is not None:
+            await self._membership.close()
         if self._revival is not None:  # before the engines: those that end now are not to be replaced
             await self._revival.close()
         if self.cfg.generator.weight_sync_dir and self._weight_sync is not None:

@@ -15,18 +15,17 @@ from another's page.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from skyasync.endpoint.forms.inner import RequestError
+from skyasync.engines.strangers import is_loopback, stranger
 
 HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
@@ -56,7 +55,7 @@ class Door:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self, make()), backlog=backlog, **where)
         address, number = self._server.sockets[0].getsockname()[:2]
-        self.loopback = ipaddress.ip_address(address).is_loopback
+        self.loopback = is_loopback(address)
         return int(number)
 
     def close(self) -> None:
@@ -85,7 +84,8 @@ class Door:
         if connection is not None:
             connection.limit(None)
         try:
-            if problem := stranger(request, loopback=self.loopback):
+            host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+            if problem := stranger(host, origin, loopback=self.loopback):
                 raise RequestError(problem, code="forbidden", status=403)
             yield
         finally:
@@ -168,23 +168,3 @@ async def body(request: web.Request) -> str:
             return await request.text()
     except TimeoutError:
         raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None
-
-
-def stranger(request: web.Request, *, loopback: bool) -> str:
-    """Why a request is refused that a browser sends for another's page; empty if it is not."""
-    host = request.headers.get("Host", "")
-    if loopback and not names_the_loopback(host):
-        return f"the Host header is {host!r:.100}: this server is asked at 127.0.0.1 or localhost"
-    origin = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc != host:
-        return f"the Origin header is {origin!r:.100}: pages of others may not ask this server"
-    return ""
-
-
-def names_the_loopback(host: str) -> bool:
-    """Whether a Host header has an address of the loopback, or localhost."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

@@ -247,6 +247,27 @@ class InferenceClient:
             if piece.engine is None and not piece.future.done():
                 self._post(piece)
 
+    async def join(self, engine: InferenceEngine) -> int:
+        """As ``admit``, in a place of its own, whose number is returned."""
+        room = (await engine.stats()).cache_tokens
+        index = self.roster.add(engine)
+        self._hearing.append(asyncio.Lock())
+        self.roster.routes.capacity[index] = room
+        await self.admit(index, engine)
+        return index
+
+    async def let_go(self, index: int, patience_s: float) -> int:
+        """This engine gets nothing any more, and what it has goes on at the others; the number of such requests."""
+        self.roster.routes.dead.add(index)
+        leaving = self._pieces.at(index)
+        self._cut.update(leaving)
+        with contextlib.suppress(Exception):  # it may die meanwhile, or hang: then from what is known of them
+            async with asyncio.timeout(patience_s):
+                await self.engines[index].abort(list(leaving))
+                await asyncio.gather(*(asyncio.wait({piece.future}) for piece in leaving.values()))
+        self.bereave(index)
+        return len(leaving)
+
     def give_up(self, error: BaseException) -> None:
         """No engine will answer any more: that is what every request and call hears."""
         self.roster.end = error

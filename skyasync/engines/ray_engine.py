@@ -28,6 +28,7 @@ from skyasync.engines.protocol import (
     PauseMode,
     WakePart,
 )
+from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
 
 #: The user's terminal shows the run's progress, not that of every library's loading.
@@ -117,7 +118,7 @@ class RayEngine:
     """See ``InferenceEngine`` for the methods. Making one starts its process, so Ray must be up.
 
     Args:
-        options: Ray's actor options (resources, placement).
+        options: Ray's actor options (resources, placement); an attribute too.
         start_timeout_s: how long the model may take to load.
     """
 
@@ -128,8 +129,8 @@ class RayEngine:
         self._start_timeout_s = start_timeout_s
         self._asked_to_start = False
         self._process: _Process | None = None
-        self._options = options or {}
-        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self._options)
+        self.options = options or {}
+        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self.options)
         # Its libraries are imported while the caller does other things.
         self._actor: Any = actor_class.remote(backend, ENGINES.user_parts())
 
@@ -207,4 +208,30 @@ class RayEngine:
 
     def successor(self) -> RayEngine:
         """Another one in its place: the same placement, the same configuration. Its process starts."""
-        return RayEngine(self.backend, self.config, self._options, self._start_timeout_s)
+        return RayEngine(self.backend, self.config, self.options, self._start_timeout_s)
+
+    @property
+    def ended(self) -> bool:
+        """Its place is free."""
+        return self._actor is None
+
+
+def another(engines: Sequence[InferenceEngine], devices: int) -> RayEngine:
+    """One more like these, in the place of one that has left, or where Ray has room. Asks Ray, and waits for it.
+
+    Args:
+        devices: GPUs of an engine; 0 without GPUs, where engines share the cores.
+
+    Raises:
+        UserError: if Ray has not so many.
+    """
+    ours = [engine for engine in engines if isinstance(engine, RayEngine)]
+    taken = [id(engine.options) for engine in ours if not engine.ended]
+    free = [engine.options for engine in ours if id(engine.options) not in taken]
+    options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
+    there = ray.available_resources().get("GPU", 0.0)
+    if not free and there < devices:
+        raise UserError(f"another engine takes {devices} GPUs, and Ray has {there:g} that are free")
+    first = ours[0]
+    config = replace(first.config, extra={**first.config.extra, "engine_index": len(engines)})
+    return RayEngine(first.backend, config, options, first._start_timeout_s)

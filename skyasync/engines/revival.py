@@ -93,6 +93,7 @@ class Revival(TrainerCallback):
         self._timeline = timeline or Timeline(None)
         self._recovery_s = 0.0  # the longest since the last step
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reviving: dict[int, asyncio.Task[None]] = {}
 
     def on_train_begin(self, trainer: Watched) -> None:
         self.begin()
@@ -109,7 +110,16 @@ class Revival(TrainerCallback):
             return
         self._client.roster.survivor = self
         for index in range(len(self._client.engines)):
-            self._start(self._listen(index))
+            self.listen(index)
+
+    def listen(self, index: int) -> None:
+        """To one more engine."""
+        self._start(self._listen(index))
+
+    def forget(self, index: int) -> None:
+        """An engine leaves: it is not started again, nor waited for."""
+        if task := self._reviving.pop(index, None):
+            task.cancel()
 
     def write_to(self, timeline: Timeline) -> None:
         """What happens from here on is on this one."""
@@ -135,7 +145,7 @@ class Revival(TrainerCallback):
                 "engine %d has died, and is started again (%s): %d requests %s, from %d tokens that are known; %s",
                 index, self._budget, loss.requests, others, loss.tokens, headline(error),
             )  # fmt: skip
-            self._start(self._revive(index, error, loss))
+            self._reviving[index] = self._start(self._revive(index, error, loss))
 
     @property
     def _others(self) -> bool:
@@ -210,10 +220,11 @@ class Revival(TrainerCallback):
         finally:
             news.cancel()
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     @staticmethod
     def _now() -> float:

@@ -110,6 +110,12 @@ class Roster:
         self.survivor.died(index, error, self._bereaved.bereave(index))
         return True
 
+    def add(self, engine: InferenceEngine) -> int:
+        """A place for one more, which is not asked for anything until it is admitted."""
+        self.engines.append(engine)
+        self._asking.append(set())
+        return self.routes.add()
+
     def admit(self, index: int, engine: InferenceEngine) -> None:
         """From now on this one has the place."""
         self.engines[index] = engine

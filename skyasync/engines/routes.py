@@ -85,6 +85,16 @@ class Routes:
                 self._answers += 1
                 self._tokens += len(answer.token_ids)
 
+    def add(self) -> int:
+        """A place for one more engine, which gets nothing until ``renew``."""
+        index = len(self.in_flight)
+        self.dead.add(index)
+        self.in_flight.append(0)
+        self.outstanding.append(0.0)
+        self.capacity.append(0)
+        self._speeds.append(Speed())
+        return index
+
     def renew(self, index: int) -> None:
         """Another engine has the place: nothing is known of its speed, and it takes requests."""
         self.dead.discard(index)

@@ -18,7 +18,8 @@ usage: skyasync serve MODEL [--port PORT] [vLLM's own arguments]
 
 Starts vLLM's server for a run with generator.engines=[http://host:PORT]. MODEL is the one that the run trains; the run
 gives it weights through a file that both can see (generator.weight_sync_dir, where that is another machine). Only the
-loopback can reach it unless --host says another address: whoever can, can change its weights.
+loopback can reach it unless --host says another address: whoever can, can change its weights, unless the environment
+variable SKYASYNC_ENGINES_KEY holds a key, which the run then has in the same variable.
 """
 
 

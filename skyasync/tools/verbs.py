@@ -89,6 +89,9 @@ VERBS: dict[str, Verb] = {
     "runs": Verb(
         "skyasync.tools.runs:runs", "list the runs of a folder", ("--json", "--help"), settings=False, runs=True
     ),
+    "engines": Verb(
+        "skyasync.tools.engines:engines", "let engines join a run, or leave it", _HELP, settings=False, runs=True
+    ),
     "serve": Verb("skyasync.tools.serve:serve", "start a vLLM server for generator.engines", _HELP, settings=False),
     "completion": Verb(
         "skyasync.tools.completion:completion",

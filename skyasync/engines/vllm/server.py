@@ -56,13 +56,13 @@ AGAIN_S = 1.0  # between two looks whether a server has come back
     sampling=("structured_outputs", "repetition_detection"),
 )
 class VLLMServerEngine:
-    """See ``InferenceEngine`` for the methods. ``config.extra``: ``url``; ``start_s``: how long its start may take;
-    ``returns``: it has died, and may stay away until then."""
+    """See ``InferenceEngine`` for the methods. ``config.extra``: ``url``; ``key``, if it wants one; ``start_s``: how
+    long its start may take; ``returns``: it has died, and may stay away until then."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.version = config.version
-        self._server = Server(config.extra["url"])
+        self._server = Server(config.extra["url"], config.extra.get("key", ""))
         self._run = uuid4().hex  # whose versions these are: the server may have served others
         self._begun: dict[str, Begun] = {}
         self._tasks: set[asyncio.Task[GenerationOutput]] = set()

@@ -20,6 +20,8 @@ from skyasync.errors import UserError
 BACKEND = "shared_memory"
 EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
 WAY = "start it with: skyasync serve MODEL --port PORT"
+KEY_VARIABLE = "SKYASYNC_ENGINES_KEY"  # what server and run have to have alike, where the server asks for a key
+DOOR = "skyasync.engines.vllm.server_door.Door"
 ANSWER_S = 30.0  # the first time it is asked, a server looks its machine over, for seconds
 
 #: What vLLM's server is started with besides its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
@@ -29,6 +31,7 @@ ARGUMENTS = {
     "--weight-transfer-config": json.dumps({"backend": BACKEND}),
     "--logprobs-mode": "processed_logprobs",
     "--stream-interval": "16",
+    "--middleware": DOOR,
 }
 #: On a CPU; a request with a seed whose prompt is computed in chunks ends vLLM's CPU engine.
 ON_CPU = {"--enforce-eager": "", "--no-enable-chunked-prefill": "", "--dtype": "float32"}
@@ -57,9 +60,12 @@ def server_info(url: str) -> dict[str, Any]:
         UserError: if nothing answers there, or something else.
     """
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/server_info?config_format=json", timeout=ANSWER_S) as answer:
+        with urllib.request.urlopen(_question(url), timeout=ANSWER_S) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
+        if error.code == 401:
+            has = "another key" if os.environ.get(KEY_VARIABLE) else f"a key: set {KEY_VARIABLE} as it is there"
+            raise UserError(f"generator.engines: {url} wants {has}") from None
         raise UserError(foreign(url, f"/server_info answers {error.code}")) from None
     except OSError as error:
         reason = getattr(error, "reason", error)
@@ -67,6 +73,12 @@ def server_info(url: str) -> dict[str, Any]:
     except ValueError:
         raise UserError(foreign(url, "/server_info is not JSON")) from None
     return dict(found) if isinstance(found, dict) else {}
+
+
+def _question(url: str) -> urllib.request.Request:
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return urllib.request.Request(f"{url.rstrip('/')}/server_info?config_format=json", headers=headers)
 
 
 def foreign(url: str, found: str) -> str:

@@ -26,10 +26,10 @@ LONGEST_LINE = 2**25  # bytes; a token of a chunk takes about 80
 
 
 class Server:
-    """Args: url: ``http://host:port``."""
+    """Args: url: ``http://host:port``. key: what the server asks for, if it does; it stands in no message."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url, self._key = url.rstrip("/"), key
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, route: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:  # noqa: ANN401  (JSON)
@@ -72,7 +72,10 @@ class Server:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=limits, read_bufsize=LONGEST_LINE)
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=limits, read_bufsize=LONGEST_LINE, headers=headers
+            )
         return self._session
 
     async def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, query: dict[str, str]) -> Any:  # noqa: ANN401

@@ -23,7 +23,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineConfig, EngineDiedError, GenerationRequest, SamplingParams
 from skyasync.engines.revival import Revival
 from skyasync.engines.vllm.server import VLLMServerEngine
-from skyasync.engines.vllm.server_check import check_servers
+from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.shared_memory import remove_weights
@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 
 TOLERANCE = 1e-4
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+KEY = "a key of twenty letters"
 SERVE = "import sys; from skyasync.tools.serve import serve; serve(sys.argv[1:])"
 
 
@@ -70,6 +71,14 @@ def serving(door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[by
         process.wait(60)
 
 
+@contextmanager
+def serving_with(patch: pytest.MonkeyPatch, door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """One that wants a key, which the tests have."""
+    patch.setenv(KEY_VARIABLE, KEY)
+    with serving(door, folder, port) as process:
+        yield process
+
+
 async def until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
     async with asyncio.timeout(120), aiohttp.ClientSession() as session:
         while process.poll() is None:
@@ -87,14 +96,15 @@ async def server(warm_processes: Path, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("untied")
     model = LlamaForCausalLM.from_pretrained(save_tiny_llama(folder, tied=False, head_dim=32))
     port = free_port()
-    with serving(warm_processes, folder, port) as process:
+    with pytest.MonkeyPatch.context() as patch, serving_with(patch, warm_processes, folder, port) as process:
         url = f"http://127.0.0.1:{port}"
         await until_it_answers(url, process)
         yield Running(url, str(folder), model)
 
 
 def config(server: Running, **changed: object) -> EngineConfig:
-    return EngineConfig("", max_model_len=512, version=3, extra={"url": server.url, "start_s": 60}, **changed)  # type: ignore[arg-type]
+    extra = {"url": server.url, "start_s": 60, "key": KEY}
+    return EngineConfig("", max_model_len=512, version=3, extra=extra, **changed)  # type: ignore[arg-type]
 
 
 class Engine(VLLMServerEngine):
@@ -197,7 +207,7 @@ async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running
 
 
 async def test_a_server_that_another_uses_meanwhile_is_no_engine_any_more(server: Running, engine: Engine) -> None:
-    async with aiohttp.ClientSession() as another:
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as another:
         await another.post(f"{server.url}/update_weight_version", json={"new_version": "default"})
     with pytest.raises(EngineDiedError, match="started anew"):
         await engine.answer(request("foreign", max_tokens=3))
@@ -215,6 +225,20 @@ async def test_a_server_is_refused_in_one_line_that_says_why(server: Running) ->
     assert "does not answer" in refusal(f"http://127.0.0.1:{free_port()}")
     assert "is not the address of a server" in refusal("127.0.0.1:8000")
     assert "--dtype bfloat16" in refusal(server.url, dtype="bfloat16")
+
+
+async def test_strangers_change_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession() as http:
+        for headers, status in [({}, 401), ({"Authorization": "Bearer x"}, 401), (right, 200),
+                                (right | {"Origin": "https://evil.example"}, 403),
+                                (right | {"Host": "evil.example"}, 403)]:  # fmt: skip
+            for route in ("/pause", "/update_weight_version", "/resume"):
+                async with http.post(server.url + route, json={"new_version": "3"}, headers=headers) as answer:
+                    assert answer.status == status, (route, headers)
+    monkeypatch.delenv(KEY_VARIABLE)
+    with pytest.raises(UserError, match=f"wants a key: set {KEY_VARIABLE}"):
+        check_servers([server.url], config(server))
 
 
 class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
@@ -254,7 +278,7 @@ class Way:
 async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Running) -> None:
     way = Way(server.url)
     await way.open()
-    extra = {"url": f"http://127.0.0.1:{way.port}", "start_s": 60}
+    extra = config(server).extra | {"url": f"http://127.0.0.1:{way.port}"}
     engine = VLLMServerEngine(replace(config(server), extra=extra))
     await engine.start()
     cfg = run_config(server.folder, steps=8, max_staleness=2, train_length=48)

@@ -1,0 +1,62 @@
+"""A run whose engines are changed while it generates, by its file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import ray
+
+from skyasync import BasePPOExp, TrainerCallback
+from skyasync.config.schema import Config
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.wanted import FILE, write
+
+SEEN = "engines.jsonl"  # in the run's folder: how many lived at each step's end, and the versions of all tokens since
+
+Changes = dict[int, list[str]]  # behind this step: which engines there shall be
+
+
+class Client(InferenceClient):
+    """Requests behind a change wait in the middle until it has come true."""
+
+    wanted = 1
+    asked = 0
+
+    async def generate(self, request: Any) -> Any:
+        self.asked += 1
+        if self.asked % 8 == 0:  # others are on their way to the engines
+            while len(self.roster.routes.living) != self.wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return await super().generate(request)
+
+
+class Change(TrainerCallback):
+    def __init__(self, changes: Changes) -> None:
+        self.changes = changes
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        client, folder = trainer.inference_engine_client, trainer.run_dir.path
+        actors = ray._private.state.actors().values()
+        living = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
+        row = {"step": trainer.global_step, "living": len(client.roster.routes.living), "processes": len(living)}
+        with (folder / SEEN).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        if names := self.changes.get(trainer.global_step):
+            write(folder / FILE, names)
+            client.wanted = len(names)
+
+
+class Changed(BasePPOExp):
+    def __init__(self, cfg: Config, changes: Changes) -> None:
+        super().__init__(cfg)
+        self.changes = changes
+
+    def get_inference_client(self) -> InferenceClient:
+        client = super().get_inference_client()
+        client.__class__ = Client
+        return client
+
+    def get_callbacks(self) -> list[TrainerCallback]:
+        return [Change(self.changes)]

@@ -1,0 +1,40 @@
+"""Engines join a run and leave it: real ones, on Ray, while it generates and syncs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from skyasync.engines.wanted import FILE
+from skyasync.observe.jsonl import read_rows
+from skyasync.state.ledger import audit
+from tests.end_to_end import leftovers
+from tests.end_to_end.runs import Train, read_lines
+from tests.faults.changing import SEEN, Changed
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+
+
+@pytest.mark.parametrize("plan", ["fully_async"])
+def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: Train) -> None:
+    changes = {1: ["0", "1"], 3: ["1"]}
+    run = train(
+        f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", "generator.heartbeat_s=0.2",
+        experiment=partial(Changed, changes=changes),  # type: ignore[arg-type]
+    )  # fmt: skip
+    rows = {row["step"]: row for row in read_rows(run.folder / SEEN)}
+    assert rows[1]["living"] == 1
+    assert (rows[3]["living"], rows[3]["processes"]) == (2, 2), "the second has joined"
+    assert (rows[STEPS]["living"], rows[STEPS]["processes"]) == (1, 1), "the first has left, and its process ended"
+    last = run.metrics[-1]
+    assert (last["engines/joined"], last["engines/left"], last["engines/living"]) == (1, 1, 1)
+    assert "engines/deaths" not in last
+    assert run.series("step") == list(range(1, STEPS + 1))
+    assert max(run.series("sync/logprob_gap")) < 1e-4, "who has joined computes with the trainer's weights"
+    trained = audit(read_lines(run.folder / "ledger.jsonl"))
+    assert {len(entries) for entries in trained.values()} == {1}
+    assert not (run.folder / FILE).exists()
+    assert leftovers.none_soon(leftovers.of_the_cluster) == []
