@@ -197,9 +197,9 @@ class InferenceClient:
         await self.roster.all("wake", part)
 
     async def stats(self) -> list[EngineStats]:
-        """Per engine; nothing but zeros for one that is dead."""
-        found = await self.roster.all("stats")
-        return [found.get(index, EngineStats()) for index in range(len(self.engines))]
+        """Per engine, by its place; nothing but zeros for one that is dead."""
+        found, gone = await self.roster.all("stats"), self.roster.routes.gone
+        return [found.get(index, EngineStats(gone=index in gone)) for index in range(len(self.engines))]
 
     async def shutdown(self) -> None:
         await asyncio.sleep(0)  # a carrier that is cancelled before it begins would answer nobody
@@ -259,6 +259,7 @@ class InferenceClient:
     async def let_go(self, index: int, patience_s: float) -> int:
         """This engine gets nothing any more, and what it has goes on at the others; the number of such requests."""
         self.roster.routes.dead.add(index)
+        self.roster.routes.gone.add(index)
         leaving = self._pieces.at(index)
         self._cut.update(leaving)
         with contextlib.suppress(Exception):  # it may die meanwhile, or hang: then from what is known of them

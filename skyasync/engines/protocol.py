@@ -129,7 +129,7 @@ class EngineDiedError(RuntimeError):
 @dataclass
 class EngineStats:
     """Counters since start: ``busy_s`` is wall time with at least one request running. ``cache_tokens``: those that its
-    cache holds, 0 where there is no such number."""
+    cache holds, 0 where there is no such number. ``gone``: the engine has left, and others are counted without it."""
 
     running: int = 0
     waiting: int = 0
@@ -137,6 +137,7 @@ class EngineStats:
     busy_s: float = 0.0
     paused_s: float = 0.0
     cache_tokens: int = 0
+    gone: bool = False
 
 
 class InferenceEngine(Protocol):

@@ -29,13 +29,15 @@ class Charge:
 
 class Routes:
     """Attributes: outstanding: by engine, the tokens charged and not given back. in_flight: the requests. capacity:
-    the tokens that the cache of each holds; 0 is not known. dead: engines that get none."""
+    the tokens that the cache of each holds; 0 is not known. dead: engines that get none. gone: those of them that have
+    left for good."""
 
     def __init__(self, engines: int) -> None:
         self.in_flight = [0] * engines
         self.outstanding = [0.0] * engines
         self.capacity = [0] * engines
         self.dead: set[int] = set()
+        self.gone: set[int] = set()
         self.sessions: dict[str, int] = {}  # session -> engine, the one used last at the end
         self._speeds = [Speed() for _ in range(engines)]
         self._answers = self._tokens = 0

@@ -43,7 +43,7 @@ class UsageMeter:
     """Differences between readings, as metrics.
 
     Args:
-        client: its ``stats()`` gives one ``EngineStats`` per engine.
+        client: its ``stats()`` gives one ``EngineStats`` per engine, also for those that are gone; more may have come.
         dispatch: its ``stats()`` gives ``busy_s``.
     """
 
@@ -63,12 +63,13 @@ class UsageMeter:
         before, now = self._last, await self.read()
         assert before is not None, "start() comes first"
         self._last, wall_s = now, max(wall_s, 1e-9)
-        both = list(zip(before.engines, now.engines, strict=True))
-        engines_s = sum(_since(old.busy_s, new.busy_s) for old, new in both) / max(len(both), 1)
-        generated = [_since(old.generated_tokens, new.generated_tokens) for old, new in both]
-        each = generated if 1 < len(generated) <= NAMED else []
+        places = [n for n, engine in enumerate(now.engines) if not getattr(engine, "gone", False)]
+        both = [(before.engines[n] if n < len(before.engines) else None, now.engines[n]) for n in places]
+        engines_s = sum(_since(old.busy_s if old else 0.0, new.busy_s) for old, new in both) / max(len(both), 1)
+        generated = [_since(old.generated_tokens if old else 0, new.generated_tokens) for old, new in both]
+        each = dict(zip(places, generated, strict=True)) if 1 < len(generated) <= NAMED else {}
         return {
-            **{f"throughput/engine_{n}_tokens_per_s": tokens / wall_s for n, tokens in enumerate(each)},
+            **{f"throughput/engine_{n}_tokens_per_s": tokens / wall_s for n, tokens in each.items()},
             "time/step_s": wall_s,
             "idle/engines": _idle(engines_s / wall_s),
             "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / wall_s),

@@ -15,19 +15,19 @@ from tests.faults.changing import SEEN, Changed
 
 pytestmark = pytest.mark.slow
 
-STEPS = 6
+CHANGES = {1: ["0", "1"], 5: ["1"]}
+STEPS = 10  # four behind a change: what two of them train is on its way when it is asked for
 
 
 @pytest.mark.parametrize("plan", ["fully_async"])
 def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: Train) -> None:
-    changes = {1: ["0", "1"], 3: ["1"]}
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", "generator.heartbeat_s=0.2",
-        experiment=partial(Changed, changes=changes),  # type: ignore[arg-type]
+        experiment=partial(Changed, changes=CHANGES),  # type: ignore[arg-type]
     )  # fmt: skip
     rows = {row["step"]: row for row in read_rows(run.folder / SEEN)}
     assert rows[1]["living"] == 1
-    assert (rows[3]["living"], rows[3]["processes"]) == (2, 2), "the second has joined"
+    assert (rows[5]["living"], rows[5]["processes"]) == (2, 2), "the second has joined"
     assert (rows[STEPS]["living"], rows[STEPS]["processes"]) == (1, 1), "the first has left, and its process ended"
     last = run.metrics[-1]
     assert (last["engines/joined"], last["engines/left"], last["engines/living"]) == (1, 1, 1)

@@ -19,7 +19,10 @@ class Client:
         self.counters = counters
 
     async def stats(self):
-        return [EngineStats(busy_s=busy, generated_tokens=tokens) for busy, tokens in self.counters.engines]
+        return [
+            EngineStats(busy_s=found[0], generated_tokens=found[1]) if found else EngineStats(gone=True)
+            for found in self.counters.engines
+        ]
 
 
 class Dispatch:
@@ -88,3 +91,14 @@ async def test_an_engine_that_began_anew_counts_from_nothing_and_a_dead_one_not_
     found = await lap(Counters((50.0, 5000), (50.0, 5000)), Counters((3.0, 200), (0.0, 0)))
     assert found["throughput/tokens_per_s"] == 20.0
     assert found["idle/engines"] == pytest.approx(0.85)
+
+
+@virtual_time
+async def test_engines_that_have_come_count_and_those_that_are_gone_do_not():
+    found = await lap(Counters((0.0, 0), (0.0, 0)), Counters((10.0, 50), (0.0, 70), (5.0, 30)))
+    assert found["idle/engines"] == pytest.approx(0.5)
+    assert found["throughput/engine_2_tokens_per_s"] == 3.0
+    found = await lap(Counters((0.0, 0), (0.0, 0), (0.0, 0)), Counters((10.0, 50), None, (5.0, 30)))
+    assert found["idle/engines"] == pytest.approx(0.25)
+    assert found["throughput/tokens_per_s"] == 8.0
+    assert "throughput/engine_1_tokens_per_s" not in found and "throughput/engine_2_tokens_per_s" in found
