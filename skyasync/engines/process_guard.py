@@ -1,8 +1,9 @@
 """No process of an engine outlives the process that started it, however that one ended.
 
 Invariant: when the guard's standard input closes (its parent closed it, exited, or was killed with SIGKILL),
-every process that was started while the guard's mark stood in the environment is killed. vLLM starts its
-engine core as a child, and that one its workers; none of them notices the death of the first.
+every process that was started while the guard's mark stood in the environment is killed, and the shared memory that it
+had is removed. vLLM starts its engine core as a child, and that one its workers; none of them notices the death of the
+first.
 
 This file is also the guard's program: it runs by itself and imports the standard library only.
 """
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "SKYASYNC_GUARDED_BY"
+NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
 SWEEPS, PAUSE_S = 20, 0.1  # a process being started shows its environment only after its exec
 
 
@@ -84,29 +86,32 @@ def _carries(folder: Path, mark: str) -> bool:
 
 
 def _shared_memory(process_id: int) -> set[str]:
-    """Python's shared-memory blocks and semaphores that a process has mapped."""
+    """The shared memory that a process has mapped: Python's blocks and semaphores, and what vLLM's ranks share."""
     try:
         lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
     except OSError:
         return set()
-    return {line.split()[-1] for line in lines if "/dev/shm/psm_" in line or "/dev/shm/sem.mp-" in line}
+    return {path for line in lines if (path := line.rpartition(" ")[2]).startswith(NAMES)}
 
 
-def _kill_all(mark: str) -> None:
+def _kill_all(mark: str) -> set[str]:
+    """The shared memory that they had."""
+    names = set[str]()
     for _ in range(SWEEPS):
         ids = guarded(mark)
         if not ids:
-            return
+            break
+        names |= {name for process_id in ids for name in _shared_memory(process_id)}
         for process_id in ids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
         time.sleep(PAUSE_S)
+    return names
 
 
 if __name__ == "__main__":
     if os.fork():
         os._exit(0)
     noted = sys.stdin.read().split()
-    _kill_all(sys.argv[1])
-    for name in noted:
+    for name in {*noted, *_kill_all(sys.argv[1])}:
         Path(name).unlink(missing_ok=True)

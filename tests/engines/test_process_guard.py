@@ -84,3 +84,22 @@ def test_shared_memory_of_the_guarded_is_removed_after_them() -> None:
     guard.close()
     owner.wait()
     assert not block.exists()
+
+
+def test_so_is_what_they_had_when_they_were_killed_and_nobody_had_noted() -> None:
+    name = f"/dev/shm/vllm_dist_test{os.getpid()}-tp:0-[0-1]-cpushm_0"
+    program = (
+        "import mmap, sys\n"
+        "file = open(sys.argv[1], 'w+b')\n"
+        "file.truncate(4096)\n"
+        "held = mmap.mmap(file.fileno(), 4096)\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+    )
+    guard = ProcessGuard()
+    with guard.marking():
+        owner = subprocess.Popen([sys.executable, "-c", program, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout is not None and owner.stdout.readline()
+    guard.close()
+    owner.wait()
+    assert not Path(name).exists()

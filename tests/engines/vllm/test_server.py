@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ import torch
 from transformers import LlamaForCausalLM
 
 from skyasync.engines.client import InferenceClient
+from skyasync.engines.membership import Membership
 from skyasync.engines.protocol import EngineConfig, EngineDiedError, GenerationRequest, SamplingParams
 from skyasync.engines.revival import Revival
 from skyasync.engines.vllm.server import VLLMServerEngine
 from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
+from skyasync.engines.wanted import write
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.shared_memory import remove_weights
-from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.engines.vllm.models import perturb, publish, token_logprobs
@@ -302,6 +304,47 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     assert check_tokens(run) > 0, "no trajectory was in flight at a swap: the test shows nothing"
     gaps = [row["sync/logprob_gap_mean"] for row in run.tracker.rows.values() if "sync/logprob_gap_mean" in row]
     assert gaps and max(gaps) < 1e-3
+
+
+async def test_a_server_joins_and_leaves_while_requests_are_under_way(
+    server: Running, engine: Engine, tmp_path: Path
+) -> None:
+    """By another name of the same server, which has room for both."""
+    version = await engine.sync()
+    client, file = InferenceClient([engine]), tmp_path / "engines.txt"
+
+    class Kept:
+        @asynccontextmanager
+        async def between_syncs(self) -> AsyncIterator[WeightUpdate]:
+            update = publish(engine.model, version)
+            yield update
+            remove_weights(update.info["path"])
+
+    async def make(name: str) -> VLLMServerEngine:
+        return VLLMServerEngine(replace(config(server), extra=config(server).extra | {"url": name}))
+
+    revival = Revival(client, Kept(), max_restarts=1, heartbeat_s=0.1, heartbeat_timeout_s=30, limit_s=30)
+    another = server.url.replace("127.0.0.1", "localhost")
+    members = Membership(client, Kept(), revival, make, [server.url], file, interval_s=0.05, limit_s=30)
+    revival.begin()
+    members.on_train_begin(None)  # type: ignore[arg-type]
+    await until(file.exists)
+    write(file, [server.url, another])
+    await until(lambda: members.joined == 1)
+    newcomer: Any = client.engines[1]
+    asked = [
+        asyncio.create_task(client.generate(request(f"both-{i}", max_tokens=300, ignore_eos=True))) for i in range(8)
+    ]
+    await until(lambda: sum(len(begun.tokens) > 2 for begun in newcomer._begun.values()) >= 3)
+    write(file, [server.url])
+    await until(lambda: members.left == 1)
+    answers = [listed(answer) for answer in await asyncio.gather(*asked)]
+    await members.close()
+    await revival.close()
+    assert all(len(answer.token_ids) == 300 and set(answer.versions) == {version} for answer in answers)
+    gaps = [gap(answer, engine.model, request("x").prompt_token_ids.tolist()) for answer in answers]
+    assert max(gaps) < TOLERANCE, "also of those that two engines have made, one behind the other"
+    assert client.roster.routes.in_flight == [0, 0] and revival.deaths == 0
 
 
 async def test_a_server_that_does_not_take_the_weights_says_so(engine: Engine) -> None:
