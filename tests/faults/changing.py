@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.wanted import FILE, write
+from tests.cluster.test_ray_cluster import descendants, listening
 
 SEEN = "engines.jsonl"  # in the run's folder: how many lived at each step's end, and the versions of all tokens since
 
@@ -40,7 +42,15 @@ class Change(TrainerCallback):
         client, folder = trainer.inference_engine_client, trainer.run_dir.path
         actors = ray._private.state.actors().values()
         living = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
-        row = {"step": trainer.global_step, "living": len(client.roster.routes.living), "processes": len(living)}
+        raylet = os.getppid()
+        heard = listening({raylet, *descendants(raylet)}) if trainer.global_step == 5 else []
+        row: dict[str, Any] = {
+            "step": trainer.global_step,
+            "living": len(client.roster.routes.living),
+            "processes": len(living),
+        }
+        row["beyond_loopback"] = [address for address in heard if not address.endswith("0100007F")]
+        row["listening"] = len(heard)
         with (folder / SEEN).open("a") as file:
             file.write(json.dumps(row) + "\n")
         if names := self.changes.get(trainer.global_step):

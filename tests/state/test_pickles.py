@@ -41,7 +41,7 @@ def test_no_module_unpickles_what_comes_from_outside() -> None:
     found = {
         file.relative_to(ROOT).as_posix(): names
         for file in ROOT.rglob("*.py")
-        if (names := reaches(ast.parse(file.read_text())))
+        if any(name in (text := file.read_text()) for name in LOADERS | CALLS) and (names := reaches(ast.parse(text)))
     }
     assert set(found) == AMONG_PROCESSES, found
     assert reaches(ast.parse("import torch\nx = torch.load('a')")) == {"torch.load"}
