@@ -22,7 +22,8 @@ _NAME = re.compile(
     r"passw(or)?d|passphrase|credentials?|authorization)$",
     re.IGNORECASE,
 )
-_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH(?!OR)", re.IGNORECASE)
+LONG = 20  # characters; what is shorter and has no digit may be a word (TOKENIZERS_BACKEND=huggingface)
 _PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^@/\s]+(?=@)", re.IGNORECASE)
 _QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature)=)[^&\s\"']+", re.IGNORECASE)
 
@@ -64,7 +65,7 @@ class Secrets:
     @classmethod
     def of(cls, cfg: Config | None = None, environment: Mapping[str, str] = os.environ) -> Secrets:
         """Those of the configuration and of the environment."""
-        values = [text for name, text in environment.items() if _VARIABLE.search(name) and _is_key(text)]
+        values = [text for name, text in environment.items() if _is_key(name, text)]
         if cfg is not None:
             values += _texts(asdict(cfg))
             judges = cfg.environment.judges.values()
@@ -82,9 +83,11 @@ class Secrets:
         return without_passwords(self.hide(text))
 
 
-def _is_key(text: str) -> bool:
-    """Not a path (of an agent's socket), nor a number."""
-    return not text.startswith("/") and not text.isdigit() and not any(map(str.isspace, text))
+def _is_key(name: str, text: str) -> bool:
+    """Whether a variable of the environment holds a key: not a path (of an agent's socket), a number or a word."""
+    if not _VARIABLE.search(name) or text.startswith("/") or text.isdigit() or any(map(str.isspace, text)):
+        return False
+    return is_secret(name) or len(text) >= LONG or any(map(str.isdigit, text))
 
 
 def _texts(value: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401  (what a configuration holds)
