@@ -67,12 +67,15 @@ def test_text_has_none_either(tmp_path: Path, capsys: Any) -> None:
         "MY_TOKEN": OF_ENVIRONMENT,
         "SSH_AUTH_SOCK": "/tmp/agent",
         "X_KEY": "12345678",
+        "TOKENIZERS_BACKEND": "huggingface",
+        "AUTHOR": "somebody1",
     }
     asked = [*GIVEN, "environment.judges={j: {base_url: 'http://h/v1', model: m, api_key_env: JUDGE}}"]
     secrets = Secrets.of(load_config(asked), environment)
     said = f"{KEY} {PASSWORD} {OF_ENVIRONMENT} judge-key-4242 at http://a:b@h/ ?"
     assert secrets.hide_all(said) == "*** *** *** *** at http://a:***@h/ ?"
-    assert secrets.hide_all("/tmp/agent 12345678 short") == "/tmp/agent 12345678 short"
+    plain = "/tmp/agent 12345678 huggingface somebody1 short"
+    assert secrets.hide_all(plain) == plain
 
     run = RunDirectory(tmp_path, "run")
     run.secrets = secrets
