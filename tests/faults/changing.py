@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from typing import Any
 
 import ray
@@ -13,7 +12,7 @@ from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.wanted import FILE, write
-from tests.cluster.test_ray_cluster import descendants, listening
+from tests.cluster.test_ray_cluster import listening
 
 SEEN = "engines.jsonl"  # in the run's folder: how many lived at each step's end, and the versions of all tokens since
 
@@ -42,8 +41,8 @@ class Change(TrainerCallback):
         client, folder = trainer.inference_engine_client, trainer.run_dir.path
         actors = ray._private.state.actors().values()
         living = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
-        raylet = os.getppid()
-        heard = listening({raylet, *descendants(raylet)}) if trainer.global_step == 5 else []
+        every = {a["Pid"] for a in actors if a["State"] == "ALIVE"}  # engines, models, environments, the controller
+        heard = listening(every) if trainer.global_step == 5 else []
         row: dict[str, Any] = {
             "step": trainer.global_step,
             "living": len(client.roster.routes.living),
