@@ -171,6 +171,20 @@ class TeacherConfig(Settings):
 
 
 @dataclass
+class ParallelConfig(Settings):
+    data: int = key(
+        0,
+        "Ranks that train on rows of their own, over which weights are sharded; 0 is all that the other axes leave.",
+        low=0,
+    )
+    context: int = key(1, "Ranks that split each sequence of the same rows, for long ones (Ulysses).", low=1)
+    tensor: int = key(1, "Ranks that split the matrices of the same rows, by transformers' plan for the model.", low=1)
+    expert: int = key(
+        0, "Ranks that divide a mixture's experts, whole: those of the tensor axis, as many as it has (0).", low=0
+    )
+
+
+@dataclass
 class PlacementConfig(Settings):
     colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
     colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)

@@ -23,6 +23,7 @@ from skyasync.config.models import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PlacementConfig,
     PolicyConfig,
     RefConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PlacementConfig",
     "PolicyConfig",
     "RayConfig",
@@ -61,6 +63,7 @@ _ENVIRONMENTS = "not generator.agent_program"
 @dataclass
 class TrainerConfig(SurvivalConfig):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig, metadata={"when": CRITIC})

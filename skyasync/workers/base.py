@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -27,6 +26,7 @@ from skyasync.workers.batch import B, TokenBatch
 from skyasync.workers.heads import HEADS
 from skyasync.workers.limits import MICRO_BATCH_TOKENS
 from skyasync.workers.loading import load_sharded
+from skyasync.workers.mesh import Mesh
 from skyasync.workers.model import Wrapped, can_share_prefixes
 from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
@@ -34,6 +34,8 @@ from skyasync.workers.worker import LOOPBACK, Worker
 
 if TYPE_CHECKING:
     from skyasync.workers.lora import Adapters
+    from skyasync.workers.parallel.context import Context
+    from skyasync.workers.parallel.vocabulary import Vocabulary
 
 
 class ModelWorker(Worker):
@@ -46,6 +48,7 @@ class ModelWorker(Worker):
     """
 
     _store: Any = None
+    mesh: Mesh | None = None
     adapters: Adapters | None = None
 
     def model_config(self) -> ModelConfig:
@@ -71,6 +74,7 @@ class ModelWorker(Worker):
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Join the other ranks, if there are any, then load and shard the model."""
+        self.axes = self.role.axes(self.cfg, self.world_size)
         if self.world_size > 1:
             self._join(host, port)
         torch.manual_seed(self.cfg.trainer.seed)
@@ -89,11 +93,14 @@ class ModelWorker(Worker):
         dtype = self.dtype if lora else self.master_dtype()
 
         def wrap(model: PreTrainedModel) -> Wrapped:
+            divided = self._divide(model)
             if lora:
                 from skyasync.workers.lora import Adapters
 
                 self.adapters = Adapters(model, lora, self.path)
-            return head.wrap(model, self.cfg).eval()
+            wrapper = head.wrap(model, self.cfg).eval()
+            wrapper.context, wrapper.vocabulary = divided
+            return wrapper
 
         def shard(model: PreTrainedModel) -> Wrapped:
             wrapper = self._shard(wrap(model))
@@ -103,6 +110,7 @@ class ModelWorker(Worker):
 
         if self._sharded():
             self._form_group()
+            self.mesh = Mesh.make(self.device.type, self.axes)
             wrapper = load_sharded(self.path, head, dtype, self.device, shard)
         else:
             wrapper = wrap(head.load(self.path, dtype))
@@ -134,9 +142,18 @@ class ModelWorker(Worker):
                 "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
             )
 
+    def _divide(self, model: PreTrainedModel) -> tuple[Context | None, Vocabulary | None]:
+        """Split the model's matrices and let it attend in slices, where the mesh has such axes."""
+        if self.mesh is None or self.axes.sharing == 1:
+            return None, None
+        from skyasync.workers.parallel import divide
+
+        return divide(model, self.mesh)
+
     def _shard(self, wrapper: Wrapped) -> Wrapped:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        assert self.mesh is not None
+        mesh = self.mesh.shard
         precision = MixedPrecisionPolicy(
             param_dtype=None if self.dtype == self.master_dtype() else self.dtype, reduce_dtype=self.master_dtype()
         )
@@ -183,9 +200,10 @@ class ModelWorker(Worker):
 
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
+        tokens = self.cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
         pieces = MicroBatches(
             batch,
-            max_tokens=self.cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type],
+            max_tokens=tokens * self.axes.context,
             max_rows=max_rows,
             share_prefixes=can_share_prefixes(self.model.model.config),
             hidden_size=self.model.model.config.hidden_size,
@@ -204,10 +222,10 @@ class ModelWorker(Worker):
         return int(most)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Elementwise sum, on every rank."""
-        if self.world_size > 1:
+        """Elementwise sum over the ranks that have rows of their own, on every rank."""
+        if self.mesh and self.mesh.data_group:
             values = values.to(self.device)
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.mesh.data_group)
         return values.cpu()
 
 

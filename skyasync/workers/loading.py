@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.distributed import DistributedConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from skyasync.errors import UserError
 from skyasync.model_loading import ONE_AT_A_TIME
@@ -124,9 +125,12 @@ def _from_rank_zero(
 
 
 def _hand_out(whole: Tensor | None, parameter: Tensor, device: torch.device) -> None:
-    """Rank 0's ``whole`` into the shards of all ranks, cut along the first dimension."""
+    """Rank 0's ``whole`` into the shards of all ranks."""
     assert isinstance(parameter, DTensor)
     own = parameter.to_local()
+    if parameter.device_mesh.size() < dist.get_world_size() or parameter.device_mesh.ndim > 1:
+        _cut_by_each(whole, parameter, own, device)
+        return
     if whole is None:
         if own.numel():
             dist.recv(own, src=0)
@@ -135,6 +139,17 @@ def _hand_out(whole: Tensor | None, parameter: Tensor, device: torch.device) -> 
     own.copy_(pieces[0])
     for rank, piece in enumerate(pieces[1:], start=1):
         dist.send(piece.to(device).contiguous(), dst=rank)
+
+
+def _cut_by_each(whole: Tensor | None, parameter: DTensor, own: Tensor, device: torch.device) -> None:
+    """Not along the first dimension alone: every rank gets the whole parameter for a moment, and cuts its part."""
+    sent = whole.to(device).contiguous() if whole is not None else torch.empty(
+        parameter.shape, dtype=parameter.dtype, device=device
+    )  # fmt: skip
+    dist.broadcast(sent, src=0)
+    part = DtensorShardOperation(parameter).shard_tensor(sent, device=device, dtype=parameter.dtype)
+    assert part is not None
+    own.copy_(part)
 
 
 def _check_ties(path: str, expected: PreTrainedModel, loaded: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ computed in float32 at least, whatever the weights' dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,10 @@ from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.logits import logits_head
 from skyasync.workers.packing import Layout
+
+if TYPE_CHECKING:
+    from skyasync.workers.parallel.context import Context
+    from skyasync.workers.parallel.vocabulary import Vocabulary
 
 ATTENTION = "sdpa"
 
@@ -48,11 +52,27 @@ def can_share_prefixes(config: PreTrainedConfig) -> bool:
 
 
 class Wrapped(nn.Module):
-    """A model of transformers, ``model``, as a function from a :class:`Layout` to something per token."""
+    """A model of transformers, ``model``, as a function from a :class:`Layout` to something per token.
+
+    ``context``: this rank's slice of each row, where rows are split; ``vocabulary``: its part of the logits, where a
+    head is.
+    """
+
+    context: Context | None = None
+    vocabulary: Vocabulary | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+
+    def own(self, layout: Layout) -> Layout:
+        """What this rank computes of it."""
+        return self.context.slice(layout) if self.context else layout
+
+    def rows(self, values: Tensor, own: Layout) -> Tensor:
+        """``[rows, length]`` of the values ``[n]`` of all ranks that have parts of these rows."""
+        rows = own.to_rows(values)
+        return self.context.joined(rows) if self.context else rows
 
     def hidden(self, layout: Layout) -> Tensor:
         """``[n, hidden]``: the states that predict the n loss tokens."""
@@ -88,13 +108,15 @@ class TokenLogprobs(Wrapped):
             entropy_gradient: the entropy is differentiable; else it costs no memory in the backward pass.
         """
         distribution = SampledDistribution() if plain else self.distribution
-        asked = _Asked(distribution, with_entropy, entropy_gradient)
-        logprobs, entropy = self._score(self.hidden(layout), layout.targets, asked)
-        return TokenScores(layout.to_rows(logprobs), None if entropy is None else layout.to_rows(entropy))
+        asked = _Asked(distribution, with_entropy, entropy_gradient, self.vocabulary)
+        own = self.own(layout)
+        logprobs, entropy = self._score(self.hidden(own), own.targets, asked)
+        return TokenScores(self.rows(logprobs, own), None if entropy is None else self.rows(entropy, own))
 
     def _score(self, hidden: Tensor, targets: Tensor, asked: _Asked) -> tuple[Tensor, Tensor | None]:
         head = logits_head(self.model)
-        piece = max(1, MAX_LOGITS // self.model.config.vocab_size)
+        whole = asked.vocabulary is None or asked.distribution.filters
+        piece = max(1, MAX_LOGITS // (self.model.config.vocab_size if whole else self.vocabulary.size))
         if len(hidden) <= piece:
             return _head_scores(head, hidden, targets, asked)
         pieces = [
@@ -111,6 +133,7 @@ class _Asked(NamedTuple):
     distribution: SampledDistribution
     entropy: bool
     entropy_gradient: bool
+    vocabulary: Vocabulary | None = None
 
 
 def _head_scores(
@@ -119,7 +142,12 @@ def _head_scores(
     """Log-probability and entropy, ``[n]`` each, from hidden states ``[n, hidden]``."""
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    parts = asked.vocabulary
+    if parts and asked.distribution.filters:
+        logits, parts = parts.gathered(logits), None
     logits = asked.distribution(logits, targets)
+    if parts:
+        return parts.scores(logits, targets, entropy=asked.entropy, entropy_gradient=asked.entropy_gradient)
     if asked.entropy and asked.entropy_gradient:
         logprobs = logits.log_softmax(-1)
         return logprobs.gather(1, targets[:, None]).squeeze(1), _entropy(logprobs)

@@ -78,6 +78,7 @@ class RankGroup:
         self._since = 0.0
         self._failure: BaseException | None = None
         self._hidden_size = 0
+        self._sharing = 1  # ranks that get the same rows
         worker = role.worker if isinstance(role.worker, str) else ""
         name = worker.rpartition(":")[2] or getattr(role.worker, "__name__", "")  # in Ray's errors and process titles
         actor_class: Any = ray.remote(max_restarts=0)(type(name, (_Rank,), {}))
@@ -97,6 +98,7 @@ class RankGroup:
         device = "cuda" if self._placement.num_gpus else "cpu"
         threads = self._role.threads(cfg) or max(1, int(self._placement.num_cpus))
         name, parts = self._role.name, user_parts()
+        self._sharing = self._role.axes(cfg, self.ranks).sharing
         workers = [
             actor.construct.remote(name, parts, cfg, rank, self.ranks, device, threads, total_steps=total_steps)
             for rank, actor in enumerate(self._alive())
@@ -121,11 +123,16 @@ class RankGroup:
         return self._finished_s + (time.monotonic() - self._since if self._running else 0.0)
 
     async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
-        """Each rank's call with its rows; what they return in the batch's order, if they return anything."""
-        actors, shards = self._alive(), split_for_ranks(batch, self.ranks, self._hidden_size)
+        """Each rank's call with its rows; what they return in the batch's order, if they return anything.
+
+        Of ranks that share rows, which answer alike, the first is heard.
+        """
+        actors = self._alive()
+        shards = split_for_ranks(batch, self.ranks // self._sharing, self._hidden_size)
         parts = [batch.select(rows).trim() for rows in shards]
         puts = await asyncio.to_thread(lambda: [ray.put(part) for part in parts])
-        pieces = await self._gather([a.call.remote(method, p) for a, p in zip(actors, puts, strict=True)])
+        calls = [actor.call.remote(method, puts[rank // self._sharing]) for rank, actor in enumerate(actors)]
+        pieces = (await self._gather(calls))[:: self._sharing]
         return None if pieces[0] is None else joined(batch, shards, pieces)
 
     async def call(self, method: str, *args: object) -> list[Any]:

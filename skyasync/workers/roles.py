@@ -17,6 +17,7 @@ from skyasync.config.conditions import holds
 from skyasync.config.schema import REWARD, TEACHER, Config
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference, resolve_reference
+from skyasync.workers.axes import Axes
 
 POLICY, REFERENCE, CRITIC_ROLE, REWARD_ROLE, TEACHER_ROLE = "policy", "reference", "critic", "reward", "teacher"
 VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
@@ -75,6 +76,13 @@ class Role:
         """How many ranks it has."""
         entry = ROLES[POLICY] if self.shares(cfg) else self
         return prod(attrgetter(key)(cfg) for key in entry.ranks)
+
+    def axes(self, cfg: Config, ranks: int) -> Axes:
+        """How its ranks divide the work: as the policy's where it shares their devices, else each has rows of its own."""
+        if self.name != POLICY and not self.shares(cfg):
+            return Axes(ranks)
+        parallel = cfg.trainer.parallel
+        return Axes.dividing(ranks, parallel.context, parallel.tensor)
 
     def settings(self, cfg: Config) -> Any:
         """Its section; None where it has none."""

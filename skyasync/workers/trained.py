@@ -192,13 +192,21 @@ class TrainedWorker(ModelWorker):
         if scale != 1.0:
             for gradient in self._gradients():
                 gradient.mul_(scale)
-        norm = torch.nn.utils.get_total_norm(self._gradients())
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self._norm()
         metrics["grad_norm"] = float(norm)
         if math.isfinite(metrics["grad_norm"]):
             return Examined(metrics, norm)
         where = f"the gradient of optimizer step {self.step} is not finite in: {self._culprits()}"
         return Examined(metrics, norm, where)
+
+    def _norm(self) -> Tensor:
+        """Of the whole gradient."""
+        if self.mesh and self.mesh.tensor:
+            from skyasync.workers.parallel.norm import total_norm
+
+            return total_norm(self._gradients(), self.mesh)
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -26,9 +26,10 @@ class TokenValues(Wrapped):
 
     def forward(self, layout: Layout) -> Tensor:
         """``[rows, length]``: 0 where there is no loss token."""
-        hidden, head = self.hidden(layout), self.model.get_submodule(SCORE_LAYER)
+        own = self.own(layout)
+        hidden, head = self.hidden(own), self.model.get_submodule(SCORE_LAYER)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         assert isinstance(head, nn.Linear)
         bias = None if head.bias is None else head.bias.to(exact)
         values = F.linear(hidden.to(exact), head.weight.to(exact), bias)
-        return layout.to_rows(values.squeeze(-1))
+        return self.rows(values.squeeze(-1), own)

@@ -1,0 +1,23 @@
+"""What a model's ranks do together besides sharding weights: split matrices, split sequences.
+
+Invariant: nothing here is imported by runs that do neither.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from skyasync.workers.mesh import Mesh
+from skyasync.workers.parallel import context, tensor
+from skyasync.workers.parallel.context import Context
+from skyasync.workers.parallel.vocabulary import Vocabulary
+
+
+def divide(model: PreTrainedModel, mesh: Mesh) -> tuple[Context | None, Vocabulary | None]:
+    """Prepare a model without memory for the axes of a mesh; which slice of rows and which logits this rank has."""
+    place = None
+    if mesh.context_group:
+        context.check(model.config, mesh.axes.context, mesh.axes.tensor)
+        place = Context.of(mesh.context_group)
+        place.install(model)
+    return place, tensor.split(model, mesh.tensor) if mesh.tensor else None

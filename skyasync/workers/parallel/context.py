@@ -1,0 +1,167 @@
+"""Sequences split over the context axis (Ulysses, arXiv 2309.14509): each rank has a slice of every row's columns, and
+around attention, which needs whole sequences, the ranks exchange slices for heads.
+
+Invariant: attention is computed as without the axis, by the same function on the same rows, for a part of the heads;
+everything else is done per token. What a rank says of its own tokens is added up over the axis, so that all of its
+ranks compute the same loss, and the sum of their gradients is the gradient.
+
+    columns of all heads on each rank ──all-to-all──▶ all columns of some heads ──attention──▶ all-to-all back
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from skyasync.errors import UserError
+from skyasync.workers.packing import Layout
+from skyasync.workers.parallel.collectives import summed
+
+KEY = "trainer.parallel.context"
+ATTENTION = "skyasync_ulysses"
+_ATTENDING = {"full_attention", "sliding_attention"}
+_PLACE = "_skyasync_context"
+
+
+@dataclass(frozen=True)
+class Context:
+    """This rank's place, ``rank``, of ``size`` on the context axis."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Context:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    def slice(self, layout: Layout) -> Layout:
+        """This rank's columns, and the loss tokens that they predict; ``owners`` stay those of whole rows.
+
+        Rows are padded to a multiple of the axis; padding comes last, where no token sees it.
+        """
+        rows, width = layout.tokens.shape
+        share = -(-width // self.size)
+        missing = share * self.size - width
+        first = share * self.rank
+        tokens = F.pad(layout.tokens, (0, missing))[:, first : first + share]
+        positions = layout.positions
+        if positions is None:
+            positions = torch.arange(width, device=tokens.device).expand(rows, width)
+        positions = F.pad(positions, (0, missing))[:, first : first + share]
+        owners = None if layout.owners is None else F.pad(layout.owners, (0, missing), value=-1)
+        row, column = layout.predictors // width, layout.predictors % width - first
+        own = (column >= 0) & (column < share)
+        return replace(
+            layout,
+            tokens=tokens.contiguous(),
+            positions=positions.contiguous(),
+            owners=owners,
+            predictors=(row * share + column)[own],
+            targets=layout.targets[own],
+            cells=layout.cells[own],
+        )
+
+    def joined(self, rows: Tensor) -> Tensor:
+        """What every rank says of its own loss tokens, ``[rows, length]`` with zeros elsewhere, on all of them."""
+        return summed(rows, self.group)
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Let the model's attention be this axis's."""
+        for module in model.modules():
+            setattr(module, _PLACE, self)
+        model.set_attn_implementation(ATTENTION)
+
+
+def check(config: PreTrainedConfig, size: int, tensor: int = 1) -> None:
+    """Raises ``UserError`` for a model whose heads or layers cannot be divided so."""
+    text, key = config.get_text_config(), KEY + f"={size}" + (f" times trainer.parallel.tensor={tensor}" * (tensor > 1))
+    heads = text.num_attention_heads
+    if heads % (size * tensor):
+        fits = [str(n) for n in range(1, heads + 1) if heads % (n * tensor) == 0]
+        raise UserError(
+            f"{key} does not divide the {heads} attention heads of {text.model_type}: choose {' or '.join(fits)}"
+        )
+    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
+    if kinds:
+        raise UserError(
+            f"{KEY}={size} splits sequences, and {text.model_type} has layers ({sorted(kinds)[0]}) that do not "
+            f"attend as it needs: set {KEY}=1"
+        )
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """In the place of sdpa: ``[rows, heads, columns, size]`` of this rank's columns in, ``[rows, columns, heads, size]``
+    out."""
+    context: Context = getattr(module, _PLACE)
+    few = key.shape[1] % context.size != 0
+    if few:  # as sdpa would, but before the exchange
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    query, key, value = (_exchanged(states, context) for states in (query, key, value))
+    if sliding_window and sliding_window < query.shape[2]:
+        near = _window(query.shape[2], sliding_window, query.device)
+        attention_mask = near if attention_mask is None else attention_mask & near
+    stand_in = _OneHeadEach() if few else module
+    options["is_causal"] = attention_mask is None
+    found, _ = sdpa_attention_forward(stand_in, query, key, value, attention_mask, **options)
+    return _exchanged(found, context), None
+
+
+class _OneHeadEach(nn.Module):
+    """What sdpa reads of a module whose keys have been repeated already."""
+
+    is_causal = True
+    num_key_value_groups = 1
+
+
+def _window(length: int, window: int, device: torch.device) -> Tensor:
+    """Bool ``[1, 1, length, length]``: causal, over the last ``window`` tokens."""
+    place = torch.arange(length, device=device)
+    back = place[:, None] - place[None, :]
+    return ((back >= 0) & (back < window))[None, None]
+
+
+def _exchanged(tensor: Tensor, context: Context) -> Tensor:
+    """Dimension 1 is split over the ranks, their parts are joined along dimension 2."""
+    whole: Tensor = _Exchanged.apply(tensor, context.group, context.size, 1, 2)
+    return whole
+
+
+class _Exchanged(Function):
+    """Splits dimension ``split`` over the ranks and joins their parts along ``join``; the gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:
+        ctx.how = (group, size, join, split)
+        return _exchange(tensor, group, size, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _exchange(gradients[0], *ctx.how), None, None, None, None
+
+
+def _exchange(tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:
+    parts = torch.stack([part.contiguous() for part in tensor.chunk(size, dim=split)])
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(0), dim=join)
+
+
+AttentionInterface.register(ATTENTION, attention)

@@ -1,0 +1,86 @@
+"""A model's matrices split over the tensor axis, by the plan that transformers has for its family.
+
+Invariant: the model's gradient is that of the whole model. What the plan splits is split there; embeddings, norms and
+routers are whole on every rank of the axis, which computes the same with them. A linear head is split by vocabulary,
+where the axis divides it, and answers with this rank's part of the logits; embeddings that are tied to it are split too.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
+
+from skyasync.errors import UserError
+from skyasync.workers.parallel.styles import EMBEDDING, EXPERTS, NORM
+from skyasync.workers.parallel.vocabulary import Vocabulary
+
+KEY = "trainer.parallel.tensor"
+_OWN_PIECES = {"colwise", "rowwise", NORM, EXPERTS, EMBEDDING, "grouped_gemm"}
+"""Styles whose parts are single pieces of a weight; packed ones are not, and no checkpoint of shards could hold them."""
+
+
+def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
+    """Split a model that has no memory yet; returns which part of the logits its head answers with, None for all.
+
+    Raises:
+        UserError: for a family without a plan, or a size that does not divide its heads or experts.
+    """
+    size, head = mesh.size(), model.get_output_embeddings()
+    _check(model, size)
+    plan = _plan(model)
+    by_vocabulary = isinstance(head, nn.Linear) and head.out_features % size == 0
+    embeddings = model.get_input_embeddings()
+    tied = by_vocabulary and head.weight is embeddings.weight
+    if by_vocabulary:
+        plan[_key(model, head)] = "colwise"
+    if tied:
+        plan[_key(model, embeddings)] = EMBEDDING
+    _check_styles(model, plan)
+    apply_tensor_parallelism(model, mesh, plan)
+    if tied:
+        head.weight = embeddings.weight
+    return Vocabulary.of(mesh, head.out_features) if by_vocabulary else None
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """The library's for this model, with experts left whole and without its head."""
+    found = dict(model.tp_plan)
+    head = model.get_output_embeddings()
+    if head is not None:
+        found.pop(_key(model, head), None)
+    experts = [name for name, style in found.items() if style == "moe_tp_experts"]
+    for name, style in found.items():
+        if name in experts:
+            found[name] = EXPERTS
+        elif any(name.startswith(f"{module}.") for module in experts):
+            found[name] = "grouped_gemm"
+        elif style == "replicated_with_grad_allreduce":
+            found[name] = NORM
+    return found
+
+
+def _key(model: PreTrainedModel, module: nn.Module) -> str:
+    name = next(name for name, part in model.named_modules() if part is module)
+    return str(replace_layer_number_by_wildcard(name))
+
+
+def _check(model: PreTrainedModel, size: int) -> None:
+    config, family = model.config.get_text_config(), type(model).__name__
+    if not any(style == "colwise" for style in model.tp_plan.values()):
+        raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1")
+    for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size:
+            fits = [str(n) for n in range(1, count + 1) if count % n == 0]
+            raise UserError(f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}")
+
+
+def _check_styles(model: PreTrainedModel, plan: dict[str, str]) -> None:
+    for name, style in plan.items():
+        if style not in _OWN_PIECES:
+            raise UserError(
+                f"{KEY}: transformers splits {name} of {type(model).__name__} by {style}, which gradients or checkpoints "
+                f"of shards do not take here: set {KEY}=1"
+            )
