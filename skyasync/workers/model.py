@@ -115,8 +115,8 @@ class TokenLogprobs(Wrapped):
 
     def _score(self, hidden: Tensor, targets: Tensor, asked: _Asked) -> tuple[Tensor, Tensor | None]:
         head = logits_head(self.model)
-        whole = asked.vocabulary is None or asked.distribution.filters
-        piece = max(1, MAX_LOGITS // (self.model.config.vocab_size if whole else self.vocabulary.size))
+        parts = None if asked.distribution.filters else asked.vocabulary
+        piece = max(1, MAX_LOGITS // (parts.size if parts else self.model.config.vocab_size))
         if len(hidden) <= piece:
             return _head_scores(head, hidden, targets, asked)
         pieces = [

@@ -78,7 +78,7 @@ class Role:
         return prod(attrgetter(key)(cfg) for key in entry.ranks)
 
     def axes(self, cfg: Config, ranks: int) -> Axes:
-        """How its ranks divide the work: as the policy's where it shares their devices, else each has rows of its own."""
+        """How its ranks divide the work: as the policy's where they share devices, else each has rows of its own."""
         if self.name != POLICY and not self.shares(cfg):
             return Axes(ranks)
         parallel = cfg.trainer.parallel

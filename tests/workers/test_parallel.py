@@ -15,6 +15,11 @@ from tests.workers.processes import Rank, Ranks
 from tests.workers.test_shapes import SHAPES, distance, gradient, ragged, settings
 from tests.workers.test_shapes import shapes as shapes
 
+WIDER = [
+    ("qwen3_tied", 4, {"tensor": 2}),
+    ("gemma2_capped", 4, {"context": 2}),
+    ("qwen3_moe", 4, {"context": 2, "tensor": 2}),
+]
 ONE: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, float]]] = {}
 
 
@@ -50,10 +55,9 @@ def step(rank: Rank) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "count", "sizes"),
-    [(name, 2, {axis: 2}) for name in SHAPES for axis in ("tensor", "context")]
-    + [("qwen3_tied", 4, {"tensor": 2}), ("gemma2_capped", 4, {"context": 2}), ("qwen3_moe", 4, {"context": 2, "tensor": 2})],
+    [(name, 2, {axis: 2}) for name in SHAPES for axis in ("tensor", "context")] + WIDER,
     ids=str,
-)  # fmt: skip
+)
 def test_split_matrices_and_sequences_have_one_ranks_gradient(
     shapes: dict[str, str], name: str, count: int, sizes: dict[str, int], ranks: Callable[[int], Ranks]
 ) -> None:

@@ -6,35 +6,34 @@ hands the same gradient to each part; what each rank uses in a part of the work 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
 
 class _Summed(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = tensor.clone()
         dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
         whole = gradients[0].clone()
-        dist.all_reduce(whole, group=ctx.group)
+        dist.all_reduce(whole, group=ctx.group)  # type: ignore[attr-defined]
         return whole, None
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -105,10 +106,10 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     sliding_window: int | None = None,
-    **options: Any,
+    **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """In the place of sdpa: ``[rows, heads, columns, size]`` of this rank's columns in, ``[rows, columns, heads, size]``
-    out."""
+    """In the place of sdpa, for this rank's columns: ``[rows, heads, columns, size]`` in, ``[rows, columns, heads,
+    size]`` out."""
     context: Context = getattr(module, _PLACE)
     few = key.shape[1] % context.size != 0
     if few:  # as sdpa would, but before the exchange
@@ -145,16 +146,17 @@ def _exchanged(tensor: Tensor, context: Context) -> Tensor:
 
 
 class _Exchanged(Function):
-    """Splits dimension ``split`` over the ranks and joins their parts along ``join``; the gradient goes the way back."""
+    """Splits dimension ``split`` over the ranks, joins their parts along ``join``; the gradient goes the way back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:
-        ctx.how = (group, size, join, split)
+    def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:
+        ctx.how = (group, size, join, split)  # type: ignore[attr-defined]
         return _exchange(tensor, group, size, split, join)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _exchange(gradients[0], *ctx.how), None, None, None, None
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back = _exchange(gradients[0], *ctx.how)  # type: ignore[attr-defined]
+        return back, None, None, None, None
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:

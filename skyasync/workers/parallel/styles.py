@@ -27,7 +27,7 @@ from skyasync.workers.parallel.collectives import spread, summed
 NORM, EMBEDDING, EXPERTS = "skyasync_norm_of_own_heads", "skyasync_vocabulary_embedding", "skyasync_whole_experts"
 
 
-class NormOfOwnHeads(TensorParallelLayer):  # type: ignore[misc]
+class NormOfOwnHeads(TensorParallelLayer):
     """A norm that each rank applies to its own heads, with weights that all have.
 
     The library's adds up gradients in a hook, once per backward pass, what has been added up before included: with
@@ -45,7 +45,7 @@ class NormOfOwnHeads(TensorParallelLayer):  # type: ignore[misc]
             module._parameters.update(own)
 
 
-class VocabularyEmbedding(TensorParallelLayer):  # type: ignore[misc]
+class VocabularyEmbedding(TensorParallelLayer):
     """Embeddings of which each rank holds those of a part of the vocabulary, as a head that is tied to them does."""
 
     def shard_param(self, module: nn.Embedding, param: str, mesh: DeviceMesh) -> None:
@@ -73,7 +73,7 @@ class VocabularyEmbedding(TensorParallelLayer):  # type: ignore[misc]
         return module
 
 
-class WholeExperts(MoeExpertsParallel):  # type: ignore[misc]
+class WholeExperts(MoeExpertsParallel):
     """Experts of which each rank has some, whole; all ranks see all tokens, and their answers are added up.
 
     A token's experts on other ranks become the number behind the last of this rank's, which the library's experts leave
@@ -81,10 +81,10 @@ class WholeExperts(MoeExpertsParallel):  # type: ignore[misc]
     """
 
     def transform_inputs_pre_forward(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, **options: object
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, **options: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, chosen, weights, *more = args
-        group, own = mesh.get_group(), module.num_experts
+        group, own = mesh.get_group(), int(module.num_experts)  # type: ignore[arg-type]
         others = torch.div(chosen, own, rounding_mode="floor") != mesh.get_local_rank()
         weights = spread(weights, group).masked_fill(others, 0.0)
         return (spread(hidden, group), (chosen % own).masked_fill(others, own), weights, *more), kwargs
@@ -96,4 +96,4 @@ class WholeExperts(MoeExpertsParallel):  # type: ignore[misc]
 
 
 for _name, _style in ((NORM, NormOfOwnHeads()), (EMBEDDING, VocabularyEmbedding()), (EXPERTS, WholeExperts())):
-    ALL_PARALLEL_STYLES.register(_name, _style)
+    ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]

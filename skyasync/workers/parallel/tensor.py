@@ -2,7 +2,7 @@
 
 Invariant: the model's gradient is that of the whole model. What the plan splits is split there; embeddings, norms and
 routers are whole on every rank of the axis, which computes the same with them. A linear head is split by vocabulary,
-where the axis divides it, and answers with this rank's part of the logits; embeddings that are tied to it are split too.
+where the axis divides it, and answers with this rank's part of the logits; embeddings tied to it are split too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skyasync.workers.parallel.vocabulary import Vocabulary
 
 KEY = "trainer.parallel.tensor"
 _OWN_PIECES = {"colwise", "rowwise", NORM, EXPERTS, EMBEDDING, "grouped_gemm"}
-"""Styles whose parts are single pieces of a weight; packed ones are not, and no checkpoint of shards could hold them."""
+"""Styles whose parts are single pieces of a weight; packed ones are not, and checkpoints of shards hold pieces."""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
@@ -81,6 +81,6 @@ def _check_styles(model: PreTrainedModel, plan: dict[str, str]) -> None:
     for name, style in plan.items():
         if style not in _OWN_PIECES:
             raise UserError(
-                f"{KEY}: transformers splits {name} of {type(model).__name__} by {style}, which gradients or checkpoints "
-                f"of shards do not take here: set {KEY}=1"
+                f"{KEY}: transformers splits {name} of {type(model).__name__} by {style}, which "
+                f"gradients or checkpoints of shards do not take here: set {KEY}=1"
             )

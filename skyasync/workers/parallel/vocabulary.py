@@ -8,12 +8,12 @@ rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
 from skyasync.workers.parallel.collectives import summed
@@ -60,12 +60,13 @@ class Vocabulary:
 
 class _Gathered(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
-        ctx.vocabulary = vocabulary
+    def forward(ctx: FunctionCtx, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
+        ctx.vocabulary = vocabulary  # type: ignore[attr-defined]
         parts = [torch.empty_like(logits) for _ in range(vocabulary.ranks)]
         dist.all_gather(parts, logits.contiguous(), group=vocabulary.group)
         return torch.cat(parts, dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].narrow(1, ctx.vocabulary.first, ctx.vocabulary.size), None
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        own: Vocabulary = ctx.vocabulary  # type: ignore[attr-defined]
+        return gradients[0].narrow(1, own.first, own.size), None
