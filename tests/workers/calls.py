@@ -175,15 +175,15 @@ def step_and_save(rank: Rank, folder: str) -> str:
     batch = make_batch(seed=rank.worker.step)
     rank.worker.update_policy(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim())
     rank.worker.save(folder)
-    return _digest_of_whole(rank.worker)
+    return digest_of_whole(rank.worker)
 
 
 def load_whole(rank: Rank, folder: str) -> str:
     rank.worker.load(folder)
-    return _digest_of_whole(rank.worker)
+    return digest_of_whole(rank.worker)
 
 
-def _digest_of_whole(worker: PolicyWorker) -> str:
+def digest_of_whole(worker: PolicyWorker) -> str:
     return _hashed(worker, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
 

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
+from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.workers import calls
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_shapes import SHAPES, distance, gradient, ragged, settings
 from tests.workers.test_shapes import shapes as shapes
@@ -68,3 +72,70 @@ def test_split_matrices_and_sequences_have_one_ranks_gradient(
         apart = distance(torch.from_numpy(found), expected)
         assert apart < 1e-6
         assert told == pytest.approx(metrics, rel=1e-5)
+
+
+def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
+    """Digests of the whole state as loaded and after another step, which is saved; what the engines would get."""
+    worker = rank.worker
+    if loaded:
+        worker.load(loaded)
+    before = calls.digest_of_whole(worker)
+    batch = ragged()
+    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
+    worker.update_policy(batch.select(rows).trim())
+    worker.save(folder)
+    path = worker.publish()
+    published = {name: tensor.clone().numpy() for name, tensor in read_weights(path).items()} if path else {}
+    if path:
+        worker.release(path)
+    worker.export(f"{folder}_export")
+    return before, calls.digest_of_whole(worker), published
+
+
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe"])
+def test_any_axes_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
+    shapes: dict[str, str], name: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """Four ways to divide, one after the other; then the last once more, bit for bit."""
+    ways = [(4, {"tensor": 2}), (1, {}), (2, {"context": 2}), (4, {"context": 2, "tensor": 2}), (2, {"tensor": 2})]
+    state = ""
+    for number, (count, sizes) in enumerate(ways):
+        ranks(count).set_up(PolicyWorker, parallel(shapes[name], **sizes))
+        loaded = str(tmp_path / str(number - 1)) if number else ""
+        found = ranks(count).call(go_on, loaded, str(tmp_path / str(number)))
+        assert not state or {before for before, _, _ in found} == {state}, f"{sizes} has loaded something else"
+        state, published = found[0][1:]
+        assert {after for _, after, _ in found} == {state}, "the ranks differ"
+        exported = load_file(tmp_path / f"{number}_export" / "model.safetensors")
+        assert all(torch.equal(exported[n], torch.from_numpy(w)) for n, w in published.items() if n in exported)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
+        assert {n for n, _ in model.named_parameters()} == published.keys()
+        assert all(torch.equal(w, torch.from_numpy(published[n])) for n, w in model.named_parameters())
+    ranks(2).set_up(PolicyWorker, parallel(shapes[name], tensor=2))
+    again = ranks(2).call(go_on, str(tmp_path / "3"), str(tmp_path / "again"))
+    assert again[0][1] == state
+
+
+def first(rank: Rank) -> Any:
+    """What the model is as loaded, and log-probabilities of the distribution that was sampled from."""
+    worker = rank.worker
+    weights = calls.whole_weights(worker)
+    return {n: w.numpy() for n, w in weights.items()}, worker.logprobs(ragged()).numpy()
+
+
+def test_what_is_loaded_is_the_files_and_filters_see_all_logits(
+    shapes: dict[str, str], ranks: Callable[[int], Ranks]
+) -> None:
+    """Of experts whose files must be merged, and of a vocabulary that is gathered where a distribution has filters."""
+    path = shapes["qwen3_moe"]
+    cfg = parallel(path, tensor=2)
+    cfg.generator.sampling_params.top_p, cfg.generator.sampling_params.temperature = 0.9, 0.7
+    alone = parallel(path)
+    alone.generator.sampling_params = cfg.generator.sampling_params
+    worker = PolicyWorker(alone, threads=1)
+    worker.setup()
+    expected = calls.whole_weights(worker)
+    ranks(4).set_up(PolicyWorker, cfg)
+    for found, logprobs in ranks(4).call(first):
+        calls.equal({n: torch.from_numpy(w) for n, w in found.items()}, expected)
+        torch.testing.assert_close(torch.from_numpy(logprobs), worker.logprobs(ragged()), atol=2e-6, rtol=0)
