@@ -16,6 +16,7 @@ from skyasync.config.endless import check_streamed_data
 from skyasync.config.evaluation import check_evaluation, eval_sources
 from skyasync.config.groups import check_groups
 from skyasync.config.judges import check_judges
+from skyasync.config.parallel import check_parallel
 from skyasync.config.resume import Resume, keeps_checkpoints
 from skyasync.config.rules import (
     Plan,
@@ -78,6 +79,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_hidden(cfg),
         *check_unread(cfg, chosen, given),
         *_check_devices(cfg),
+        *check_parallel(cfg),
         *_check_resuming(cfg),
         *_check_spikes(cfg.trainer),
         *_check_batches(cfg),

@@ -20,12 +20,14 @@ class Pass:
 
     Args:
         masked: several responses share a row, so that attention has a dense mask.
+        context: ranks that split the rows; the other counts are those of one of them.
     """
 
     tokens: int
     width: int
     loss_tokens: int
     masked: bool = False
+    context: int = 1
 
 
 def layer_bytes(shape: ModelShape, work: Pass, b: int) -> int:
@@ -33,7 +35,7 @@ def layer_bytes(shape: ModelShape, work: Pass, b: int) -> int:
     per_token = _norms(shape, b) + _attention(shape, b, masked=work.masked)
     per_token += _experts(shape, b) if shape.experts else _mlp(shape, shape.intermediate, b)
     if work.masked:
-        per_token += work.width * b  # the mask as numbers, once more in every layer
+        per_token += work.context * work.width * b  # the mask as numbers, once more in every layer
     return work.tokens * per_token
 
 
@@ -49,7 +51,7 @@ def kept_bytes(shape: ModelShape, work: Pass, b: int) -> int:
 
 def mask_bytes(work: Pass) -> int:
     """The mask that the batch's layout makes, once."""
-    return work.tokens * work.width if work.masked else 0
+    return work.tokens * work.context * work.width if work.masked else 0
 
 
 def _norms(shape: ModelShape, b: int) -> int:

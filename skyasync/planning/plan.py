@@ -15,6 +15,7 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
 from skyasync.planning.adapters import adapter_parameters
+from skyasync.planning.axes import divided, filters
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
@@ -79,7 +80,7 @@ def make_plan(
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=wanted_roles(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
-    rank = _rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
+    rank, own = _rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
     per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
     others = tuple(
         _other(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
@@ -89,21 +90,20 @@ def make_plan(
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
     settings = engine_config(cfg, gpus=gpus)
     engine = engine_memory(cfg, settings, shape, backend=backend(cfg), b=_bytes(settings.dtype, gpus=gpus), share=share)
-    parts = _Parts(cfg, shape, machine, rank, engine, roles, others, per_device)
+    parts = _Parts(cfg, shape, own, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
-    return MemoryPlan(
-        shape, machine, processes, slots, tuple(parts.places()), rank, engine,
-    )  # fmt: skip
+    return MemoryPlan(shape, machine, processes, slots, tuple(parts.places()), rank, engine)
 
 
 @dataclass(frozen=True)
 class _Other:
-    """A role's model beside the policy."""
+    """A role's model beside the policy; ``shape`` is a rank's part of it."""
 
     name: str
     shape: ModelShape
     rank: Rank
     shared: bool  # on the policy's devices
+    ranks: int
 
     @property
     def held(self) -> Lines:
@@ -121,24 +121,29 @@ class _Other:
 def _other(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bool, ranks: int) -> _Other:
     shape = shape if role.head == VOCABULARY else shape.with_value_head
     if role.trains:
-        rank = _rank(cfg, shape, role, gpus=gpus, ranks=ranks)
+        rank, own = _rank(cfg, shape, role, gpus=gpus, ranks=ranks)
     else:
-        b = _bytes(role.model(cfg).dtype, gpus=gpus)
+        b, axes = _bytes(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
         rank = Rank(
-            ranks, b, policy.work, trained=False, vocabulary=role.head == VOCABULARY, shaped=policy.shaped
+            axes.data * axes.context, b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
+            shaped=policy.shaped, split=axes.tensor > 1,
         )  # fmt: skip
-    return _Other(role.name, shape, rank, role.shares(cfg))
+        own = divided(shape, axes.tensor, gathers=filters(cfg))
+    return _Other(role.name, own, rank, role.shares(cfg), ranks)
 
 
-def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int) -> Rank:
+def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int) -> tuple[Rank, ModelShape]:
+    """How a rank computes, and its part of the model."""
     trainer, sampling = cfg.trainer, cfg.generator.sampling_params
+    axes = role.axes(cfg, ranks)
     work, count = largest_micro_batch(
-        cfg, shape, gpus=gpus, ranks=ranks, rows_limit=trainer.micro_train_batch_size_per_gpu
+        cfg, shape, gpus=gpus, axes=axes, rows_limit=trainer.micro_train_batch_size_per_gpu
     )
     lora = getattr(role.settings(cfg), "lora", None)
     asked = str(role.settings(cfg).gradient_checkpointing).lower()
-    return Rank(
-        ranks=ranks,
+    rank = Rank(
+        ranks=axes.data * axes.context,
+        split=axes.tensor > 1,
         b=_bytes(role.model(cfg).dtype, gpus=gpus),
         work=work,
         micro_batches=count,
@@ -150,6 +155,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         entropy=trainer.algorithm.use_entropy_loss,
         shaped=sampling.temperature not in (0.0, 1.0),
     )
+    return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 
 
 def _bytes(dtype: str, *, gpus: bool) -> int:
@@ -158,10 +164,11 @@ def _bytes(dtype: str, *, gpus: bool) -> int:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Everything that shares the machine's places."""
+    """Everything that shares the machine's places; ``own`` is a policy rank's part of its model."""
 
     cfg: Config
     shape: ModelShape
+    own: ModelShape
     machine: Machine
     rank: Rank
     engine: EngineMemory
@@ -188,7 +195,7 @@ class _Parts:
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                places.append(Place(other.name, other.rank.ranks, room, other.phase, lines))
+                places.append(Place(other.name, other.ranks, room, other.phase, lines))
         devices = self.roles[ENGINES] * self.cfg.generator.devices_per_engine
         share = int(room * self.cfg.generator.gpu_memory_utilization)
         engines = [Place("engines", devices, share, "generation", self.engine.lines)] if devices else []
@@ -198,7 +205,7 @@ class _Parts:
         """The policy waits on the host while the engines are awake; they wake with their weights for a hand-over."""
         engines, contexts = self.engines_per_device, CONTEXT * (2 + self.engines_per_device)
         asleep = {"sleeping engines": CONTEXT * engines}
-        handing = publishing(self.shape, self.rank, first=False)
+        handing = publishing(self.own, self.rank, first=False)
         return {
             "generation": _named(self.engine.lines, "engines", engines) | {"context": contexts},
             **{phase: lines | asleep for phase, lines in policy.items()},
@@ -212,10 +219,10 @@ class _Parts:
         idle: Lines = {}
         for other in self._beside_policy:
             idle |= other.held
-        phases = {"update": updating(self.shape, self.rank), "log-probabilities": scoring(self.shape, self.rank)}
+        phases = {"update": updating(self.own, self.rank), "log-probabilities": scoring(self.own, self.rank)}
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._beside_policy:
-            phases[other.name] = held(self.shape, self.rank) | idle | _named(other.at_work, other.name)
+            phases[other.name] = held(self.own, self.rank) | idle | _named(other.at_work, other.name)
         return phases
 
     @property
@@ -231,9 +238,9 @@ class _Parts:
         processes = self._processes(here * (1 + len(self._beside_policy)), -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg)}
         if self.cfg.trainer.placement.colocate_all:
-            always["offloaded policy"] = here * sum(held(self.shape, self.rank).values())
+            always["offloaded policy"] = here * sum(held(self.own, self.rank).values())
         phases = {"training": always, "hand-over": always | self._hand_over()}
-        phases = self._with_checkpoint(phases, always, here * sum(learnt(self.shape, self.rank).values()))
+        phases = self._with_checkpoint(phases, always, here * sum(learnt(self.own, self.rank).values()))
         return _fullest("host", nodes, self.machine.host_memory, phases)
 
     def _host_without_gpus(self) -> Place:
@@ -242,18 +249,18 @@ class _Parts:
         always = self._processes(workers, engines) | _named(self.engine.lines, "engines", engines)
         always["batch"] = 2 * batch_bytes(self.cfg)
         for other in self.others:
-            always |= {what: other.rank.ranks * size for what, size in other.held.items()}
-        idle = held(self.shape, self.rank)
+            always |= {what: other.ranks * size for what, size in other.held.items()}
+        idle = held(self.own, self.rank)
         phases = {
             phase: always | _named(lines, "policy", ranks)
             for phase, lines in {
-                "update": updating(self.shape, self.rank),
-                "log-probabilities": scoring(self.shape, self.rank),
+                "update": updating(self.own, self.rank),
+                "log-probabilities": scoring(self.own, self.rank),
             }.items()
         }
         phases["hand-over"] = always | _named(idle, "policy", ranks) | self._hand_over()
         between = always | _named(idle, "policy", ranks)
-        phases = self._with_checkpoint(phases, between, ranks * sum(learnt(self.shape, self.rank).values()))
+        phases = self._with_checkpoint(phases, between, ranks * sum(learnt(self.own, self.rank).values()))
         return _fullest("host", 1, self.machine.host_memory, phases)
 
     def _processes(self, workers: int, engines: int) -> Lines:
@@ -266,7 +273,7 @@ class _Parts:
             return {}
         whole = publishing(self.shape, self.rank, first=True)
         on_host = whole["whole weights"] or (self.shape.parameters * self.rank.b if self.machine.gpus else 0)
-        gathered = 0 if self.machine.gpus else whole["gathered"] * self.rank.ranks
+        gathered = 0 if self.machine.gpus else whole["gathered"] * self.roles[POLICY]
         return {
             "gathered weights": on_host + gathered,
             "weights in shared memory": self.shape.parameters * self.rank.b,

@@ -33,6 +33,7 @@ class ModelShape:
     experts_per_token: int = 0
     shared_intermediate: int = 0
     head_copies: int = 0  # of the logits, that a head makes which caps or scales them
+    embedded: int = 0  # rows of the embeddings, where they are more than those of the head
 
     @property
     def parameters(self) -> int:

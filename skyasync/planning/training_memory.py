@@ -27,7 +27,8 @@ class Rank:
     """How one rank computes.
 
     Args:
-        ranks: over which the model is sharded.
+        ranks: over which the model, or a rank's part of it, is sharded.
+        split: its matrices are split over further ranks; the shape is then a rank's part.
         b: bytes of a number in the dtype that is computed in.
         work: its largest micro-batch.
         micro_batches: per optimizer step; from the second on there are gradients already.
@@ -51,10 +52,11 @@ class Rank:
     vocabulary: bool = True
     entropy: bool = False
     shaped: bool = False
+    split: bool = False
 
     @property
     def sharded(self) -> bool:
-        return self.ranks > 1 or (self.trained and self.b != FLOAT32)
+        return self.ranks > 1 or self.split or (self.trained and self.b != FLOAT32)
 
 
 def held(shape: ModelShape, rank: Rank) -> Lines:
@@ -94,7 +96,8 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
     own = held(shape, rank)
     share = -(-(rank.adapters or shape.parameters) // rank.ranks) * FLOAT32
     # The gradient of the head, or, at the end, of the embeddings: none where they are frozen.
-    whole = 0 if rank.adapters else shape.vocabulary * shape.hidden * (rank.b if rank.sharded else FLOAT32)
+    row = 0 if rank.adapters else shape.hidden * (rank.b if rank.sharded else FLOAT32)
+    whole, embedded = shape.vocabulary * row, max(shape.vocabulary, shape.embedded) * row
     if rank.reduced_once and rank.sharded and rank.micro_batches > 1:
         share = (rank.adapters or shape.parameters) * FLOAT32  # of all that is trained, until the last micro-batch
     layer, root = (rank.adapters // shape.layers, 0) if rank.adapters else (shape.layer, shape.root)
@@ -105,7 +108,7 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
         "logits": logits_bytes(shape, rank, backward=True),
         "masks": mask_bytes(rank.work),
     }
-    end = own | {"gradients": share + whole, "gathered": _gathered(shape, rank, reduced=root)}
+    end = own | {"gradients": share + embedded, "gathered": _gathered(shape, rank, reduced=root)}
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
 
 
@@ -142,7 +145,7 @@ def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
 
 def publishing(shape: ModelShape, rank: Rank, *, first: bool) -> Lines:
     """Whole weights on the CPU of the first rank; the others take part one tensor at a time."""
-    gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 else 0
+    gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 or rank.split else 0
     copied = shape.parameters if rank.sharded or rank.b != FLOAT32 else 0  # else they are the model's own
     if rank.adapters:
         copied = max(copied, shape.layers * shape.layer)  # but for what has been added to

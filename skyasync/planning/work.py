@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from skyasync.config.schema import Config
 from skyasync.planning.activations import Pass
 from skyasync.planning.shape import ModelShape
+from skyasync.workers.axes import Axes
 from skyasync.workers.limits import MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS
 
 BYTES_PER_CELL = 40
@@ -38,17 +39,19 @@ class Lengths:
         return self.prompt + self.response
 
 
-def largest_micro_batch(cfg: Config, shape: ModelShape, *, gpus: bool, ranks: int, rows_limit: int) -> tuple[Pass, int]:
+def largest_micro_batch(cfg: Config, shape: ModelShape, *, gpus: bool, axes: Axes, rows_limit: int) -> tuple[Pass, int]:
     """The widest micro-batch of a rank, and how many there are per optimizer step."""
     lengths, trainer = Lengths.of(cfg), cfg.trainer
-    cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
+    cap = axes.context * (trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"])
     prompts = trainer.policy_mini_batch_size or trainer.train_batch_size
-    rows = max(1, math.ceil(prompts * lengths.samples / ranks))
+    rows = max(1, math.ceil(prompts * lengths.samples / axes.data))
     together = _rows_sharing_a_prompt(lengths, shape, cap, rows_limit)
     width = lengths.prompt + together * lengths.response
     in_all = math.ceil(rows / together)
     at_once = min(in_all, max(1, cap // width), max(1, rows_limit // together) if rows_limit else in_all)
-    work = Pass(at_once * width, width, at_once * together * lengths.response, masked=together > 1)
+    tokens, scored = at_once * width, at_once * together * lengths.response
+    split = axes.context
+    work = Pass(-(-tokens // split), width, -(-scored // split), masked=together > 1, context=split)
     return work, math.ceil(in_all / at_once)
 
 

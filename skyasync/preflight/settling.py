@@ -15,6 +15,7 @@ from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute, absolute_all
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
+from skyasync.preflight.parallel import check_axes
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
 from skyasync.rollout.tokenizer import template_text
@@ -67,6 +68,8 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
         if role in wanted and (named or role.name == POLICY):
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
+            if role.as_the_policy(cfg):
+                check_axes(cfg.trainer.parallel, model.path, key)
             if role.head != VOCABULARY:
                 check_one_label(model.path, key, trained=role.head == SCORE)
             if role.head == SCORE or role.name == TEACHER_ROLE:

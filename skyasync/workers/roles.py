@@ -72,6 +72,10 @@ class Role:
         """Whether it is on the policy's devices."""
         return bool(self.beside) and holds(self.beside, cfg)
 
+    def as_the_policy(self, cfg: Config) -> bool:
+        """Whether it is the policy, or is on its devices."""
+        return self.name == POLICY or self.shares(cfg)
+
     def size(self, cfg: Config) -> int:
         """How many ranks it has."""
         entry = ROLES[POLICY] if self.shares(cfg) else self
@@ -79,7 +83,7 @@ class Role:
 
     def axes(self, cfg: Config, ranks: int) -> Axes:
         """How its ranks divide the work: as the policy's where they share devices, else each has rows of its own."""
-        if self.name != POLICY and not self.shares(cfg):
+        if not self.as_the_policy(cfg):
             return Axes(ranks)
         parallel = cfg.trainer.parallel
         return Axes.dividing(ranks, parallel.context, parallel.tensor)

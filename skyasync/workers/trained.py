@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from skyasync.errors import NonFiniteError
 from skyasync.state import manifest
@@ -26,6 +25,7 @@ from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
+from skyasync.workers.norms import clip, local, total_norm
 from skyasync.workers.offload import move_moments
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
@@ -192,21 +192,12 @@ class TrainedWorker(ModelWorker):
         if scale != 1.0:
             for gradient in self._gradients():
                 gradient.mul_(scale)
-        norm = self._norm()
+        norm = total_norm(self._gradients(), self.mesh)
         metrics["grad_norm"] = float(norm)
         if math.isfinite(metrics["grad_norm"]):
             return Examined(metrics, norm)
         where = f"the gradient of optimizer step {self.step} is not finite in: {self._culprits()}"
         return Examined(metrics, norm, where)
-
-    def _norm(self) -> Tensor:
-        """Of the whole gradient."""
-        if self.mesh and self.mesh.tensor:
-            from skyasync.workers.parallel.norm import total_norm
-
-            return total_norm(self._gradients(), self.mesh)
-        norm = torch.nn.utils.get_total_norm(self._gradients())
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -222,14 +213,14 @@ class TrainedWorker(ModelWorker):
         """Clip the gradient that was examined to the configured norm."""
         assert self._examined is not None and self._examined.norm is not None
         if limit := self.settings.optimizer_config.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, self._examined.norm)
+            clip(self._gradients(), self._examined.norm, limit)
 
     def _culprits(self) -> str:
         """Parameters whose gradient is not finite (of this rank's shard), a few of them by name."""
         bad = [
             name
             for name, p in self.model.named_parameters()
-            if p.grad is not None and not _local(p.grad).isfinite().all()
+            if p.grad is not None and not local(p.grad).isfinite().all()
         ]
         if not bad:
             return "another rank's shard"
@@ -282,10 +273,6 @@ class TrainedWorker(ModelWorker):
     def weights(self) -> Mapping[str, Any]:
         """By the names of the files; adapters are added to them as they are gathered."""
         return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Totals:

@@ -58,6 +58,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bad_config",
         "two_labels",
         "other_tokens",
+        "recurrent",
+        "planless",
     ):
         shutil.copytree(model, folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -66,6 +68,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (folder / "no_weights" / "model.safetensors").unlink()
     (folder / "bad_config" / "config.json").write_text("{model_type: llama}")
+    plain = json.loads((model / "config.json").read_text())
+    (folder / "recurrent" / "config.json").write_text(json.dumps(plain | {"layer_types": ["linear_attention"]}))
+    (folder / "planless" / "config.json").write_text(json.dumps(plain | {"model_type": "gpt2"}))
     shape = json.loads((model / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
     (folder / "two_labels" / "config.json").write_text(json.dumps(shape))
     (folder / "other_tokens" / "config.json").write_text(json.dumps(shape | {"id2label": {"0": "score"}}))

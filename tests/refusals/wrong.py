@@ -4,6 +4,7 @@ from __future__ import annotations
 
 HERE = "tests.refusals.parts"
 ALGORITHM = "trainer.algorithm"
+FOUR = ["trainer.placement.policy_num_gpus_per_node=4"]
 PPO = [f"{ALGORITHM}.advantage_estimator=gae"]
 
 #: Keys that nothing reads, given what else is chosen, and groups that have no advantage.
@@ -104,6 +105,10 @@ INPUTS = [
     (["generator.sampling_params.stop_token_ids=[100000]"], "stop_token_ids has 100000", "vocabulary"),
     (["generator.sampling_params.logit_bias={{99999: 1.0}}"], "logit_bias has 99999", "vocabulary"),
     (["generator.sampling_params.allowed_token_ids=[5,88888]"], "allowed_token_ids has 88888", "vocabulary"),
+    ([*FOUR, "trainer.parallel.tensor=4"], "trainer.parallel.tensor=4", "num_attention_heads=2"),
+    ([*FOUR, "trainer.parallel.tensor=2", "trainer.parallel.context=2"], "trainer.parallel.context=2", "choose"),
+    ([*FOUR, "trainer.parallel.context=2", "trainer.policy.model.path={x}/recurrent"], "linear_attention", "context=1"),
+    ([*FOUR, "trainer.parallel.tensor=2", "trainer.policy.model.path={x}/planless"], "gpt2", "no tensor-parallel plan"),
     (["ray.address=nowhere"], "ray.address='nowhere'", "host:port"),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from copy import deepcopy
 from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 
@@ -134,16 +135,21 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", [5, 1])
+@pytest.mark.parametrize(("groups", "tensor"), [(5, 2), (1, 1)])
 async def test_two_ranks_train_like_one_and_exchange_checkpoints(
-    model_path: str, bundles: PlacementGroup, tmp_path: Path, groups: int
+    model_path: str, bundles: PlacementGroup, tmp_path: Path, groups: int, tensor: int
 ) -> None:
-    """The same gradient norm, metrics and weights; a checkpoint of either is continued by the other."""
+    """The same gradient norm, metrics and weights; a checkpoint of either is continued by the other.
+
+    The ranks have rows of their own, or split the matrices of the same rows.
+    """
     cfg = config_for(model_path)
     single = in_process(cfg)
+    several = deepcopy(cfg)
+    several.trainer.parallel.tensor = tensor
     single.update_policy(make_batch(seed=7))
     single.save(str(tmp_path / "one" / "policy"))
-    dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(several, WorkerPlacement(bundles, ranks=2))
     try:
         await dispatch.load(tmp_path / "one")
         for seed, samples in ((0, 4), (1, 1)):  # with one group of one sample a rank has no rows at all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ ONE: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, float]]] = {}
 def parallel(path: str, **sizes: int) -> Config:
     cfg = settings(path)
     cfg.trainer.parallel.context, cfg.trainer.parallel.tensor = sizes.get("context", 1), sizes.get("tensor", 1)
-    cfg.trainer.algorithm.entropy_loss_coef = 0.01
+    cfg.trainer.algorithm.use_entropy_loss, cfg.trainer.algorithm.entropy_loss_coef = True, 0.01
+    cfg.trainer.policy.optimizer_config.max_grad_norm = 0.1
     return cfg
 
 
