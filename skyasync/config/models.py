@@ -14,8 +14,9 @@ from skyasync.config.algorithm import CRITIC, KL
 from skyasync.config.field import key
 from skyasync.config.frozen import Settings
 
-#: There is a reward model.
-REWARD = "trainer.reward.model.path"
+#: There is a reward model, by itself or among several.
+REWARD = "trainer.reward.model.path or trainer.reward.models"
+_ONE_REWARD = "trainer.reward.model.path"
 #: There is a teacher.
 TEACHER = "trainer.teacher.model.path"
 _APART = "trainer.placement.colocate_policy_ref=false"
@@ -151,10 +152,23 @@ class CriticConfig(Settings):
 @dataclass
 class RewardConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
-    weight: float = key(1.0, "Factor of the reward model's score in the reward, to which it is added.")
-    mean: float = key(0.0, "Mean of the model's scores, measured beforehand: it is subtracted from each.")
-    std: float = key(1.0, "Standard deviation of the model's scores: what is left is divided by it.", above=0.0)
-    clip: float = key(0.0, "Clamp scores, so scaled, to plus or minus this; 0 is off.", low=0.0)
+    models: dict[str, Any] = key(
+        {},
+        "Several, by name: path, and dtype, weight, mean, std, clip as of the one. What all say is added up.",
+    )
+    weight: float = key(
+        1.0, "Factor of the reward model's score in the reward, to which it is added.", when=_ONE_REWARD
+    )
+    mean: float = key(
+        0.0, "Mean of the model's scores, measured beforehand: it is subtracted from each.", when=_ONE_REWARD
+    )
+    std: float = key(
+        1.0,
+        "Standard deviation of the model's scores: what is left is divided by it.",
+        above=0.0,
+        when=_ONE_REWARD,
+    )
+    clip: float = key(0.0, "Clamp scores, so scaled, to plus or minus this; 0 is off.", low=0.0, when=_ONE_REWARD)
     threads: int = key(0, "CPU threads per rank of the reward model; 0 takes as many as a policy rank has.", low=0)
 
 

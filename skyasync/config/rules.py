@@ -12,8 +12,9 @@ from typing import NamedTuple
 from skyasync.catalogue import About
 from skyasync.config.algorithm import CRITIC, AlgorithmConfig
 from skyasync.config.conditions import holds
+from skyasync.config.reward_models import check_reward_models
 from skyasync.config.sampling import backend
-from skyasync.config.schema import Config
+from skyasync.config.schema import REWARD, Config
 from skyasync.config.values import written
 from skyasync.errors import UserError, unknown
 from skyasync.registry import Registry, resolve_reference
@@ -282,11 +283,13 @@ def check_teacher(cfg: Config) -> Iterator[str]:
 
 def check_reward_model(cfg: Config) -> Iterator[str]:
     """A group that is decided before its scores are known."""
-    path = cfg.trainer.reward.model.path
-    if path and cfg.trainer.algorithm.dynamic_sampling.early_end:
+    reward = cfg.trainer.reward
+    yield from check_reward_models(reward.models)
+    which = f"model.path={reward.model.path}" if reward.model.path else f"models={written(reward.models)}"
+    if holds(REWARD, cfg) and cfg.trainer.algorithm.dynamic_sampling.early_end:
         yield (
             f"trainer.algorithm.dynamic_sampling.early_end=true decides a group while it is played, and "
-            f"trainer.reward.model.path={path} scores it afterwards: leave one of them out"
+            f"trainer.reward.{which} scores it afterwards: leave one of them out"
         )
 
 

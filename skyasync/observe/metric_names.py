@@ -53,6 +53,7 @@ METRICS = (
     ),
     Metric("env/dropped_tokens", "How many tokens these had, at least, in the mean."),
     Metric("env/reward_model", "The reward model's score, neither scaled nor weighed (trainer.reward)."),
+    Metric("env/reward_model/<name>", "The same, of one of several (trainer.reward.models)."),
     Metric("env/<name>", "What the environments report, in the mean over the trajectories that report it."),
     Metric("dynamic_sampling/sampled", "Groups that were rolled out for the step."),
     Metric("dynamic_sampling/rejected", "Groups that were not trained, having nothing to teach."),

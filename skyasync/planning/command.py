@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyasync.config.paths import model_path
+from skyasync.config.reward_models import reward_models
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.planning.advice import advise
 from skyasync.planning.machine import Machine, parse_size, this_machine
 from skyasync.planning.plan import MemoryPlan, make_plan
-from skyasync.planning.shape import read_shape
+from skyasync.planning.shape import ModelShape, read_shape
 from skyasync.planning.show import as_json, print_plan
-from skyasync.workers.roles import POLICY, wanted_roles
+from skyasync.workers.roles import POLICY, REWARD_ROLE, wanted_roles
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 HELP = """\
@@ -65,7 +66,9 @@ def show_plan(cfg: Config, options: Options) -> bool:
     shapes = {}
     for role in wanted_roles(cfg):
         own = role.own_model(cfg)
-        if role.name != POLICY and own and own.path:
+        if role.name == REWARD_ROLE:
+            shapes[role.name] = _together(cfg)
+        elif role.name != POLICY and own and own.path:
             shapes[role.name] = read_shape(model_path(own.path, f"{role.section}.model.path"))
 
     def planned(settings: Config) -> MemoryPlan:
@@ -78,6 +81,17 @@ def show_plan(cfg: Config, options: Options) -> bool:
     else:
         print_plan(plan, advice)
     return plan.fits
+
+
+def _together(cfg: Config) -> ModelShape:
+    """All reward models, which are held side by side, as one with the activations of the largest."""
+    models = reward_models(cfg.trainer.reward).values()
+    *rest, largest = sorted((read_shape(model_path(m.path, "trainer.reward")) for m in models), key=_size)
+    return replace(largest, root=largest.root + sum(map(_size, rest)))
+
+
+def _size(shape: ModelShape) -> int:
+    return shape.parameters
 
 
 def _with(options: Options, name: str, value: str) -> Options:

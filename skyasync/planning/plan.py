@@ -133,11 +133,10 @@ def _other(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bo
 
 
 def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int) -> tuple[Rank, ModelShape]:
-    """How a rank computes, and its part of the model."""
     trainer, sampling = cfg.trainer, cfg.generator.sampling_params
     axes = role.axes(cfg, ranks)
     work, count = largest_micro_batch(
-        cfg, shape, gpus=gpus, axes=axes, rows_limit=trainer.micro_train_batch_size_per_gpu
+        cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
     )
     lora = getattr(role.settings(cfg), "lora", None)
     asked = str(role.settings(cfg).gradient_checkpointing).lower()

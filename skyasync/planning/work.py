@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from skyasync.config.schema import Config
 from skyasync.planning.activations import Pass
 from skyasync.planning.shape import ModelShape
-from skyasync.workers.axes import Axes
 from skyasync.workers.limits import MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS
 
 BYTES_PER_CELL = 40
@@ -39,19 +38,24 @@ class Lengths:
         return self.prompt + self.response
 
 
-def largest_micro_batch(cfg: Config, shape: ModelShape, *, gpus: bool, axes: Axes, rows_limit: int) -> tuple[Pass, int]:
-    """The widest micro-batch of a rank, and how many there are per optimizer step."""
+def largest_micro_batch(
+    cfg: Config, shape: ModelShape, *, gpus: bool, ranks: int, rows_limit: int, context: int = 1
+) -> tuple[Pass, int]:
+    """The widest micro-batch of a rank, and how many there are per optimizer step.
+
+    Args:
+        ranks: that have rows of their own, each with ``context`` that split them.
+    """
     lengths, trainer = Lengths.of(cfg), cfg.trainer
-    cap = axes.context * (trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"])
+    cap = context * (trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"])
     prompts = trainer.policy_mini_batch_size or trainer.train_batch_size
-    rows = max(1, math.ceil(prompts * lengths.samples / axes.data))
+    rows = max(1, math.ceil(prompts * lengths.samples / ranks))
     together = _rows_sharing_a_prompt(lengths, shape, cap, rows_limit)
     width = lengths.prompt + together * lengths.response
     in_all = math.ceil(rows / together)
     at_once = min(in_all, max(1, cap // width), max(1, rows_limit // together) if rows_limit else in_all)
     tokens, scored = at_once * width, at_once * together * lengths.response
-    split = axes.context
-    work = Pass(-(-tokens // split), width, -(-scored // split), masked=together > 1, context=split)
+    work = Pass(-(-tokens // context), width, -(-scored // context), masked=together > 1, context=context)
     return work, math.ceil(in_all / at_once)
 
 

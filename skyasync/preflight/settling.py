@@ -12,6 +12,7 @@ from typing import Any
 from skyasync.config import conditions
 from skyasync.config.paths import model_path
 from skyasync.config.resume import Resume
+from skyasync.config.reward_models import WHERE
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute, absolute_all
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
@@ -58,6 +59,10 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         wanted: the roles of the run, whose models are looked at.
         own_tokenizer: the experiment brings one of its own.
     """
+    for name, entry in cfg.trainer.reward.models.items():
+        key = f"{WHERE}.{name}.path"
+        entry["path"] = model_path(entry["path"], key)
+        _check_scorer(entry["path"], cfg, key)
     for role in ROLES.values():
         model = role.own_model(cfg)
         if model is None:
@@ -74,3 +79,9 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
                 check_one_label(model.path, key, trained=role.head == SCORE)
             if role.head == SCORE or role.name == TEACHER_ROLE:
                 check_same_tokens(model.path, cfg.trainer.policy.model.path, key)
+
+
+def _check_scorer(path: str, cfg: Config, key: str) -> None:
+    check_model(path, cfg, key=key, own_tokenizer=True)
+    check_one_label(path, key, trained=True)
+    check_same_tokens(path, cfg.trainer.policy.model.path, key)

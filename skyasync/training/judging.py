@@ -1,4 +1,4 @@
-"""What a reward model says of finished episodes, in their rewards.
+"""What reward models say of finished episodes, in their rewards.
 
 Invariant: an episode is scored once, when its group has been played: before anything is filtered, kept for a checkpoint
 or trained, and in asynchronous plans while others train. What has no response, or was given up, has no score.
@@ -6,14 +6,14 @@ or trained, and in asynchronous plans while others train. What has no response, 
 
 from __future__ import annotations
 
-from skyasync.config.schema import Config, RewardConfig
+from collections.abc import Mapping, Sequence
+
+from skyasync.config.reward_models import RewardModel, reward_models
+from skyasync.config.schema import Config
 from skyasync.rollout.types import Group, Trajectory
 from skyasync.training.learner import Learner
 from skyasync.training.phases import Phases
 from skyasync.workers.roles import REWARD_ROLE, ROLES
-
-METRIC = "reward_model"
-"""The model's own score, unscaled, among an episode's metrics."""
 
 
 class Judging:
@@ -21,7 +21,8 @@ class Judging:
 
     def __init__(self, cfg: Config, phases: Phases, learner: Learner) -> None:
         self.active = ROLES[REWARD_ROLE].wanted(cfg)
-        self._settings, self._phases, self._learner = cfg.trainer.reward, phases, learner
+        self._models = reward_models(cfg.trainer.reward) if self.active else {}
+        self._phases, self._learner = phases, learner
 
     async def add_scores(self, groups: list[Group]) -> None:
         """Add its scores to the rewards of these groups, each on its episode's last action."""
@@ -31,21 +32,16 @@ class Judging:
             return
         batch = await collate_in_turns(groups)
         async with self._phases.limited("reward model"):
-            scores = (await self._learner.dispatch.ask(REWARD_ROLE, "scores", batch)).tolist()
+            found = await self._learner.dispatch.ask(REWARD_ROLE, "scores", batch)
+        scores = found.reshape(len(found), -1).tolist()
         row = 0
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             row += len(trajectory.sequences)
             if trajectory.actions and not trajectory.metrics.get("given_up"):
-                _add(trajectory, scores[row - 1], self._settings)  # of its last sequence
+                _add(trajectory, scores[row - 1], self._models)  # of its last sequence
 
 
-def scaled(score: float, settings: RewardConfig) -> float:
-    """What a score adds to a reward."""
-    plain = (score - settings.mean) / settings.std
-    bound = settings.clip
-    return settings.weight * (min(max(plain, -bound), bound) if bound else plain)
-
-
-def _add(trajectory: Trajectory, score: float, settings: RewardConfig) -> None:
-    trajectory.actions[-1].reward += scaled(score, settings)
-    trajectory.metrics = {**trajectory.metrics, METRIC: score}
+def _add(trajectory: Trajectory, scores: Sequence[float], models: Mapping[str, RewardModel]) -> None:
+    said = dict(zip(models, scores, strict=True))
+    trajectory.actions[-1].reward += sum(models[name].part(score) for name, score in said.items())
+    trajectory.metrics = {**trajectory.metrics, **said}

@@ -190,9 +190,10 @@ class RankGroup:
 
 
 def joined(batch: TokenBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
-    """Values of the shards in the batch's rows: per token, ``[batch, length]``, or per row, ``[batch]``."""
-    if pieces[0].dim() == 1:
-        scores = torch.zeros(len(batch))
+    """Values of the shards in the batch's rows: per token, ``[batch, length]``, or per row, ``[batch]``, or several
+    per row, ``[batch, 1, n]``."""
+    if pieces[0].dim() != 2:
+        scores = torch.zeros(len(batch), *pieces[0].shape[1:])
         for rows, piece in zip(shards, pieces, strict=True):
             scores[rows] = piece
         return scores

@@ -111,6 +111,23 @@ def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
     assert engine_memory.cache_bytes_per_token(QWEN_7B, 2, 4) == engine_memory.cache_bytes_per_token(QWEN_7B, 2, 8)
 
 
+def test_the_axes_of_ranks_divide_what_they_split_and_nothing_else() -> None:
+    """Tensor parallelism divides what FSDP gathers and heads and MLPs make, context parallelism the activations."""
+
+    def policy(**sizes: int) -> dict[str, int]:
+        cfg = settings(ranks=4)
+        vars(cfg.trainer.parallel).update(sizes)
+        cfg.trainer.micro_batch_tokens = 8192 // sizes.get("context", 1)  # of each rank: the group's stay the same
+        return place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines
+
+    plain, tensor, context = policy(), policy(tensor=2), policy(context=2)
+    assert tensor["weights"] == pytest.approx(plain["weights"], rel=0.1), "the same ranks hold the model once"
+    assert tensor["gathered"] < 0.75 * plain["gathered"]
+    assert tensor["activations"] < 0.75 * plain["activations"]
+    assert context["weights"] == plain["weights"] and context["gathered"] == plain["gathered"]
+    assert context["activations"] == pytest.approx(plain["activations"] / 2, rel=0.01)
+
+
 def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
     cfg = settings()
     cfg.trainer.algorithm.use_kl_loss = True

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from skyasync.config.reward_models import RewardModel, reward_models
 from skyasync.config.schema import Config, RewardConfig
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
-from skyasync.training.judging import scaled
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 
@@ -75,15 +75,26 @@ async def test_each_episode_is_scored_once_and_its_score_is_part_of_its_reward(
 
 
 def test_scores_are_scaled_clipped_and_weighed() -> None:
-    settings = RewardConfig(weight=2.0, mean=1.0, std=0.5, clip=3.0)
-    assert [scaled(score, settings) for score in (1.0, 1.5, -9.0, 9.0)] == [0.0, 2.0, -6.0, 6.0]
-    assert scaled(7.0, RewardConfig()) == 7.0
+    one = RewardModel("a/b", weight=2.0, mean=1.0, std=0.5, clip=3.0)
+    assert [one.part(score) for score in (1.0, 1.5, -9.0, 9.0)] == [0.0, 2.0, -6.0, 6.0]
+    reward = RewardConfig(models={"other": {"path": "c/d", "weight": 3}})
+    assert reward_models(reward) == {"reward_model/other": RewardModel("c/d", weight=3)}
+    reward.model.path, reward.std = "a/b", 2.0
+    assert list(reward_models(reward)) == ["reward_model", "reward_model/other"]
+    assert reward_models(reward)["reward_model"].part(7.0) == 3.5
 
 
-async def test_groups_are_filtered_by_what_the_model_says(model: str, judge: str) -> None:
-    """The environment's reward is below 2 in every episode; a score of a thousand makes means of all groups large."""
-    cfg = judged(model, judge, mean=-1000.0)
-    cfg.trainer.algorithm.dynamic_sampling.type, cfg.trainer.algorithm.dynamic_sampling.high = "mean", 100.0
-    run = await LocalRun(RayPPOTrainer, cfg).train()
-    assert run.tracker.rows[1]["dynamic_sampling/rejected"] == 4.0
-    assert run.dispatch.batches == []
+async def test_several_models_are_added_up_and_each_is_a_metric(model: str, judge: str, tmp_path: Path) -> None:
+    """The one model, and the same with its head turned around beside it."""
+    other = AutoModelForSequenceClassification.from_pretrained(judge)
+    other.score.weight.data.mul_(-2.0)
+    other.save_pretrained(tmp_path / "other")
+    models = {"turned": {"path": str(tmp_path / "other"), "weight": 0.25}, "same": {"path": judge, "weight": 2.0}}
+    run = LocalRun(type("Kept", (Keeping, RayPPOTrainer), {}), judged(model, judge, weight=0.5, models=models))
+    await run.train()
+    for trajectory in (t for group in run.trainer.kept for t in group.trajectories):
+        first, turned, same = (trajectory.metrics[f"reward_model{name}"] for name in ("", "/turned", "/same"))
+        assert same == first and turned == pytest.approx(-2 * first, abs=1e-4)
+        own = trajectory.reward - (0.5 * first + 0.25 * turned + 2.0 * same)
+        assert own * 10 == pytest.approx(round(own * 10), abs=1e-3), "what the environment gave is tenths"
+    assert "env/reward_model/turned" in run.tracker.rows[2]
