@@ -24,16 +24,15 @@ def check_axes(parallel: ParallelConfig, path: str, key: str) -> None:
     if file is None or tensor * context == 1:
         return
     shape = read_shape(file, f"{key}={path}")
+    kinds = sorted(set(shape.get("layer_types") or ()) - _ATTENDING)
+    if kinds:
+        key = f"{_CONTEXT}={context} splits sequences" if context > 1 else f"{_TENSOR}={tensor} splits heads"
+        raise UserError(f"{key}, and {path} has layers of another kind than attention ({kinds[0]}): set it to 1")
     for name in (_HEADS, _KEYS, *_EXPERTS) if tensor > 1 else ():
         _check_divides(f"{_TENSOR}={tensor}", tensor, shape.get(name), name, path)
     if context > 1:
         both = f"{_CONTEXT}={context}" + (f" times {_TENSOR}={tensor}" if tensor > 1 else "")
         _check_divides(both, context * tensor, shape.get(_HEADS), _HEADS, path)
-        if kinds := sorted(set(shape.get("layer_types") or ()) - _ATTENDING):
-            raise UserError(
-                f"{_CONTEXT}={context} splits sequences, and {path} has layers ({kinds[0]}) that do not attend as it "
-                f"needs: set {_CONTEXT}=1"
-            )
     family = shape.get("model_type")
     if tensor > 1 and has_plan(str(family)) is False:
         raise UserError(

@@ -25,7 +25,7 @@ from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
-from skyasync.workers.norms import clip, local, total_norm
+from skyasync.workers.norms import are_alike, clip, local, total_norm
 from skyasync.workers.offload import move_moments
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
@@ -56,6 +56,7 @@ class TrainedWorker(ModelWorker):
         self.step = 0
         self._totals, self._passes = Totals(), 0  # since the last optimizer step
         self._examined: Examined | None = None  # of the gradient in hand
+        self._alike = False  # the ranks of the tensor axis have been seen to agree
         self._checkpoint_group: dist.ProcessGroup | None = None
 
     def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
@@ -192,6 +193,7 @@ class TrainedWorker(ModelWorker):
         if scale != 1.0:
             for gradient in self._gradients():
                 gradient.mul_(scale)
+        self._alike = self._alike or are_alike(self.model, self.mesh)
         norm = total_norm(self._gradients(), self.mesh)
         metrics["grad_norm"] = float(norm)
         if math.isfinite(metrics["grad_norm"]):

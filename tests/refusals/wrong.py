@@ -111,7 +111,7 @@ INPUTS = [
     (["generator.sampling_params.allowed_token_ids=[5,88888]"], "allowed_token_ids has 88888", "vocabulary"),
     ([*FOUR, "trainer.parallel.tensor=4"], "trainer.parallel.tensor=4", "num_attention_heads=2"),
     ([*FOUR, "trainer.parallel.tensor=2", "trainer.parallel.context=2"], "trainer.parallel.context=2", "choose"),
-    ([*FOUR, "trainer.parallel.context=2", "trainer.policy.model.path={x}/recurrent"], "linear_attention", "context=1"),
+    ([*FOUR, "trainer.parallel.context=2", "trainer.policy.model.path={x}/recurrent"], "linear_attention", "splits"),
     ([*FOUR, "trainer.parallel.tensor=2", "trainer.policy.model.path={x}/planless"], "gpt2", "no tensor-parallel plan"),
     (["ray.address=nowhere"], "ray.address='nowhere'", "host:port"),
 ]  # fmt: skip

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Olmo2Config, Phi3Config
 
 from skyasync.config.schema import Config
+from skyasync.errors import UserError
 from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.workers.parallel.styles import NormOfOwnHeads
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.workers import calls
 from tests.workers.processes import Rank, Ranks
-from tests.workers.test_shapes import SHAPES, distance, gradient, ragged, settings
+from tests.workers.test_shapes import SHAPES, WIDE, distance, gradient, ragged, settings
 from tests.workers.test_shapes import shapes as shapes
 
+PLANNED = {"phi3": Phi3Config(**WIDE), "olmo2": Olmo2Config(**WIDE)}
+"""Families whose plans split and gather by themselves."""
 WIDER = [
     ("qwen3_tied", 4, {"tensor": 2}),
     ("gemma2_capped", 4, {"context": 2}),
@@ -74,6 +80,36 @@ def test_split_matrices_and_sequences_have_one_ranks_gradient(
         apart = distance(torch.from_numpy(found), expected)
         assert apart < 1e-6
         assert told == pytest.approx(metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_plans_that_gather_have_one_ranks_gradient_as_well(
+    name: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(PLANNED[name]).save_pretrained(tmp_path)
+    _, expected, metrics = of_one(str(tmp_path))
+    ranks(2).set_up(PolicyWorker, parallel(str(tmp_path), tensor=2))
+    for _, _, found, told in ranks(2).call(step):
+        assert distance(torch.from_numpy(found), expected) < 1e-6
+        assert told == pytest.approx(metrics, rel=1e-5)
+
+
+def forgetful(rank: Rank) -> str:
+    """An update by a plan that does not know of the norms of heads."""
+    with patch.object(NormOfOwnHeads, "context_around_forward", lambda *_: nullcontext()):
+        rank.worker.forward_backward(ragged())
+    with pytest.raises(UserError) as found:
+        rank.worker.optimizer_step()
+    return str(found.value)
+
+
+def test_a_plan_that_forgets_a_parameter_is_found_out_before_a_weight_changes(
+    shapes: dict[str, str], ranks: Callable[[int], Ranks]
+) -> None:
+    ranks(2).set_up(PolicyWorker, parallel(shapes["qwen3_tied"], tensor=2))
+    for line in ranks(2).call(forgetful):
+        assert "layers.0.self_attn.q_norm.weight" in line and "trainer.parallel.tensor=1" in line
 
 
 def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:

@@ -28,7 +28,7 @@ from skyasync.workers.parallel.collectives import summed
 
 KEY = "trainer.parallel.context"
 ATTENTION = "skyasync_ulysses"
-_ATTENDING = {"full_attention", "sliding_attention"}
+ATTENDING = {"full_attention", "sliding_attention"}
 _PLACE = "_skyasync_context"
 
 
@@ -91,7 +91,7 @@ def check(config: PreTrainedConfig, size: int, tensor: int = 1) -> None:
         raise UserError(
             f"{key} does not divide the {heads} attention heads of {text.model_type}: choose {' or '.join(fits)}"
         )
-    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENDING
     if kinds:
         raise UserError(
             f"{KEY}={size} splits sequences, and {text.model_type} has layers ({sorted(kinds)[0]}) that do not "

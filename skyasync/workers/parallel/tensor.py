@@ -13,11 +13,21 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
 
 from skyasync.errors import UserError
+from skyasync.workers.parallel.context import ATTENDING
 from skyasync.workers.parallel.styles import EMBEDDING, EXPERTS, NORM
 from skyasync.workers.parallel.vocabulary import Vocabulary
 
 KEY = "trainer.parallel.tensor"
-_OWN_PIECES = {"colwise", "rowwise", NORM, EXPERTS, EMBEDDING, "grouped_gemm"}
+_OWN_PIECES = {
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "grouped_gemm",
+    NORM,
+    EXPERTS,
+    EMBEDDING,
+}
 """Styles whose parts are single pieces of a weight; packed ones are not, and checkpoints of shards hold pieces."""
 
 
@@ -68,8 +78,13 @@ def _key(model: PreTrainedModel, module: nn.Module) -> str:
 
 def _check(model: PreTrainedModel, size: int) -> None:
     config, family = model.config.get_text_config(), type(model).__name__
-    if not any(style == "colwise" for style in model.tp_plan.values()):
+    if len(model.tp_plan) < 2:  # a head alone is no plan
         raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1")
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENDING
+    if kinds:
+        raise UserError(
+            f"{KEY}={size} splits heads, and {family} has layers of another kind ({min(kinds)}): set {KEY}=1"
+        )
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
         count = getattr(config, name, None)
         if isinstance(count, int) and count % size:
