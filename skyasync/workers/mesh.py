@@ -7,6 +7,7 @@ gradient's sum over these is the reduction that FSDP2 makes anyway; a matrix tha
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -36,6 +37,8 @@ class Mesh:
         mesh = init_device_mesh(
             device_type, (axes.data, axes.context, axes.tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR)
         )
+        # Of gathering what both axes have cut: a line for every kind of parameter, that it takes two collectives.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard = mesh[DATA, CONTEXT]._flatten(SHARD)
 
         def group(name: str, size: int) -> dist.ProcessGroup | None:

@@ -82,7 +82,8 @@ def consistent(config: Config) -> Config:
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
     trainer.algorithm.dynamic_sampling.early_end = False
     trainer.algorithm.overlong_buffer.len = 0
-    trainer.critic.warmup_steps, trainer.reward.model.path = 0, ""
+    trainer.critic.warmup_steps, trainer.reward.model.path, trainer.reward.models = 0, "", {}
+    trainer.parallel = plain.trainer.parallel
     trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False

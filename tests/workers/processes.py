@@ -18,7 +18,8 @@ import torch.distributed as dist
 from skyasync.config.schema import Config
 from skyasync.workers.base import LOOPBACK, ModelWorker
 
-PRELOADED = ["skyasync.workers.policy", "skyasync.workers.reference", "tests.workers.calls", "torch._dynamo",
+PRELOADED = ["skyasync.workers.policy", "skyasync.workers.reference",
+             "skyasync.workers.parallel", "tests.workers.calls", "torch._dynamo",
              "torch.distributed.checkpoint.state_dict", "transformers.models.llama.modeling_llama"]  # fmt: skip
 ANSWER_S = 120.0
 LEFT_BEHIND_S = 2.0
