@@ -64,7 +64,16 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
     if plan.gpus_asked > plan.machine.gpus:
         lower = list(_halves(placement.policy_num_gpus_per_node, 1))
         choices["trainer.placement.policy_num_gpus_per_node"] += lower
+    ranks = choices["trainer.placement.policy_num_gpus_per_node"]
+    choices["trainer.placement.policy_num_gpus_per_node"] = [n for n in ranks if _divides(cfg, n)]
     return {key: values for key, values in choices.items() if values and key not in without}
+
+
+def _divides(cfg: Config, per_node: int) -> bool:
+    """Whether the policy's axes go with so many ranks per node."""
+    parallel, ranks = cfg.trainer.parallel, per_node * cfg.trainer.placement.policy_num_nodes
+    sharing = parallel.context * parallel.tensor
+    return ranks % sharing == 0 and parallel.data in (0, ranks // sharing)
 
 
 def _combinations(choices: dict[str, Values]) -> Iterator[dict[str, Any]]:

@@ -128,6 +128,13 @@ def test_the_axes_of_ranks_divide_what_they_split_and_nothing_else() -> None:
     assert context["activations"] == pytest.approx(plain["activations"] / 2, rel=0.01)
 
 
+def test_an_advice_keeps_ranks_that_the_axes_divide() -> None:
+    machine, cfg = replace(EIGHT, gpu_memory=48 * GIB), settings(ranks=2, engines=2)
+    cfg.trainer.parallel.tensor = 2
+    advice = advise(cfg, make_plan(cfg, QWEN_7B, machine), lambda c: make_plan(c, QWEN_7B, machine))
+    assert advice["trainer.placement.policy_num_gpus_per_node"] % 2 == 0
+
+
 def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
     cfg = settings()
     cfg.trainer.algorithm.use_kl_loss = True

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.workers.critic import CriticWorker
 from skyasync.workers.parallel.styles import NormOfOwnHeads
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
@@ -88,6 +89,42 @@ def test_plans_that_gather_have_one_ranks_gradient_as_well(ranks: Callable[[int]
     for _, _, found, told in ranks(2).call(step):
         assert distance(torch.from_numpy(found), expected) < 1e-6
         assert told == pytest.approx(metrics, rel=1e-5)
+
+
+def valued(rank: Rank) -> Any:
+    worker, batch = rank.worker, ragged()
+    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
+    return rows.numpy(), worker.values(batch.select(rows).trim()).numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_a_critic_beside_the_policy_is_divided_like_it(
+    shapes: dict[str, str], axis: str, ranks: Callable[[int], Ranks]
+) -> None:
+    cfg = parallel(shapes["llama"], **{axis: 2})
+    cfg.trainer.algorithm.advantage_estimator = "gae"
+    alone = CriticWorker(parallel(shapes["llama"]), threads=1)
+    alone.setup()
+    expected = alone.values(ragged())
+    ranks(2).set_up(CriticWorker, cfg)
+    for rows, said in ranks(2).call(valued):
+        assert len(rows) == len(expected)
+        torch.testing.assert_close(torch.from_numpy(said), expected[rows, : said.shape[1]], atol=2e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_adapters_train_on_split_sequences(shapes: dict[str, str], ranks: Callable[[int], Ranks]) -> None:
+    cfg = parallel(shapes["llama"])
+    cfg.trainer.policy.lora.rank = 4
+    worker = PolicyWorker(cfg, threads=1)
+    worker.setup()
+    worker.forward_backward(ragged())
+    expected = gradient(worker)
+    cfg.trainer.parallel.context = 2
+    ranks(2).set_up(PolicyWorker, cfg)
+    for _, _, found, _ in ranks(2).call(step):
+        assert distance(torch.from_numpy(found), expected) < 1e-6
 
 
 def forgetful(rank: Rank) -> str:
