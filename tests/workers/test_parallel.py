@@ -29,6 +29,7 @@ CASES: list[tuple[str, int, dict[str, int]]] = [
     *((name, 2, {"tensor": 2}) for name in SHAPES),
     *((name, 2, {"context": 2}) for name in SHAPES),
     ("qwen3_tied", 4, {"tensor": 2}),
+    ("gemma2_capped", 4, {"context": 2}),
     ("qwen3_moe", 4, {"context": 2, "tensor": 2}),
 ]
 ONE: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, float]]] = {}
@@ -40,6 +41,8 @@ def parallel(path: str, **sizes: int) -> Config:
     cfg.trainer.algorithm.use_entropy_loss, cfg.trainer.algorithm.entropy_loss_coef = True, 0.01
     cfg.trainer.policy.optimizer_config.max_grad_norm = 0.1
     cfg.trainer.micro_batch_tokens = 96
+    if len(sizes) > 1:
+        cfg.trainer.policy.reduce_gradients, cfg.trainer.policy.gradient_checkpointing = "update", "selective"
     return cfg
 
 
