@@ -189,6 +189,7 @@ class ModelWorker(Worker):
             max_rows=max_rows,
             share_prefixes=can_share_prefixes(self.model.model.config),
             hidden_size=self.model.model.config.hidden_size,
+            end_to_end=self.model.packs,
         )
         missing = self.agree_on_most(len(pieces)) - len(pieces)
         yield from pieces
