@@ -246,6 +246,8 @@ def _check_intervals(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
     if len(optimizer.adam_betas) != 2:
         yield f"{name}.adam_betas has {len(optimizer.adam_betas)} entries: AdamW takes two, [0.9,0.999]"
+    if optimizer.name != "muon" and optimizer.muon_momentum != OptimizerConfig().muon_momentum:
+        yield f"{name}.muon_momentum={optimizer.muon_momentum} has no effect with {name}.name={optimizer.name}"
     if optimizer.num_warmup_steps and optimizer.warmup_ratio:
         yield (
             f"{name}.num_warmup_steps={optimizer.num_warmup_steps} and {name}.warmup_ratio={optimizer.warmup_ratio} "

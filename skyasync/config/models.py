@@ -51,6 +51,12 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class OptimizerConfig(Settings):
+    name: str = key(
+        "adamw",
+        "adamw, or muon: the matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
+        choices=("adamw", "muon"),
+    )
+    muon_momentum: float = key(0.95, "Muon's momentum; read with name=muon.", low=0.0, below=1.0)
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
     adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
     eps: float = key(1e-8, "AdamW's epsilon, added to the root of the second moment.", above=0.0)

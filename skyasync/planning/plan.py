@@ -149,6 +149,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         vocabulary=role.head == VOCABULARY,
         entropy=trainer.algorithm.use_entropy_loss,
         shaped=sampling.temperature not in (0.0, 1.0),
+        muon=role.settings(cfg).optimizer_config.name == "muon",
     )
 
 

@@ -22,6 +22,10 @@ KEPT = 1.2
 """Of one layer's activations, what the allocator has not given back when the next thing is done. Measured."""
 
 
+ORTHOGONALISED = 4 * FLOAT32 + 3 * 2
+"""Bytes per number of a matrix while Muon turns it: what is gathered, Muon's own copies, and three in bfloat16."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """How one rank computes.
@@ -37,6 +41,7 @@ class Rank:
         reduced_once: gradients are added up over the ranks once per update.
         vocabulary: its head spans it; else it says one number.
         entropy, shaped: what the loss asks of the logits: their entropy; a temperature or filters.
+        muon: matrices of layers have one moment instead of two.
     """
 
     ranks: int
@@ -51,6 +56,7 @@ class Rank:
     vocabulary: bool = True
     entropy: bool = False
     shaped: bool = False
+    muon: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -64,7 +70,8 @@ def held(shape: ModelShape, rank: Rank) -> Lines:
         return {"weights": share * rank.b}
     if rank.adapters:
         return {"weights": share * rank.b} | learnt(shape, rank)
-    return {"weights": share * FLOAT32, "moments": 2 * share * FLOAT32}
+    turned = -(-shape.layers * shape.layer_matrices // rank.ranks) if rank.muon else 0
+    return {"weights": share * FLOAT32, "moments": (2 * share - turned) * FLOAT32}
 
 
 def learnt(shape: ModelShape, rank: Rank) -> Lines:
@@ -106,6 +113,8 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
         "masks": mask_bytes(rank.work),
     }
     end = own | {"gradients": share + whole, "gathered": _gathered(shape, rank, reduced=root)}
+    if rank.muon and not rank.adapters:
+        end["orthogonalised"] = ORTHOGONALISED * shape.largest_matrix
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
 
 

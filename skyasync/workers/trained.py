@@ -27,6 +27,7 @@ from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
 from skyasync.workers.offload import move_moments
+from skyasync.workers.optimizers import make_optimizer
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
 from skyasync.workers.saved import Saved
@@ -90,16 +91,10 @@ class TrainedWorker(ModelWorker):
         return self.device.type != "cpu" if setting == "auto" else setting
 
     def _make_optimizer(self, wrapper: Wrapped) -> torch.optim.AdamW:
-        settings = self.settings.optimizer_config
         # A weight that is frozen only while it is looked at is the optimizer's all the same; one under adapters is not.
         learnt = [p for p in wrapper.parameters() if p.requires_grad or self.adapters is None]
-        matrices = [p for p in learnt if p.dim() > 1]
-        vectors = [p for p in learnt if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        first, second = settings.adam_betas
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), eps=settings.eps, fused=True
-        )
+        layers = set(wrapper.model._no_split_modules or ())
+        return make_optimizer(wrapper, learnt, self.settings.optimizer_config, layers)
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         """Add the gradient of this rank's rows to what has been added up since the last optimizer step.

@@ -226,3 +226,11 @@ def test_a_checkpoint_written_behind_training_is_in_memory_all_the_while(machine
     assert host(True)["checkpoint"] > 80 * GIB
     more = sum(host(True).values()) - sum(host(False).values())
     assert more > 0
+
+
+def test_muon_keeps_one_moment_of_the_layers_matrices() -> None:
+    cfg = settings(1, 1)
+    adam = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines["moments"]
+    cfg.trainer.policy.optimizer_config.name = "muon"
+    muon = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines["moments"]
+    assert adam - muon == 4 * QWEN_7B.layers * QWEN_7B.layer
