@@ -92,6 +92,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),
         *_check_optimizer("trainer.policy.optimizer_config", cfg.trainer.policy.optimizer_config),
+        *_check_replicas(cfg.trainer),
         *_check_lists(cfg),
         *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
         *check_domains(cfg.environment.domains),
@@ -241,6 +242,17 @@ def _check_intervals(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"trainer.algorithm.{low}={least} is above trainer.algorithm.{high}={most}, which leaves nothing "
                 f"between them: lower the one or raise the other"
             )
+
+
+def _check_replicas(trainer: TrainerConfig) -> Iterator[str]:
+    placement, size = trainer.placement, trainer.policy.fsdp_size
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    if size and ranks % size:
+        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        yield (
+            f"trainer.policy.fsdp_size={size} makes no groups of equal size of the policy's {ranks} ranks "
+            f"(trainer.placement): it is one of {', '.join(fitting)}, or 0 for all of them"
+        )
 
 
 def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:

@@ -123,6 +123,12 @@ class PolicyConfig(Settings):
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()
     reduce_gradients: str = _reduce_gradients()
+    fsdp_size: int = key(
+        0,
+        "Neighbouring ranks over which the policy's weights are sharded; groups of so many are replicas of each other "
+        "(HSDP), among which gradients alone travel. 0 shards over all ranks.",
+        low=0,
+    )
     threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
 
 

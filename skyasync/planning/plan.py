@@ -137,8 +137,10 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
     )
     lora = getattr(role.settings(cfg), "lora", None)
     asked = str(role.settings(cfg).gradient_checkpointing).lower()
+    sharing = getattr(role.settings(cfg), "fsdp_size", 0) or ranks
     return Rank(
-        ranks=ranks,
+        ranks=sharing,
+        replicas=ranks // sharing,
         b=_bytes(role.model(cfg).dtype, gpus=gpus),
         work=work,
         micro_batches=count,

@@ -32,6 +32,7 @@ class Rank:
 
     Args:
         ranks: over which the model is sharded.
+        replicas: of each shard.
         b: bytes of a number in the dtype that is computed in.
         work: its largest micro-batch.
         micro_batches: per optimizer step; from the second on there are gradients already.
@@ -57,10 +58,11 @@ class Rank:
     entropy: bool = False
     shaped: bool = False
     muon: bool = False
+    replicas: int = 1
 
     @property
     def sharded(self) -> bool:
-        return self.ranks > 1 or (self.trained and self.b != FLOAT32)
+        return self.ranks * self.replicas > 1 or (self.trained and self.b != FLOAT32)
 
 
 def held(shape: ModelShape, rank: Rank) -> Lines:

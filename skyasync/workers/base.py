@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -30,6 +29,7 @@ from skyasync.workers.loading import load_sharded
 from skyasync.workers.model import Wrapped, can_share_prefixes
 from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
+from skyasync.workers.replicas import shard_mesh
 from skyasync.workers.worker import LOOPBACK, Worker
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class ModelWorker(Worker):
 
     def _shard(self, wrapper: Wrapped) -> Wrapped:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        mesh = shard_mesh(self.device.type, self.world_size, getattr(self.settings, "fsdp_size", 0))
         precision = MixedPrecisionPolicy(
             param_dtype=None if self.dtype == self.master_dtype() else self.dtype, reduce_dtype=self.master_dtype()
         )

@@ -131,10 +131,12 @@ def _hand_out(whole: Tensor | None, parameter: Tensor, device: torch.device) -> 
         if own.numel():
             dist.recv(own, src=0)
         return
-    pieces = whole.chunk(dist.get_world_size())
+    shards = parameter.device_mesh.size(-1)  # ranks of one place in their groups hold the same
+    pieces = whole.chunk(shards)
     own.copy_(pieces[0])
-    for rank, piece in enumerate(pieces[1:], start=1):
-        dist.send(piece.to(device).contiguous(), dst=rank)
+    for rank in range(1, dist.get_world_size()):
+        if rank % shards < len(pieces):
+            dist.send(pieces[rank % shards].to(device).contiguous(), dst=rank)
 
 
 def _check_ties(path: str, expected: PreTrainedModel, loaded: PreTrainedModel) -> None:

@@ -91,6 +91,17 @@ def test_weights_gradients_and_moments_are_divided_by_the_ranks() -> None:
     assert one["weights"] == 4 * QWEN_7B.parameters
 
 
+def test_replicas_hold_whole_weights_among_as_many_ranks_as_shard_them() -> None:
+    cfg = settings(4, 1)
+    cfg.trainer.policy.fsdp_size = 2
+    four = place(make_plan(cfg, QWEN_7B, EIGHT), "policy")
+    two = place(make_plan(settings(2, 1), QWEN_7B, EIGHT), "policy")
+    assert four.count == 4
+    assert [four.lines[what] for what in ("weights", "moments")] == [two.lines[what] for what in ("weights", "moments")]
+    cfg.trainer.policy.fsdp_size = 3
+    assert any("fsdp_size=3" in problem and "1, 2, 4" in problem for problem in check_config(cfg))
+
+
 def test_the_token_cap_holds_whatever_the_rows() -> None:
     cfg = settings()
     cfg.trainer.micro_train_batch_size_per_gpu = 64
