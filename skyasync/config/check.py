@@ -93,6 +93,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *_check_intervals(cfg.trainer.algorithm),
         *_check_optimizer("trainer.policy.optimizer_config", cfg.trainer.policy.optimizer_config),
         *_check_replicas(cfg.trainer),
+        *_check_compiled(cfg.trainer),
         *_check_lists(cfg),
         *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
         *check_domains(cfg.environment.domains),
@@ -242,6 +243,20 @@ def _check_intervals(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"trainer.algorithm.{low}={least} is above trainer.algorithm.{high}={most}, which leaves nothing "
                 f"between them: lower the one or raise the other"
             )
+
+
+def _check_compiled(trainer: TrainerConfig) -> Iterator[str]:
+    policy = trainer.policy
+    if policy.torch_compile and policy.gradient_checkpointing == "selective":
+        yield (
+            "trainer.policy.torch_compile=true decides by itself what a layer keeps for its backward pass, so "
+            "trainer.policy.gradient_checkpointing=selective has no effect: set true, or false"
+        )
+    if policy.torch_compile and policy.lora.rank:
+        yield (
+            f"trainer.policy.torch_compile=true and trainer.policy.lora.rank={policy.lora.rank}: adapters step aside "
+            f"for the reference and for engines, and compiled layers would not see it: leave one of them out"
+        )
 
 
 def _check_replicas(trainer: TrainerConfig) -> Iterator[str]:

@@ -123,6 +123,11 @@ class PolicyConfig(Settings):
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()
     reduce_gradients: str = _reduce_gradients()
+    torch_compile: bool = key(
+        False,
+        "Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows then "
+        "stand one below the other.",
+    )
     fsdp_size: int = key(
         0,
         "Neighbouring ranks over which the policy's weights are sharded; groups of so many are replicas of each other "

@@ -8,7 +8,7 @@ Scalable for LLM Training").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,19 +16,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyasync.config.schema import OptimizerConfig
+from skyasync.workers.layers import decoder_layers
+from skyasync.workers.model import Wrapped
 
 MOMENTUM = "momentum_buffer"
 
 
-def make_optimizer(model: nn.Module, learnt: Iterable[nn.Parameter], settings: OptimizerConfig,
-                   layers: set[str]) -> torch.optim.AdamW:  # fmt: skip
+def make_optimizer(wrapper: Wrapped, learnt: Iterable[nn.Parameter], settings: OptimizerConfig) -> torch.optim.AdamW:
     """For the parameters ``learnt`` of a model; vectors have no weight decay.
 
-    Args:
-        layers: the class names of decoder layers.
+    Muon has the two-dimensional weights of decoder layers: neither embeddings nor a head, nor stacked experts.
     """
     learnt = list(learnt)
-    turned = set(layer_matrices(model, layers)) if settings.name == "muon" else set()
+    turned: set[nn.Parameter] = set()
+    if settings.name == "muon":
+        turned = {p for layer in decoder_layers(wrapper) for p in layer.parameters() if p.dim() == 2}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in learnt if p in turned], "weight_decay": settings.weight_decay, "muon": True},
         {"params": [p for p in learnt if p.dim() > 1 and p not in turned], "weight_decay": settings.weight_decay},
@@ -98,14 +100,3 @@ def _orthogonal(update: Tensor, lr: float) -> Tensor:
         [added], lr=lr, momentum=0.0, nesterov=False, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
     ).step()
     return added.detach()
-
-
-def layer_matrices(model: nn.Module, layers: set[str]) -> Iterator[nn.Parameter]:
-    """The two-dimensional weights of the decoder layers: neither embeddings nor a head, nor experts, which are stacked.
-
-    Args:
-        layers: the class names of decoder layers.
-    """
-    for module in model.modules():
-        if any(base.__name__ in layers for base in type(module).__mro__):  # FSDP gives a sharded one a class of its own
-            yield from (parameter for parameter in module.parameters() if parameter.dim() == 2)

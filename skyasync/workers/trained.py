@@ -77,6 +77,12 @@ class TrainedWorker(ModelWorker):
 
     def build(self) -> Wrapped:
         wrapper = super().build()
+        if getattr(self.settings, "torch_compile", False):
+            from skyasync.workers.compiling import compile_layers
+            from skyasync.workers.layers import decoder_layers
+
+            wrapper.packs = False  # rows end to end differ in how many blocks they have: each would be compiled
+            compile_layers(decoder_layers(wrapper), self.device)
         if how := self._recomputes():
             wrapper.model.gradient_checkpointing_enable(checkpointing_options(selective=how == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
@@ -93,8 +99,7 @@ class TrainedWorker(ModelWorker):
     def _make_optimizer(self, wrapper: Wrapped) -> torch.optim.AdamW:
         # A weight that is frozen only while it is looked at is the optimizer's all the same; one under adapters is not.
         learnt = [p for p in wrapper.parameters() if p.requires_grad or self.adapters is None]
-        layers = set(wrapper.model._no_split_modules or ())
-        return make_optimizer(wrapper, learnt, self.settings.optimizer_config, layers)
+        return make_optimizer(wrapper, learnt, self.settings.optimizer_config)
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         """Add the gradient of this rank's rows to what has been added up since the last optimizer step.

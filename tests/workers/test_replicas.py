@@ -1,4 +1,4 @@
-"""Groups of ranks that shard the weights and are replicas of each other: gradient, files and weights are those of one."""
+"""Groups of ranks that shard the weights and are replicas of each other: the gradient and files of one rank."""
 
 from __future__ import annotations
 
