@@ -94,6 +94,9 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),
         *_check_optimizer("trainer.policy.optimizer_config", cfg.trainer.policy.optimizer_config),
+        *_check_replicas(cfg.trainer),
+        *_check_axes(cfg.trainer),
+        *_check_compiled(cfg.trainer),
         *_check_lists(cfg),
         *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
         *check_domains(cfg.environment.domains),
@@ -245,9 +248,54 @@ def _check_intervals(algorithm: AlgorithmConfig) -> Iterator[str]:
             )
 
 
+def _check_compiled(trainer: TrainerConfig) -> Iterator[str]:
+    policy = trainer.policy
+    if policy.torch_compile and policy.gradient_checkpointing == "selective":
+        yield (
+            "trainer.policy.torch_compile=true decides by itself what a layer keeps for its backward pass, so "
+            "trainer.policy.gradient_checkpointing=selective has no effect: set true, or false"
+        )
+    if policy.torch_compile and policy.lora.rank:
+        yield (
+            f"trainer.policy.torch_compile=true and trainer.policy.lora.rank={policy.lora.rank}: adapters step aside "
+            f"for the reference and for engines, and compiled layers would not see it: leave one of them out"
+        )
+
+
+def _check_replicas(trainer: TrainerConfig) -> Iterator[str]:
+    placement, size = trainer.placement, trainer.policy.fsdp_size
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    if size and ranks % size:
+        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        yield (
+            f"trainer.policy.fsdp_size={size} makes no groups of equal size of the policy's {ranks} ranks "
+            f"(trainer.placement): it is one of {', '.join(fitting)}, or 0 for all of them"
+        )
+
+
+def _check_axes(trainer: TrainerConfig) -> Iterator[str]:
+    """What has been tried with ranks that share rows, and what has not."""
+    policy, axes = trainer.policy, trainer.parallel
+    split = [f"trainer.parallel.{name}={size}" for name, size in (("context", axes.context), ("tensor", axes.tensor))
+             if size > 1]  # fmt: skip
+    if not split:
+        return
+    if policy.fsdp_size:
+        yield f"trainer.policy.fsdp_size={policy.fsdp_size} and {split[0]} both cut the ranks into groups: choose one"
+    if policy.torch_compile:
+        yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: leave one of them out"
+    if axes.tensor > 1 and policy.optimizer_config.name == "muon":
+        yield (
+            f"trainer.policy.optimizer_config.name=muon turns whole matrices, and trainer.parallel.tensor="
+            f"{axes.tensor} splits them: choose adamw, or leave tensor at 1"
+        )
+
+
 def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
     if len(optimizer.adam_betas) != 2:
         yield f"{name}.adam_betas has {len(optimizer.adam_betas)} entries: AdamW takes two, [0.9,0.999]"
+    if optimizer.name != "muon" and optimizer.muon_momentum != OptimizerConfig().muon_momentum:
+        yield f"{name}.muon_momentum={optimizer.muon_momentum} has no effect with {name}.name={optimizer.name}"
     if optimizer.num_warmup_steps and optimizer.warmup_ratio:
         yield (
             f"{name}.num_warmup_steps={optimizer.num_warmup_steps} and {name}.warmup_ratio={optimizer.warmup_ratio} "

@@ -52,6 +52,12 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class OptimizerConfig(Settings):
+    name: str = key(
+        "adamw",
+        "adamw, or muon: the matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
+        choices=("adamw", "muon"),
+    )
+    muon_momentum: float = key(0.95, "Muon's momentum; read with name=muon.", low=0.0, below=1.0)
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
     adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
     eps: float = key(1e-8, "AdamW's epsilon, added to the root of the second moment.", above=0.0)
@@ -118,6 +124,17 @@ class PolicyConfig(Settings):
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()
     reduce_gradients: str = _reduce_gradients()
+    torch_compile: bool = key(
+        False,
+        "Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows then "
+        "stand one below the other.",
+    )
+    fsdp_size: int = key(
+        0,
+        "Neighbouring ranks over which the policy's weights are sharded; groups of so many are replicas of each other "
+        "(HSDP), among which gradients alone travel. 0 shards over all ranks.",
+        low=0,
+    )
     threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
 
 

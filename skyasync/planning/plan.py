@@ -140,8 +140,10 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
     )
     lora = getattr(role.settings(cfg), "lora", None)
     asked = str(role.settings(cfg).gradient_checkpointing).lower()
+    sharing = getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
     rank = Rank(
-        ranks=axes.data * axes.context,
+        ranks=sharing,
+        replicas=axes.data * axes.context // sharing,
         split=axes.tensor > 1,
         b=_bytes(role.model(cfg).dtype, gpus=gpus),
         work=work,
@@ -153,6 +155,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         vocabulary=role.head == VOCABULARY,
         entropy=trainer.algorithm.use_entropy_loss,
         shaped=sampling.temperature not in (0.0, 1.0),
+        muon=role.settings(cfg).optimizer_config.name == "muon",
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 

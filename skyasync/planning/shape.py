@@ -51,6 +51,18 @@ class ModelShape:
         return max(self.vocabulary * self.hidden, max(1, self.experts) * gate_up * self.hidden)
 
     @property
+    def largest_matrix(self) -> int:
+        """Of a decoder layer's."""
+        return self.hidden * max(
+            self.shared_intermediate if self.experts else self.intermediate, self.heads * self.head_dim
+        )
+
+    @property
+    def layer_matrices(self) -> int:
+        """Of a decoder layer, without stacked experts; norms and biases are counted among them, which are few."""
+        return self.layer - self.experts * (3 if self.family.gated else 2) * self.hidden * self.intermediate
+
+    @property
     def shares_prefixes(self) -> bool:
         """As ``skyasync.workers.model.can_share_prefixes`` decides."""
         return not any(self.windows)

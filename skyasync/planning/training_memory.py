@@ -22,12 +22,17 @@ KEPT = 1.2
 """Of one layer's activations, what the allocator has not given back when the next thing is done. Measured."""
 
 
+ORTHOGONALISED = 4 * FLOAT32 + 3 * 2
+"""Bytes per number of a matrix while Muon turns it: what is gathered, Muon's own copies, and three in bfloat16."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """How one rank computes.
 
     Args:
         ranks: over which the model, or a rank's part of it, is sharded.
+        replicas: of each shard.
         split: its matrices are split over further ranks; the shape is then a rank's part.
         b: bytes of a number in the dtype that is computed in.
         work: its largest micro-batch.
@@ -38,6 +43,7 @@ class Rank:
         reduced_once: gradients are added up over the ranks once per update.
         vocabulary: its head spans it; else it says one number.
         entropy, shaped: what the loss asks of the logits: their entropy; a temperature or filters.
+        muon: matrices of layers have one moment instead of two.
     """
 
     ranks: int
@@ -52,11 +58,13 @@ class Rank:
     vocabulary: bool = True
     entropy: bool = False
     shaped: bool = False
+    muon: bool = False
+    replicas: int = 1
     split: bool = False
 
     @property
     def sharded(self) -> bool:
-        return self.ranks > 1 or self.split or (self.trained and self.b != FLOAT32)
+        return self.ranks * self.replicas > 1 or self.split or (self.trained and self.b != FLOAT32)
 
 
 def held(shape: ModelShape, rank: Rank) -> Lines:
@@ -66,7 +74,8 @@ def held(shape: ModelShape, rank: Rank) -> Lines:
         return {"weights": share * rank.b}
     if rank.adapters:
         return {"weights": share * rank.b} | learnt(shape, rank)
-    return {"weights": share * FLOAT32, "moments": 2 * share * FLOAT32}
+    turned = -(-shape.layers * shape.layer_matrices // rank.ranks) if rank.muon else 0
+    return {"weights": share * FLOAT32, "moments": (2 * share - turned) * FLOAT32}
 
 
 def learnt(shape: ModelShape, rank: Rank) -> Lines:
@@ -109,6 +118,8 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
         "masks": mask_bytes(rank.work),
     }
     end = own | {"gradients": share + embedded, "gathered": _gathered(shape, rank, reduced=root)}
+    if rank.muon and not rank.adapters:
+        end["orthogonalised"] = ORTHOGONALISED * shape.largest_matrix
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
 
 

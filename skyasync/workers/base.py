@@ -110,7 +110,7 @@ class ModelWorker(Worker):
 
         if self._sharded():
             self._form_group()
-            self.mesh = Mesh.make(self.device.type, self.axes)
+            self.mesh = Mesh.make(self.device.type, self.axes, getattr(self.settings, "fsdp_size", 0))
             wrapper = load_sharded(self.path, head, dtype, self.device, shard)
         else:
             wrapper = wrap(head.load(self.path, dtype))
@@ -207,6 +207,7 @@ class ModelWorker(Worker):
             max_rows=max_rows,
             share_prefixes=can_share_prefixes(self.model.model.config),
             hidden_size=self.model.model.config.hidden_size,
+            end_to_end=self.model.packs and self.axes.context == 1,
         )
         missing = self.agree_on_most(len(pieces)) - len(pieces)
         yield from pieces

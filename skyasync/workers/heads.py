@@ -31,6 +31,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.workers.model import ATTENTION, TokenLogprobs, Wrapped, training_config
+from skyasync.workers.replicas import own_part
 from skyasync.workers.roles import SCORE, VALUE, VOCABULARY
 from skyasync.workers.values import SCORE_LAYER, TokenValues
 
@@ -184,9 +185,6 @@ def put(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """A tensor's own part, where it is sharded along the first dimension."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            pieces, rank = whole.chunk(mesh.size()), mesh.get_local_rank()
-            if rank < len(pieces):
-                parameter.to_local().copy_(pieces[rank])
+            parameter.to_local().copy_(own_part(parameter, whole))
         else:
             parameter.copy_(whole)

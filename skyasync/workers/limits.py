@@ -11,3 +11,6 @@ MIN_SAVED_TOKENS = 0.2
 
 MAX_LOGITS = 1 << 27
 """Most logits held at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in pieces."""
+
+MAX_PADDING = 0.05
+"""Share of padding up to which rows stand one below the other; with more they stand end to end, where a model can."""

@@ -128,17 +128,21 @@ def _hand_out(whole: Tensor | None, parameter: Tensor, device: torch.device) -> 
     """Rank 0's ``whole`` into the shards of all ranks."""
     assert isinstance(parameter, DTensor)
     own = parameter.to_local()
-    if parameter.device_mesh.size() < dist.get_world_size() or parameter.device_mesh.ndim > 1:
+    *above, last = parameter.placements
+    rows = last.is_shard(0) and all(place.is_replicate() for place in above)
+    if parameter.device_mesh.size() < dist.get_world_size() or not rows:
         _cut_by_each(whole, parameter, own, device)
         return
     if whole is None:
         if own.numel():
             dist.recv(own, src=0)
         return
-    pieces = whole.chunk(dist.get_world_size())
+    shards = parameter.device_mesh.size(-1)  # ranks of one place in their groups hold the same
+    pieces = whole.chunk(shards)
     own.copy_(pieces[0])
-    for rank, piece in enumerate(pieces[1:], start=1):
-        dist.send(piece.to(device).contiguous(), dst=rank)
+    for rank in range(1, dist.get_world_size()):
+        if rank % shards < len(pieces):
+            dist.send(pieces[rank % shards].to(device).contiguous(), dst=rank)
 
 
 def _cut_by_each(whole: Tensor | None, parameter: DTensor, own: Tensor, device: torch.device) -> None:

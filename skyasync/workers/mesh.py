@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyasync.workers.axes import Axes
+from skyasync.workers.replicas import shard_mesh
 
 DATA, CONTEXT, TENSOR, SHARD = "data", "context", "tensor", "shard"
 
@@ -30,10 +31,10 @@ class Mesh:
     tensor_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def make(cls, device_type: str, axes: Axes) -> Mesh:
+    def make(cls, device_type: str, axes: Axes, fsdp_size: int = 0) -> Mesh:
         if axes.sharing == 1:
-            mesh = init_device_mesh(device_type, (axes.ranks,))
-            return cls(axes, mesh, data_group=mesh.get_group() if axes.ranks > 1 else None)
+            mesh = shard_mesh(device_type, axes.ranks, fsdp_size)
+            return cls(axes, mesh, data_group=dist.group.WORLD if axes.ranks > 1 else None)
         mesh = init_device_mesh(
             device_type, (axes.data, axes.context, axes.tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR)
         )

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.workers.blocks import pack_rows
 from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.logits import logits_head
 from skyasync.workers.packing import Layout
@@ -64,6 +65,7 @@ class Wrapped(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.packs = can_share_prefixes(model.config) and pack_rows(model)  # rows may stand end to end
 
     def own(self, layout: Layout) -> Layout:
         """What this rank computes of it."""

@@ -9,19 +9,22 @@ micro-batch.
     p p p b b b                             each response attends to the prompt and to itself
     p p p c
     p p p d d
+
+Packed rows that differ in length stand end to end where a model can take them so (``skyasync.workers.blocks``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from skyasync.workers.batch import B, TokenBatch
-from skyasync.workers.limits import MIN_SAVED_TOKENS
+from skyasync.workers.blocks import Block, as_mask, blocks_of, owners_mask
+from skyasync.workers.limits import MAX_PADDING, MIN_SAVED_TOKENS
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Layout:
     ``tokens``, ``positions`` (int64) and ``owners`` (int32) are ``[packed rows, width]``. The latter two are None
     where every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
     last. An owner is 0 for a token of the shared prefix, -1 for padding, else the number of the token's own row.
+
+    With ``blocks`` the packed rows stand end to end, ``[1, tokens]``, and the blocks have the owners.
 
     The n loss tokens: ``predictors`` (flat indices into ``tokens`` of the token before each), ``targets``
     (token ids), ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of the result).
@@ -43,22 +48,20 @@ class Layout:
     targets: Tensor
     cells: Tensor
     shape: tuple[int, int]
+    blocks: tuple[Block, ...] = ()
 
     def to(self, device: torch.device) -> Layout:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Layout(**{**vars(self), **moved})
+        moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved, blocks=tuple(block.to(device) for block in self.blocks))
 
     def attention(self) -> Tensor | None:
-        """Bool ``[packed rows, 1, width, width]``: which tokens each token sees; padding sees padding only.
+        """Bool ``[packed rows, 1, width, width]``: which tokens each token sees; or blocks, in the place of a mask.
 
         Its size is the width's square, so it is made here, where it is used and on that device, and kept nowhere.
         """
-        owner = self.owners
-        if owner is None:
-            return None
-        allowed = owner[:, :, None] == owner[:, None, :]
-        allowed |= (owner == 0)[:, None, :]
-        return allowed.tril_()[:, None]
+        if self.blocks:
+            return as_mask(self.blocks, self.tokens.device)
+        return None if self.owners is None else owners_mask(self.owners)
 
     def to_rows(self, values: Tensor) -> Tensor:
         """One value per loss token ``[n]`` as ``[rows, length]``, zero elsewhere; differentiable."""
@@ -95,10 +98,20 @@ class MicroBatches(Generic[B]):
         max_rows: most sequences per micro-batch; 0 sets no such limit.
         share_prefixes: compute the common prefix of a group's rows once, where that pays.
         hidden_size: of the model; with it goes the price of attention against that of the linear layers.
+        end_to_end: the model takes rows end to end: those of a micro-batch may differ in length, at no cost.
     """
 
-    def __init__(self, batch: B, *, max_tokens: int, max_rows: int = 0, share_prefixes: bool, hidden_size: int) -> None:
-        self._batch = batch
+    def __init__(
+        self,
+        batch: B,
+        *,
+        max_tokens: int,
+        max_rows: int = 0,
+        share_prefixes: bool,
+        hidden_size: int,
+        end_to_end: bool = False,
+    ) -> None:
+        self._batch, self._max_tokens, self._end_to_end = batch, max_tokens, end_to_end
         lengths = batch.attention_mask.sum(1)
         bundles = _one_row_each(lengths)
         if share_prefixes and len(batch):
@@ -108,7 +121,7 @@ class MicroBatches(Generic[B]):
         self._bundles = bundles
         self._order = torch.argsort(bundles.widths, descending=True, stable=True)
         widths, counts = bundles.widths[self._order].tolist(), bundles.counts[self._order].tolist()
-        self._cuts = list(_cuts(widths, counts, max_tokens, max_rows))
+        self._cuts = list(_cuts(widths, counts, max_tokens, max_rows, padded=not end_to_end))
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -122,7 +135,11 @@ class MicroBatches(Generic[B]):
             rows = by_bundle[_ranges(starts[chosen], bundles.counts[chosen])]
             piece = self._batch.select(rows).trim()
             local = torch.repeat_interleave(torch.arange(end - start), bundles.counts[chosen])
-            yield MicroBatch(rows, piece, _layout(piece, local, bundles.prefix[rows]))
+            layout = _layout(piece, local, bundles.prefix[rows])
+            widths, tokens = bundles.widths[chosen], layout.tokens.numel()
+            if self._end_to_end and (tokens > self._max_tokens or widths.sum() < (1 - MAX_PADDING) * tokens):
+                layout = _end_to_end(layout, widths, bundles.counts[chosen])
+            yield MicroBatch(rows, piece, layout)
 
 
 def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Layout:
@@ -198,13 +215,17 @@ def _cheapest_width(prefix: Tensor, hidden_size: int) -> Tensor:
     return (p * p + 6 * hidden_size * p).sqrt().long().clamp(min=1)
 
 
-def _cuts(widths: list[int], counts: list[int], max_tokens: int, max_rows: int) -> Iterator[tuple[int, int]]:
+def _cuts(
+    widths: list[int], counts: list[int], max_tokens: int, max_rows: int, *, padded: bool
+) -> Iterator[tuple[int, int]]:
     """Consecutive pieces of bundles that come widest first, so that the first of a piece is as wide as the piece."""
     start = 0
     while start < len(widths):
-        most = max(1, max_tokens // max(1, widths[start]))
-        end, rows = start + 1, counts[start]
-        while end < min(len(widths), start + most) and (not max_rows or rows + counts[end] <= max_rows):
+        end, rows, tokens = start + 1, counts[start], widths[start]
+        while end < len(widths) and (not max_rows or rows + counts[end] <= max_rows):
+            tokens += widths[start] if padded else widths[end]
+            if tokens > max_tokens:
+                break
             rows += counts[end]
             end += 1
         yield start, end
@@ -255,4 +276,19 @@ def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
         targets=plain.targets,
         cells=plain.cells,
         shape=plain.shape,
+    )
+
+
+def _end_to_end(layout: Layout, widths: Tensor, counts: Tensor) -> Layout:
+    """Packed rows of these widths, without what pads them; ``counts``: the sequences in each."""
+    valid = torch.arange(layout.tokens.shape[1]) < widths[:, None]
+    columns = torch.arange(layout.tokens.shape[1]).expand_as(valid)
+    place = valid.flatten().cumsum(0) - 1
+    return replace(
+        layout,
+        tokens=layout.tokens[valid][None],
+        positions=(columns if layout.positions is None else layout.positions)[valid][None],
+        owners=None,
+        predictors=place[layout.predictors],
+        blocks=blocks_of(widths, (counts > 1).tolist(), layout.owners),
     )

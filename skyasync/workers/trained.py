@@ -27,6 +27,7 @@ from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
 from skyasync.workers.offload import move_moments
+from skyasync.workers.optimizers import make_optimizer
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
 from skyasync.workers.saved import Saved
@@ -77,6 +78,12 @@ class TrainedWorker(ModelWorker):
 
     def build(self) -> Wrapped:
         wrapper = super().build()
+        if getattr(self.settings, "torch_compile", False):
+            from skyasync.workers.compiling import compile_layers
+            from skyasync.workers.layers import decoder_layers
+
+            wrapper.packs = False  # rows end to end differ in how many blocks they have: each would be compiled
+            compile_layers(decoder_layers(wrapper), self.device)
         if how := self._recomputes():
             wrapper.model.gradient_checkpointing_enable(checkpointing_options(selective=how == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
@@ -91,16 +98,9 @@ class TrainedWorker(ModelWorker):
         return self.device.type != "cpu" if setting == "auto" else setting
 
     def _make_optimizer(self, wrapper: Wrapped) -> torch.optim.AdamW:
-        settings = self.settings.optimizer_config
         # A weight that is frozen only while it is looked at is the optimizer's all the same; one under adapters is not.
         learnt = [p for p in wrapper.parameters() if p.requires_grad or self.adapters is None]
-        matrices = [p for p in learnt if p.dim() > 1]
-        vectors = [p for p in learnt if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        first, second = settings.adam_betas
-        return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=settings.lr, betas=(first, second), eps=settings.eps, fused=True
-        )
+        return make_optimizer(wrapper, learnt, self.settings.optimizer_config)
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         """Add the gradient of this rank's rows to what has been added up since the last optimizer step.

@@ -91,6 +91,17 @@ def test_weights_gradients_and_moments_are_divided_by_the_ranks() -> None:
     assert one["weights"] == 4 * QWEN_7B.parameters
 
 
+def test_replicas_hold_whole_weights_among_as_many_ranks_as_shard_them() -> None:
+    cfg = settings(4, 1)
+    cfg.trainer.policy.fsdp_size = 2
+    four = place(make_plan(cfg, QWEN_7B, EIGHT), "policy")
+    two = place(make_plan(settings(2, 1), QWEN_7B, EIGHT), "policy")
+    assert four.count == 4
+    assert [four.lines[what] for what in ("weights", "moments")] == [two.lines[what] for what in ("weights", "moments")]
+    cfg.trainer.policy.fsdp_size = 3
+    assert any("fsdp_size=3" in problem and "1, 2, 4" in problem for problem in check_config(cfg))
+
+
 def test_the_token_cap_holds_whatever_the_rows() -> None:
     cfg = settings()
     cfg.trainer.micro_train_batch_size_per_gpu = 64
@@ -250,3 +261,11 @@ def test_a_checkpoint_written_behind_training_is_in_memory_all_the_while(machine
     assert host(True)["checkpoint"] > 80 * GIB
     more = sum(host(True).values()) - sum(host(False).values())
     assert more > 0
+
+
+def test_muon_keeps_one_moment_of_the_layers_matrices() -> None:
+    cfg = settings(1, 1)
+    adam = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines["moments"]
+    cfg.trainer.policy.optimizer_config.name = "muon"
+    muon = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines["moments"]
+    assert adam - muon == 4 * QWEN_7B.layers * QWEN_7B.layer

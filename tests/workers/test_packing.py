@@ -7,29 +7,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.workers.batch import TokenBatch
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.heads import load_causal_lm
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import MicroBatches, plain_layout
 from tests.workers.conftest import make_batch
 
 
-def pack(batch: TokenBatch, max_tokens: int = 4096, max_rows: int = 0, share: bool = True, hidden: int = 32) -> list:
-    return list(MicroBatches(batch, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share, hidden_size=hidden))
+def pack(
+    batch: TokenBatch,
+    max_tokens: int = 4096,
+    max_rows: int = 0,
+    share: bool = True,
+    hidden: int = 32,
+    ends: bool = False,
+) -> list:
+    settings = {"max_tokens": max_tokens, "max_rows": max_rows, "share_prefixes": share, "hidden_size": hidden}
+    return list(MicroBatches(batch, **settings, end_to_end=ends))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     groups=st.integers(1, 5), samples=st.integers(1, 6), seed=st.integers(0, 99), share=st.booleans(),
-    max_tokens=st.integers(8, 200), max_rows=st.sampled_from([0, 1, 3]),
+    ends=st.booleans(), max_tokens=st.integers(8, 200), max_rows=st.sampled_from([0, 1, 3]),
 )  # fmt: skip
 def test_every_loss_token_is_in_exactly_one_micro_batch_with_its_own_predictor(
-    groups: int, samples: int, seed: int, share: bool, max_tokens: int, max_rows: int
+    groups: int, samples: int, seed: int, share: bool, ends: bool, max_tokens: int, max_rows: int
 ) -> None:
     batch = make_batch(groups, samples, seed)
     shuffled = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)))
     seen = torch.zeros_like(shuffled.tokens)
-    for micro in pack(shuffled, max_tokens, max_rows, share):
+    for micro in pack(shuffled, max_tokens, max_rows, share, ends=ends):
         layout = micro.layout
         rows, columns = layout.cells // layout.shape[1], layout.cells % layout.shape[1]
         assert torch.equal(layout.targets, shuffled.tokens[micro.rows[rows], columns])
@@ -91,8 +99,11 @@ def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [24, 100, 4096])
-def test_shared_prompts_change_neither_logprobs_nor_gradients(model_path: str, max_tokens: int) -> None:
-    batch = make_batch(groups=3, samples=5)
+@pytest.mark.parametrize("ends", [False, True])
+def test_shared_prompts_and_rows_end_to_end_change_neither_logprobs_nor_gradients(
+    model_path: str, max_tokens: int, ends: bool
+) -> None:
+    batch = UpdateBatch.concatenate([make_batch(groups=3, samples=5), make_batch(groups=1, samples=1, seed=2)])
     model = TokenLogprobs(load_causal_lm(model_path, torch.float64))
     weights = torch.randn(batch.tokens.shape, dtype=torch.float64)
 
@@ -105,13 +116,44 @@ def test_shared_prompts_change_neither_logprobs_nor_gradients(model_path: str, m
             result[rows, : scores.shape[1]] = scores.detach()
         return result, [p.grad.clone() for p in model.parameters()]
 
-    packed = pack(batch, max_tokens)
+    packed = pack(batch, max_tokens, ends=ends)
     if max_tokens > 24:
-        assert any(m.layout.owners is not None for m in packed)
+        assert any(m.layout.owners is not None or m.layout.blocks for m in packed)
+    assert any(m.layout.blocks for m in packed) == ends
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     expected = run([(torch.arange(len(batch)), plain)])
     # Not tighter: transformers computes RMSNorm and rotary angles in float32 whatever the dtype.
     torch.testing.assert_close(run([(m.rows, m.layout) for m in packed]), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_end_to_end_have_no_padding_and_few_blocks() -> None:
+    """Of lengths from 4 to 1,024: what linear layers see is the tokens, attention's rectangles are little more."""
+    lengths = (1024 / torch.arange(1, 129)).long().clamp(min=4)
+    mask = torch.arange(1024) < lengths[:, None]
+    batch = TokenBatch(torch.randint(1, 90, mask.shape) * mask, mask, mask.clone(), group_ids=torch.arange(128))
+    pieces = pack(batch, ends=True)
+    tokens, blocks = int(lengths.sum()), [block for piece in pieces for block in piece.layout.blocks]
+    assert sum(piece.layout.tokens.numel() for piece in pieces) == tokens
+    pairs = sum(block.rows * block.width**2 for block in blocks)
+    assert pairs < 1.1 * lengths.double().square().sum()
+    assert len(blocks) < 24
+    assert sum(p.layout.tokens.numel() for p in pack(batch)) > 1.2 * tokens, "rows below each other are padded"
+
+
+def test_a_model_that_does_not_hand_attention_its_mask_keeps_rows_below_each_other(untied_model: str) -> None:
+    model = load_causal_lm(untied_model, torch.float32)
+    model._supports_attention_backend = False
+    assert not TokenLogprobs(model).packs
+
+
+def test_blocks_are_refused_by_any_other_attention(untied_model: str) -> None:
+    """Silence would be attention to everything."""
+    wrapped = TokenLogprobs(load_causal_lm(untied_model, torch.float32))
+    wrapped.model.set_attn_implementation("sdpa")
+    (piece,) = pack(make_batch(groups=4, samples=2, longest_response=40), ends=True, share=False)
+    assert piece.layout.blocks
+    with pytest.raises(RuntimeError):
+        wrapped(piece.layout)
 
 
 def test_an_empty_batch_has_no_micro_batches() -> None:

@@ -1,0 +1,185 @@
+"""Rows of different lengths end to end: linear layers see no padding, and attention sees each row alone.
+
+Invariant: a token attends to what it would attend to in a row of its own. Rows of similar length are one block, a
+rectangle in which attention pads them; what stands in the padding is read by nobody, and gets and gives no gradient.
+
+    tokens     a a a a a a a b b b b b b c c d d d        linear layers, norms, the head
+    attention  a a a a a a a │ c c .                      two rectangles, one call each
+               b b b b b b . │ d d d
+
+Blocks travel to a model's attention in the place of its mask, on whose way nothing of a model looks inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "skyasync_blocks"
+"""Of the attention, in transformers' table. Without blocks it is the library's sdpa."""
+
+SIMILAR = 16
+"""A row joins a block if its padding is at most this part of the block's width."""
+
+SHORT = 16
+"""Or this many tokens: a call costs more than that little attention."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """``rows`` x ``width``, of the next ``tokens``.
+
+    Args:
+        cells: int64 ``[tokens]``: where each stands in the flattened rectangle; None: it has no padding.
+        owners: int32 ``[rows, width]``, as in ``Layout``; None: every row is one sequence.
+    """
+
+    tokens: int
+    rows: int
+    width: int
+    cells: Tensor | None
+    owners: Tensor | None
+
+    def to(self, device: torch.device) -> Block:
+        moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Its own ``[tokens, heads, size]`` to ``[rows, heads, width, size]``."""
+        if self.cells is not None:
+            values = _Spread.apply(values, self.cells, self.rows * self.width)
+        return values.view(self.rows, self.width, *values.shape[1:]).transpose(1, 2)
+
+    def unpad(self, values: Tensor) -> Tensor:
+        """``[rows, width, heads, size]`` to ``[tokens, heads, size]``."""
+        flat = values.reshape(self.rows * self.width, *values.shape[2:])
+        return flat if self.cells is None else _Collect.apply(flat, self.cells)
+
+
+def blocks_of(widths: Tensor, together: Sequence[bool], owners: Tensor | None) -> tuple[Block, ...]:
+    """Rows that come widest first as blocks.
+
+    Args:
+        widths: tokens of each row, int64 ``[rows]``.
+        together: whether a row is several sequences with a prefix in common.
+        owners: ``[rows, width]``, as in ``Layout``.
+    """
+    found: list[Block] = []
+    for first, last in _similar(widths.tolist()):
+        own = widths[first:last]
+        rows, width, tokens = last - first, int(own[0]), int(own.sum())
+        cells = None
+        if tokens < rows * width:
+            cells = (torch.arange(width) < own[:, None]).flatten().nonzero().squeeze(1)
+        shared = owners[first:last, :width].clone() if owners is not None and any(together[first:last]) else None
+        found.append(Block(tokens, rows, width, cells, shared))
+    return tuple(found)
+
+
+def _similar(widths: list[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for i in range(1, len(widths) + 1):
+        if i == len(widths) or widths[start] - widths[i] > max(widths[start] // SIMILAR, SHORT):
+            yield start, i
+            start = i
+
+
+def owners_mask(owners: Tensor) -> Tensor:
+    """Bool ``[rows, 1, width, width]``: which tokens each token sees; padding sees padding only."""
+    allowed = owners[:, :, None] == owners[:, None, :]
+    allowed |= (owners == 0)[:, None, :]
+    return allowed.tril_()[:, None]
+
+
+class Places(Tensor):
+    """In the place of a mask: ``blocks``, and the dense ``masks`` of those that need one."""
+
+    blocks: tuple[Block, ...]
+    masks: list[Tensor | None]
+
+    # What is made of it is no such thing.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def as_mask(blocks: tuple[Block, ...], device: torch.device) -> Tensor:
+    """Four-dimensional, so that models hand it on as it is; it has no entries, and of integers, so that no other
+    attention takes it."""
+    places = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device).as_subclass(Places)
+    places.blocks = blocks
+    places.masks = [None if block.owners is None else owners_mask(block.owners) for block in blocks]
+    return places
+
+
+def pack_rows(model: PreTrainedModel) -> bool:
+    """Have a model's attention understand blocks, if it is one that can; whether it does."""
+    config = model.config
+    if config._attn_implementation == "sdpa" and model._supports_attention_backend and not config.sub_configs:
+        model.set_attn_implementation(NAME)
+    return bool(config._attn_implementation == NAME)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,  # noqa: ANN401
+) -> tuple[Tensor, None]:
+    """Queries, keys, values ``[1, heads, tokens, size]``; the result is ``[1, tokens, heads, size]``."""
+    if not isinstance(attention_mask, Places):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    blocks = attention_mask.blocks
+    sizes = [block.tokens for block in blocks]
+    pieces = [tensor.transpose(1, 2)[0].split(sizes) for tensor in (query, key, value)]
+    found = []
+    for block, mask, q, k, v in zip(blocks, attention_mask.masks, *pieces, strict=True):
+        result, _ = sdpa_attention_forward(module, block.pad(q), block.pad(k), block.pad(v), mask, **options)
+        found.append(block.unpad(result))
+    return (torch.cat(found) if len(found) > 1 else found[0])[None], None
+
+
+class _Kept(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    size: int
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of a tensor to given places, zeros elsewhere. Autograd's own way back would add where it can copy."""
+
+    @staticmethod
+    def forward(ctx: _Kept, values: Tensor, cells: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(cells)
+        return values.new_zeros(size, *values.shape[1:]).index_copy_(0, cells, values)
+
+    @staticmethod
+    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (cells,) = ctx.saved_tensors
+        return gradient.index_select(0, cells), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The other way."""
+
+    @staticmethod
+    def forward(ctx: _Kept, values: Tensor, cells: Tensor) -> Tensor:
+        ctx.save_for_backward(cells)
+        ctx.size = len(values)
+        return values.index_select(0, cells)
+
+    @staticmethod
+    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor, None]:
+        (cells,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, cells, gradient), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
