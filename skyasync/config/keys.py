@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
+
+MISSING = "???"  # what OmegaConf writes where a value must be given
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-import ray
 import torch
 
 from skyasync.config.schema import Config
@@ -58,6 +57,8 @@ class Worker:
 
     def node(self) -> tuple[str, str]:
         """Identity and address of this rank's Ray node."""
+        import ray  # the rest of a worker runs without it
+
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def open_rendezvous(self, host: str) -> int:
