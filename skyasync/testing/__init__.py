@@ -1,0 +1,1 @@
+"""Tools for trying what a run of one's own survives."""

@@ -1,0 +1,125 @@
+"""What a run under chaos came to: what each event cost, and whether anything was lost, doubled or left behind.
+
+Pure: it is given what was seen. Invariant: a verdict without complaints means that every prompt in the ledger ended
+once, that steps are numbered from 1 without a gap, and that nothing of the run lives on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from skyasync.state.ledger import audit
+from skyasync.testing.chaos.events import Event
+
+NAMED = 5  # of what is wrong, by name
+
+
+@dataclass(frozen=True)
+class Strike:
+    """An event as it came out.
+
+    Args:
+        at: seconds from the beginning, when it was done.
+        hit: what it met; "" if there was nothing to be met.
+    """
+
+    event: Event
+    at: float
+    hit: str
+
+
+@dataclass
+class Seen:
+    """What was seen from outside.
+
+    Attributes:
+        steps: seconds from the beginning at which a step was finished that no earlier one had reached, and its number.
+        starts: seconds from the beginning at which the command was started, and why.
+        left: what was there after the end.
+        began: unix time of the beginning.
+    """
+
+    strikes: list[Strike] = field(default_factory=list)
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    starts: list[tuple[float, str]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    ended: str = ""
+    began: float = 0.0
+    seconds: float = 0.0
+
+    def step(self, at: float, number: int) -> None:
+        """A step is in the metrics; one that is made again behind a checkpoint is none."""
+        if number > (self.steps[-1][1] if self.steps else 0):
+            self.steps.append((at, number))
+
+
+def usual_s(steps: Sequence[tuple[float, int]]) -> float:
+    """Seconds of a step: the median, which those that were struck hardly move. 0 if there are too few."""
+    gaps = [(second - first) / (b - a) for (first, a), (second, b) in itertools.pairwise(steps)]
+    return median(gaps) if gaps else 0.0
+
+
+def cost_s(at: float, steps: Sequence[tuple[float, int]], usual: float) -> float | None:
+    """Seconds from an event to the next step that was finished, beyond the usual ones; None if none was.
+
+    Events that fall into the same gap are each told the whole of it.
+    """
+    later = next((when for when, _ in steps if when > at), None)
+    return None if later is None else max(0.0, later - at - usual)
+
+
+def wrong_prompts(lines: Sequence[Mapping[str, object]]) -> list[str]:
+    """Prompts of a ``ledger.jsonl`` that did not end once, in words."""
+    twice = {name: ends for name, ends in audit(lines).items() if len(ends) != 1}
+    return _few([f"prompt {name} ended {len(ends)} times: {', '.join(ends)}" for name, ends in twice.items()])
+
+
+def wrong_steps(steps: Sequence[int]) -> list[str]:
+    """What is wrong with the step numbers of a ``metrics.jsonl`` (0 is the evaluation before the first), in words."""
+    there = Counter(step for step in steps if step > 0)
+    twice = [f"step {step} is in the metrics {times} times" for step, times in sorted(there.items()) if times > 1]
+    gone = [f"step {step} is missing in the metrics" for step in range(1, max(there, default=0)) if step not in there]
+    return _few(twice) + _few(gone)
+
+
+def unlike(ledger: Sequence[Mapping[str, object]], steps: Sequence[int]) -> list[str]:
+    """Steps of the metrics of whose prompts the ledger says nothing, in words."""
+    told = {line["step"] for line in ledger}
+    return _few([f"step {step} is not in the ledger" for step in sorted(set(steps)) if step > 0 and step not in told])
+
+
+def table(seen: Seen) -> list[str]:
+    """A line for each event, in Markdown."""
+    usual = usual_s(seen.steps)
+    lines = ["| # | at | event | hit | cost |", "|---|---|---|---|---|"]
+    for strike in seen.strikes:
+        cost = cost_s(strike.at, seen.steps, usual) if strike.hit else None
+        told = "nothing was there" if not strike.hit else "no step since" if cost is None else f"{cost:.1f} s"
+        lines.append(
+            f"| {strike.event.number} | {strike.at:.0f} s | {in_words(strike.event)} | {strike.hit or '-'} | {told} |"
+        )
+    return lines
+
+
+def costs(seen: Seen) -> dict[str, list[float]]:
+    """By kind of event."""
+    usual, found = usual_s(seen.steps), dict[str, list[float]]()
+    for strike in seen.strikes:
+        cost = cost_s(strike.at, seen.steps, usual) if strike.hit else None
+        if cost is not None:
+            found.setdefault(strike.event.kind, []).append(cost)
+    return found
+
+
+def in_words(event: Event) -> str:
+    """Its kind, and how long it lasts if it does."""
+    return event.kind + (" for good" if event.hangs else f" for {event.lasts:.1f} s" if event.lasts else "")
+
+
+def _few(lines: list[str]) -> list[str]:
+    more = len(lines) - NAMED
+    return lines[:NAMED] + ([f"... and {more} more like it"] if more > 0 else [])

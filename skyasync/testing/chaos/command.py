@@ -1,0 +1,147 @@
+"""The command: chaos for real, or on virtual time.
+
+Invariant: a mistake in the command line is one line, before anything starts; the status is 0 only if nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skyasync.config.load import exit_with
+from skyasync.config.resume import keeps_checkpoints
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.testing.chaos.events import KINDS, endless, weights_of
+
+#: What a run under chaos is given unless it says otherwise itself.
+SETTINGS = {
+    "trainer.ckpt_interval": 5,
+    "trainer.ckpt_keep": 3,
+    "trainer.max_restarts": 1000,
+    "trainer.terminal": "lines",
+    "generator.max_engine_restarts": 1000,
+    "generator.heartbeat_s": 1,
+    "generator.heartbeat_timeout_s": 20,
+    "environment.step_timeout_s": 20,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the program: with 0 if nothing was wrong, with 1 if something was, with 2 on a user's mistake."""
+    ours, theirs = _split(list(sys.argv[1:] if argv is None else argv))
+    options = _parser().parse_args(ours)
+    try:
+        weights = chosen(options.only, options.without)
+        raise SystemExit(_virtual(options) if options.virtual else _real(options, theirs, weights))
+    except UserError as error:
+        exit_with(error)
+
+
+def chosen(only: Sequence[str], without: Sequence[str]) -> dict[str, float]:
+    """Kinds with weights: ``kind`` or ``kind=weight``.
+
+    Raises:
+        UserError: for one that there is not.
+    """
+    asked = {}
+    for each in only or KINDS:
+        name, _, weight = each.partition("=")
+        try:
+            asked[name] = float(weight) if weight else getattr(KINDS.get(name), "weight", 1.0)
+        except ValueError:
+            raise UserError(f"{each}: the weight of a kind of event is a number, as in kill-engine=2") from None
+    weights_of(dict.fromkeys(without, 1.0) or None)
+    return weights_of({name: weight for name, weight in asked.items() if name not in without})
+
+
+def run_name(seed: int) -> str:
+    return f"chaos-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def added(cfg: Config, name: str) -> list[str]:
+    """Settings of ``SETTINGS`` that the run's own configuration leaves as they are by default."""
+    missing = [f"{key}={value}" for key, value in SETTINGS.items() if _value(cfg, key) == _value(Config(), key)]
+    return missing + ([] if cfg.trainer.run_name else [f"trainer.run_name={name}"])
+
+
+def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, float]) -> int:
+    from skyasync.main import configuration
+    from skyasync.testing.chaos.leftovers import clean_up, leftovers
+    from skyasync.testing.chaos.orders import VARIABLE
+    from skyasync.testing.chaos.siege import Command, Siege
+    from skyasync.testing.chaos.verdict import SUMMARY, complaints, summary, write
+
+    own = options.program != ""
+    cfg = configuration(theirs)
+    arguments = [*theirs, *added(cfg, run_name(options.seed))]
+    cfg = configuration(arguments)
+    if not keeps_checkpoints(cfg.trainer) or cfg.ray.address:
+        raise UserError("chaos needs a run that keeps checkpoints (trainer.ckpt_interval) and starts its own Ray")
+    if own:
+        weights = weights_of({name: 0.0 if KINDS[name].inside else weight for name, weight in weights.items()})
+    folder = Path(cfg.trainer.runs_dir).expanduser().resolve() / cfg.trainer.run_name
+    scratch = Path(tempfile.mkdtemp(prefix="chaos-"))
+    program = [options.program] if own else ["-m", "skyasync.testing.chaos.program"]
+    command = Command([sys.executable, *program, *arguments], folder, scratch)
+    print("added:", *arguments[len(theirs) :], flush=True)
+    events = endless(options.seed, options.every, weights)
+    siege = Siege(command, events, 60 * options.minutes, 60 * options.grace, say=_say)
+    try:
+        seen = siege.run()
+        seen.left = leftovers(siege.known.values(), f"{VARIABLE}={scratch}", scratch)
+    finally:
+        clean_up(siege.known.values(), f"{VARIABLE}={scratch}")
+        shutil.rmtree(scratch, ignore_errors=True)
+    wrong = complaints(seen, folder)
+    lines = summary(seen, folder, wrong)
+    write(seen, folder, lines, wrong)
+    print("\n".join(["", *lines, "", f"written to {folder / SUMMARY}"]))
+    return 1 if wrong else 0
+
+
+def _virtual(options: argparse.Namespace) -> int:
+    from skyasync.testing.chaos.virtual import play_all
+
+    return play_all(options.schedules, options.seed, _say)
+
+
+def _say(line: str) -> None:
+    print(f"chaos: {line}", flush=True)
+
+
+def _value(cfg: Config, key: str) -> Any:  # noqa: ANN401  (a setting's)
+    found: Any = cfg
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m skyasync.testing.chaos",
+        usage="%(prog)s [options] -- key=value ...",
+        description="Train with the settings behind --, and strike the run's processes at random moments.",
+        epilog=f"kinds of events: {', '.join(KINDS)}",
+    )
+    parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between events, on average")
+    parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="how long there are events")
+    parser.add_argument("--grace", type=float, default=10.0, metavar="M", help="minutes that the run then has to end")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument("--only", nargs="+", default=[], metavar="KIND", help="these alone; KIND=2: with that weight")
+    parser.add_argument("--without", nargs="+", default=[], metavar="KIND", help="all but these")
+    parser.add_argument("--program", default="", metavar="FILE", help="a training program of your own, from outside")
+    parser.add_argument("--virtual", action="store_true", help="all plans on virtual time instead")
+    parser.add_argument("--schedules", type=int, default=1000, metavar="N", help="so many of them, with --virtual")
+    return parser

@@ -1,0 +1,65 @@
+"""What a run that has ended has left on the machine.
+
+Invariant: only what can be told to be the run's is named: processes that descended from its program or carry its mark,
+weights whose writer was one of them, and what lies in the temporary folder that it was given.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from skyasync.testing.chaos.family import Process, marked
+from skyasync.weight_sync import shared_memory
+
+PATIENCE_S = 30.0
+AGENTS_S = 120.0
+AGENTS = ("dashboard/agent.py", "runtime_env/agent/main.py", "DashboardAgent", "RuntimeEnvAgent")
+OWN = ("ray", "orders.jsonl", "taken.jsonl")  # Ray keeps its logs; ours
+
+
+def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]:
+    """What is there ``PATIENCE_S`` after the end, in words. Ray's agents, which hold nothing, are given longer."""
+    known = list(known)
+    left = _wait(lambda: [p for p in _living(known, mark) if not _agent(p)], PATIENCE_S)
+    agents = _wait(lambda: [p for p in _living(known, mark) if _agent(p)], AGENTS_S)
+    found = [f"process {p.number}: {p.title[:80]!r}" for p in [*left, *agents]]
+    return found + shared_weights({process.number for process in known}) + temporary_files(temporary)
+
+
+def clean_up(known: Iterable[Process], mark: str) -> None:
+    """Kill what is left."""
+    for process in _living(list(known), mark):
+        process.send(signal.SIGKILL)
+
+
+def shared_weights(numbers: set[int]) -> list[str]:
+    """Files of weights that one of these processes has written."""
+    files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
+    written = ((f, f.name.removeprefix(shared_memory.PREFIX).split("-")[0]) for f in files)
+    return [f"shared memory {file}" for file, writer in written if writer.isdigit() and int(writer) in numbers]
+
+
+def temporary_files(folder: Path) -> list[str]:
+    """What was left in the folder for temporary files."""
+    if not folder.is_dir():
+        return []
+    return [f"temporary {path}" for path in sorted(folder.iterdir()) if path.name not in OWN]
+
+
+def _living(known: list[Process], mark: str) -> list[Process]:
+    found = {(p.number, p.born): p for p in [*known, *marked(mark)]}
+    return [process for process in found.values() if process.lives]
+
+
+def _agent(process: Process) -> bool:
+    return any(name in process.title for name in AGENTS)
+
+
+def _wait(look: Callable[[], list[Process]], patience_s: float) -> list[Process]:
+    deadline = time.monotonic() + patience_s
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found

@@ -1,0 +1,234 @@
+"""A training program as a child, and what is done to it from outside until its time is over.
+
+```
+ schedule ──▶ due ──▶ processes of the run (family) ──▶ SIGKILL, SIGSTOP
+                └───▶ orders ──▶ its controller
+ metrics.jsonl ──▶ steps, with the time at which they were there
+```
+
+Invariant: only descendants of the child are touched; when it has ended, however it did, the same command is started
+again, unless it says that it is done, its time is over, or it ends by itself time after time without a step between.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from skyasync.observe.jsonl import read_rows
+from skyasync.testing.chaos.accounts import Seen, Strike, in_words
+from skyasync.testing.chaos.events import Event
+from skyasync.testing.chaos.family import Process, family, parts
+from skyasync.testing.chaos.orders import MISSED_S, VARIABLE, Order, Orders
+
+TICK_S = 0.1
+LOOK_S = 1.0  # from one look at all processes to the next
+GONE_S = 30.0  # that a killed program's processes may take to end
+MOST_ENDS = 3  # by itself, without a step between
+TERMINATED_S = 120.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """Args: program: with its arguments. folder: the run's. scratch: for orders and temporary files, and short."""
+
+    program: Sequence[str]
+    folder: Path
+    scratch: Path
+
+
+@dataclass
+class Siege:
+    """One run under chaos.
+
+    Args:
+        events: those of the schedule.
+        seconds: how long there are events; then the run has ``grace_s`` to end by itself.
+        say: told of every event.
+    """
+
+    command: Command
+    events: Iterator[Event]
+    seconds: float
+    grace_s: float
+    say: Callable[[str], None] = print
+    seen: Seen = field(default_factory=Seen)
+    known: dict[tuple[int, str], Process] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seen.began = time.time()
+        self._orders = Orders(self.command.scratch)
+        self._next = next(self.events)
+        self._due: list[Event] = []
+        self._ordered: list[tuple[Event, float]] = []
+        self._frozen: list[tuple[float, Process]] = []
+        self._looked, self._size, self._ends = 0.0, -1, 0
+        self._struck_driver = False
+
+    def run(self) -> Seen:
+        """Until the program is done, or its time is over."""
+        self._start("the beginning")
+        try:
+            while not self._over():
+                time.sleep(TICK_S)
+                self._look()
+                self._thaw()
+                self._strike()
+        finally:
+            self._thaw(all_of_them=True)
+            self._finish()
+        return self.seen
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return time.time() - self.seen.began
+
+    # ---------------------------------------------------------------- the program
+
+    def _start(self, why: str) -> None:
+        environment = {**os.environ, VARIABLE: str(self.command.scratch), "TMPDIR": str(self.command.scratch)}
+        self.seen.starts.append((self.now, why))
+        self._child = subprocess.Popen(self.command.program, env=environment, start_new_session=True)
+        self._struck_driver = False
+
+    def _over(self) -> bool:
+        """The program is done, or gives up; one that was killed, or has ended by itself, is started again."""
+        status = self._child.poll()
+        if status is None:
+            return self._late()
+        self._look(at_once=True)
+        if status == 0:
+            self.seen.ended = "the command was done"
+            return True
+        why = "its driver was killed" if self._struck_driver else f"it had ended by itself, status {status}"
+        self._ends = 0 if self._struck_driver else self._ends + 1
+        if self._ends >= MOST_ENDS or self.now > self.seconds + self.grace_s:
+            self.seen.ended = f"given up: {why}, {self._ends} times in a row without a step"
+            return True
+        took = self._await_gone(GONE_S)
+        self._start(f"{why}{self._reason(status)}; its processes were gone after {took:.1f} s")
+        self.say(f"{self.now:7.1f} s  the same command again: {self.seen.starts[-1][1]}")
+        return False
+
+    def _late(self) -> bool:
+        if self.now <= self.seconds + self.grace_s:
+            return False
+        self.seen.ended = "its time was over"
+        self._child.terminate()
+        return True
+
+    def _reason(self, status: int) -> str:
+        error = self.command.folder / "error.txt"
+        if status < 0 or not error.is_file():
+            return ""
+        lines = [line for line in error.read_text(encoding="utf-8", errors="replace").splitlines() if "Error: " in line]
+        return f" ({lines[-1].strip()[:200]})" if lines else ""
+
+    def _await_gone(self, patience_s: float) -> float:
+        """Seconds until no part of the run is left; two commands at once would write to one folder."""
+        began = time.time()
+        while time.time() - began < patience_s and any(
+            p.lives for ps in parts(self.known.values()).values() for p in ps
+        ):
+            time.sleep(TICK_S)
+        return time.time() - began
+
+    def _finish(self) -> None:
+        try:
+            self._child.wait(TERMINATED_S)
+        except subprocess.TimeoutExpired:
+            self._look(at_once=True)
+            for process in self.known.values():
+                process.send(signal.SIGKILL)
+            self._child.wait()
+        self._look(at_once=True)
+        self._settle_orders(last=True)
+        self.seen.strikes.sort(key=lambda strike: strike.event.number)
+        self.seen.seconds = self.now
+
+    # ---------------------------------------------------------------- what is seen
+
+    def _look(self, *, at_once: bool = False) -> None:
+        metrics = self.command.folder / "metrics.jsonl"
+        size = metrics.stat().st_size if metrics.exists() else -1
+        if size != self._size:
+            self._size, before = size, len(self.seen.steps)
+            rows = read_rows(metrics)
+            self.seen.step(self.now, max((row["step"] for row in rows), default=0))
+            self._ends = 0 if len(self.seen.steps) > before else self._ends
+        if at_once or self.now - self._looked > LOOK_S:
+            self._looked = self.now
+            self._meet(family(self._child.pid))
+            self._settle_orders()
+
+    def _meet(self, processes: Sequence[Process]) -> None:
+        """Remember them, by what they are called now."""
+        self.known.update({(process.number, process.born): process for process in processes})
+
+    def _settle_orders(self, *, last: bool = False) -> None:
+        """Note what came of the orders that were given."""
+        taken = self._orders.taken()
+        for event, given in list(self._ordered):
+            if event.number in taken or last or self.now > given + event.lasts + MISSED_S + 1:
+                self._ordered.remove((event, given))
+                self._note(event, given, taken.get(event.number, ""))
+
+    # ---------------------------------------------------------------- what is done
+
+    def _strike(self) -> None:
+        while self._next.at <= min(self.now, self.seconds):
+            self._due.append(self._next)
+            self._next = next(self.events)
+        for event in list(self._due):
+            if self._do(event) or self.now > event.at + MISSED_S:
+                self._due.remove(event)
+
+    def _do(self, event: Event) -> bool:
+        """Whether it has been seen to; what finds nothing is tried again for a while."""
+        if event.about.inside:
+            until = time.time() + (event.lasts or 0.0) + MISSED_S * (event.lasts == 0)
+            self._orders.give(Order(event.number, event.kind, until, event.lasts, event.pick))
+            self._ordered.append((event, self.now))
+            return True
+        process = self._target(event)
+        if process is None:
+            if self.now > event.at + MISSED_S:
+                self._note(event, self.now, "")
+            return False
+        self._hit(event, process)
+        return True
+
+    def _target(self, event: Event) -> Process | None:
+        own = family(self._child.pid)
+        self._meet(own)
+        if event.about.target == "driver":
+            found = [process for process in own if process.number == self._child.pid and "controller" in parts(own)]
+        else:
+            frozen = {process for _, process in self._frozen}
+            found = [process for process in parts(own).get(event.about.target, []) if process not in frozen]
+        return found[int(event.pick * len(found))] if found else None
+
+    def _hit(self, event: Event, process: Process) -> None:
+        if event.about.deed == "kill":
+            self._struck_driver |= event.about.target == "driver"
+            done = process.send(signal.SIGKILL)
+        else:
+            done = process.send(signal.SIGSTOP)
+            self._frozen.append((self.now + event.lasts, process))
+        self._note(event, self.now, f"{event.about.target} {process.number}" if done else "")
+
+    def _thaw(self, *, all_of_them: bool = False) -> None:
+        for end, process in list(self._frozen):
+            if self.now >= end or not process.lives or (all_of_them and end < float("inf")):
+                self._frozen.remove((end, process))
+                process.send(signal.SIGCONT)
+
+    def _note(self, event: Event, at: float, hit: str) -> None:
+        self.seen.strikes.append(Strike(event, at, hit))
+        self.say(f"{at:7.1f} s  {in_words(event)}: {hit or 'nothing was there'}")

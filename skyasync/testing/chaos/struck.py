@@ -1,0 +1,108 @@
+"""A run whose controller does what the orders say: it loses messages, delays them, finds the disk full, or flips a bit.
+
+Invariant: where no order holds, every part does exactly what it would have done. What is changed are the parts'
+classes, in the controller's process alone, so that those that come later (an engine in another's place) are struck too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyasync.experiment import BasePPOExp
+from skyasync.testing.chaos.orders import VARIABLE, Orders
+
+if TYPE_CHECKING:
+    from skyasync.trainer import RayPPOTrainer
+    from skyasync.weight_sync.update import WeightUpdate
+
+Method = Callable[..., Any]
+
+
+class Struck(BasePPOExp):
+    """The experiment as it is, in a controller that takes orders."""
+
+    def build(self) -> RayPPOTrainer:
+        if folder := os.environ.get(VARIABLE):
+            take_orders(Orders(Path(folder)))
+        return super().build()
+
+
+def take_orders(orders: Orders) -> None:
+    """From here on this process's parts are struck."""
+    from skyasync.engines.ray_engine import RayEngine
+    from skyasync.processes.on_ray import RayHost
+    from skyasync.workers.dispatch import RayWorkerDispatch
+
+    _change(RayEngine, "progress", lambda own: _lossy(own, orders, "a heartbeat of an engine"))
+    _change(RayEngine, "generate", lambda own: _late(own, orders, "answers of an engine"))
+    _change(RayHost, "exchange", lambda own: _lossy(own, orders, "a message of an environment process"))
+    _change(RayWorkerDispatch, "save", lambda own: _full(own, orders))
+    _change(RayWorkerDispatch, "begin_save", lambda own: _full(own, orders))
+    _change(RayWorkerDispatch, "publish_weights", lambda own: _flipping(own, orders))
+
+
+def _change(owner: type, name: str, made: Callable[[Method], Method]) -> None:
+    setattr(owner, name, made(getattr(owner, name)))
+
+
+def _lossy(own: Method, orders: Orders, what: str) -> Method:
+    @wraps(own)
+    async def call(self: object, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
+        if orders.now("drop-messages", what, once=True):
+            await asyncio.Event().wait()  # nobody will ever hear of it
+        if late := orders.now("delay-messages", what):
+            await asyncio.sleep(late.lasts)
+        return await own(self, *args)
+
+    return call
+
+
+def _late(own: Method, orders: Orders, what: str) -> Method:
+    @wraps(own)
+    async def stream(self: object, requests: Sequence[object]) -> AsyncIterator[Any]:
+        async for outputs in own(self, requests):
+            if late := orders.now("delay-messages", what):
+                await asyncio.sleep(late.lasts)
+            yield outputs
+
+    return stream
+
+
+def _full(own: Method, orders: Orders) -> Method:
+    @wraps(own)
+    async def save(self: object, folder: Path) -> Any:  # noqa: ANN401  (what the method returns)
+        if orders.now("fill-disk", f"the checkpoint {folder.name}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        return await own(self, folder)
+
+    return save
+
+
+def _flipping(own: Method, orders: Orders) -> Method:
+    @wraps(own)
+    async def publish(self: object, version: int) -> WeightUpdate:
+        update: WeightUpdate = await own(self, version)
+        path = update.info.get("path")
+        if path and (order := orders.now("flip-bit", f"the weights of version {version}", once=True)):
+            flip_bit(Path(path), order.pick)
+        return update
+
+    return publish
+
+
+def flip_bit(file: Path, pick: float) -> None:
+    """Flip one bit of the tensors in a safetensors file; ``pick``, from 0 to 1, says which."""
+    with file.open("r+b") as weights:
+        begin = 8 + int.from_bytes(weights.read(8), "little")
+        size = weights.seek(0, os.SEEK_END) - begin
+        bit = int(pick * size * 8)
+        weights.seek(begin + bit // 8)
+        byte = weights.read(1)[0]
+        weights.seek(begin + bit // 8)
+        weights.write(bytes([byte ^ 1 << bit % 8]))

@@ -1,0 +1,83 @@
+"""The summary of a run under chaos: every event with what it cost, and what the run's own files say.
+
+Invariant: what is written is what was found; a complaint is never left out of the summary, and makes the tool fail.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from skyasync.observe.jsonl import read_rows
+from skyasync.testing.chaos.accounts import Seen, costs, table, unlike, usual_s, wrong_prompts, wrong_steps
+
+SUMMARY, RECORD = "chaos.md", "chaos.json"
+SCORE = "eval/score"
+
+
+def complaints(seen: Seen, folder: Path) -> list[str]:
+    """What is wrong, in words; nothing if the run has come through."""
+    steps = [int(row["step"]) for row in read_rows(folder / "metrics.jsonl")]
+    ledger = read_rows(folder / "ledger.jsonl")
+    found = wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
+    if not seen.steps:
+        found.append("no step was finished")
+    if seen.ended.startswith("given up"):
+        found.append(seen.ended)
+    return found + [f"left behind: {what}" for what in seen.left]
+
+
+def summary(seen: Seen, folder: Path, wrong: Sequence[str]) -> list[str]:
+    """In Markdown."""
+    usual, hit = usual_s(seen.steps), [strike for strike in seen.strikes if strike.hit]
+    lines = [
+        f"{len(seen.strikes)} events in {seen.seconds / 60:.1f} minutes, {len(hit)} of which met something; "
+        f"{seen.steps[-1][1] if seen.steps else 0} steps of usually {usual:.2f} s; the command was started "
+        f"{len(seen.starts)} times; at the end {seen.ended}.",
+        "",
+        *_by_kind(seen),
+        "",
+        *_score(read_rows(folder / "metrics.jsonl")),
+        *(f"Started behind {at:.0f} s: {why}." for at, why in seen.starts[1:]),
+        "",
+        *table(seen),
+        "",
+        *(["**Wrong:**", *(f"- {line}" for line in wrong)] if wrong else [_fine(folder)]),
+    ]
+    return lines
+
+
+def write(seen: Seen, folder: Path, lines: Sequence[str], wrong: Sequence[str]) -> None:
+    """Into the run's folder: the summary, and everything that was seen."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).write_text("\n".join(["# Chaos", "", *lines, ""]), encoding="utf-8")
+    record = json.dumps(asdict(seen) | {"wrong": list(wrong)}, default=str)
+    (folder / RECORD).write_text(record + "\n", encoding="utf-8")
+
+
+def _by_kind(seen: Seen) -> list[str]:
+    lines = ["| kind | events | cost, median | largest |", "|---|---|---|---|"]
+    for kind, found in sorted(costs(seen).items()):
+        lines.append(f"| {kind} | {len(found)} | {median(found):.1f} s | {max(found):.1f} s |")
+    return lines
+
+
+def _score(rows: Sequence[dict[str, Any]]) -> list[str]:
+    scores = [(row["step"], row[SCORE]) for row in rows if SCORE in row]
+    if not scores:
+        return []
+    (_, first), (step, last) = scores[0], scores[-1]
+    return [f"Held-out score: {first:.2f} first, {last:.2f} at step {step}.", ""]
+
+
+def _fine(folder: Path) -> str:
+    lines = read_rows(folder / "ledger.jsonl")
+    prompts = sum(len(line[end]) for line in lines for end in ("trained", "rejected", "given_up") if end in line)
+    return (
+        f"Nothing is wrong: {prompts} prompts ended once each, no step number is missing or there twice, and nothing "
+        f"was left of processes, shared memory or temporary files."
+    )

@@ -1,0 +1,66 @@
+"""What is told of a run under chaos follows from what was seen."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyasync.testing.chaos.accounts import (
+    Seen,
+    Strike,
+    cost_s,
+    costs,
+    table,
+    unlike,
+    usual_s,
+    wrong_prompts,
+    wrong_steps,
+)
+from skyasync.testing.chaos.events import FOREVER, Event
+
+
+def test_a_cost_is_the_time_to_the_next_finished_step_beyond_the_usual_one():
+    steps = [(10.0, 1), (12.0, 2), (14.0, 3), (31.0, 4), (33.0, 5)]
+    assert usual_s(steps) == 2.0
+    assert cost_s(15.0, steps, 2.0) == 14.0
+    assert cost_s(31.5, steps, 2.0) == 0.0
+    assert cost_s(33.5, steps, 2.0) is None
+
+
+def test_a_step_that_is_made_again_is_no_progress():
+    seen = Seen()
+    for at, number in [(1.0, 1), (2.0, 2), (8.0, 2), (9.0, 3)]:
+        seen.step(at, number)
+    assert seen.steps == [(1.0, 1), (2.0, 2), (9.0, 3)]
+
+
+def test_every_event_has_a_line_with_what_it_hit_and_what_it_cost():
+    seen = Seen(steps=[(10.0, 1), (12.0, 2), (25.0, 3), (27.0, 4)])
+    seen.strikes = [
+        Strike(Event(1, 13.0, "kill-engine"), 13.0, "engine 77"),
+        Strike(Event(2, 20.0, "freeze-rank", FOREVER), 20.0, ""),
+        Strike(Event(3, 28.0, "delay-messages", 1.5), 28.0, "engine 78"),
+    ]
+    assert table(seen)[2:] == [
+        "| 1 | 13 s | kill-engine | engine 77 | 10.0 s |",
+        "| 2 | 20 s | freeze-rank for good | - | nothing was there |",
+        "| 3 | 28 s | delay-messages for 1.5 s | engine 78 | no step since |",
+    ]
+    assert costs(seen) == {"kill-engine": [10.0]}
+
+
+@given(st.integers(1, 30), st.sets(st.integers(1, 30)), st.sets(st.integers(1, 30)))
+def test_steps_that_are_missing_or_there_twice_are_found(last, gone, twice):
+    whole = list(range(1, last + 1))
+    gone, twice = gone & set(whole[:-1]), (twice & set(whole)) - gone
+    steps = [0, *(step for step in whole if step not in gone), *twice]
+    assert bool(wrong_steps(steps)) == bool(gone | twice)
+    assert all(any(f"step {step} " in line for line in wrong_steps(steps)) for step in sorted(gone)[:5])
+
+
+def test_prompts_that_ended_twice_and_steps_without_a_line_are_found():
+    lines = [{"step": 1, "trained": ["a", "b"]}, {"step": 2, "trained": ["b"], "given_up": {"c": "why"}}]
+    assert wrong_prompts(lines[:1]) == []
+    assert wrong_prompts(lines) == ["prompt b ended 2 times: trained@1, trained@2"]
+    assert unlike(lines, [0, 1, 2]) == []
+    assert unlike(lines, [1, 2, 3]) == ["step 3 is not in the ledger"]

@@ -1,0 +1,55 @@
+"""Only a run's own processes are found, by what they are to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from skyasync.testing.chaos.family import Process, family, marked, parts, read, target_of
+
+TREE = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+
+
+@pytest.mark.parametrize(
+    ("title", "target"),
+    [
+        ("ray::_EngineActor.generate", "engine"),
+        ("ray::_EngineActor", "engine"),
+        ("ray::PolicyWorker.call", "rank"),
+        ("ray::CriticWorker", "rank"),
+        ("ray::_Host.exchange_tuples", "environment"),
+        ("ray::Controller.run", "controller"),
+        ("ray::IDLE", ""),
+        ("ray::some_task", ""),
+        ("ray::Judge.ask", ""),
+        ("/usr/lib/ray/raylet --foo=ray::Controller", ""),
+        ("python\0-m\0skyasync", ""),
+    ],
+)
+def test_ray_titles_say_what_a_process_is(title, target):
+    assert target_of(title) == target
+    assert list(parts([Process(1, "1", title)])) == ([target] if target else [])
+
+
+def test_descendants_are_found_and_struck_and_nothing_else_is():
+    root = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, env={**os.environ, "MARK": "m-4711"})
+    try:
+        assert root.stdout is not None
+        child = int(root.stdout.readline())
+        found = {process.number: process for process in family(root.pid)}
+        assert set(found) == {root.pid, child}
+        assert {process.number for process in marked("m-4711")} == {root.pid, child}
+        assert os.getpid() not in found
+        stale = Process(child, "1")
+        assert not stale.lives and not stale.send(signal.SIGKILL), "another one has that number now"
+        assert found[child].lives and found[child].send(signal.SIGKILL)
+        root.wait(10)
+        assert not found[child].lives and not found[child].send(signal.SIGKILL)
+        assert read(child) is None or not found[child].lives
+    finally:
+        root.kill()
+        root.wait()
