@@ -20,6 +20,7 @@ from skyasync.config.schema import Config
 from skyasync.config.streaming import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import NonFiniteError, UserError
+from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
@@ -297,7 +298,8 @@ class RayPPOTrainer(Life):
         found = numbers.spikes(self.metrics)
         if found and numbers.rolls_back:
             numbers.undo(found)
-            numbers.undone(await self.saving.roll_back())
+            numbers.undone(step := await self.saving.roll_back())
+            self.book.undo(step, read_rows(self.run_dir.ledger) if self.run_dir is not None else ())
         else:
             numbers.went_well()
 

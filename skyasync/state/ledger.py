@@ -26,6 +26,7 @@ from typing import Generic, Literal, TypeVar
 G = TypeVar("G")  # what a finished prompt has become
 End = Literal["trained", "rejected", "given_up"]
 Line = dict[str, object]
+UNDONE = "undone"  # in a line: what earlier ones say was trained was given up after all
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Ledger(Generic[G]):
     versions: dict[str, int] = field(default_factory=dict)
     finished: dict[str, G] = field(default_factory=dict)
     _given_back: dict[str, G] = field(default_factory=dict)  # of a checkpoint, not asked for yet
-    _ended: dict[End, dict[str, str]] = field(default_factory=dict)  # since the last line: name -> why
+    _ended: dict[str, dict[str, str]] = field(default_factory=dict)  # since the last line: name -> why
 
     def start(self, name: str, version: int) -> G | None:
         """A prompt is wanted. Its group, if the run before had finished it; else it is in flight from here on."""
@@ -62,9 +63,13 @@ class Ledger(Generic[G]):
             self.finished.pop(name, None)
             self._ended.setdefault(end, {})[name] = reason
 
+    def undo(self, names: Iterable[str], reason: str) -> None:
+        """The steps that trained them have been undone, and their data is not trained another time."""
+        self._ended.setdefault(UNDONE, {}).update(dict.fromkeys(names, reason))
+
     def line(self) -> Line:
         """What has ended since the last call, for the run's ``ledger.jsonl``: names, with a reason if one is known."""
-        ended, self._ended = self._ended, {}
+        ended, self._ended = {end: names for end, names in self._ended.items() if names}, {}
         return {end: dict(names) if any(names.values()) else list(names) for end, names in ended.items()}
 
     def restore(self, versions: Mapping[str, int], finished: Mapping[str, G]) -> None:
@@ -76,8 +81,21 @@ def audit(lines: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:
     """Every prompt of a ``ledger.jsonl`` and how it ended, as ``end@step``; more than one entry is one too many."""
     found: dict[str, list[str]] = {}
     for line in lines:
+        for name in _names(line, UNDONE):
+            found[name] = [end for end in found.get(name, []) if not end.startswith("trained@")]
+            found[name].append(f"given_up@{line['step']}")
         for end in ("trained", "rejected", "given_up"):
-            names = line.get(end, ())
-            for name in names if isinstance(names, Iterable) else ():
-                found.setdefault(str(name), []).append(f"{end}@{line['step']}")
+            for name in _names(line, end):
+                found.setdefault(name, []).append(f"{end}@{line['step']}")
     return found
+
+
+def trained_behind(lines: Iterable[Mapping[str, object]], step: int) -> list[str]:
+    """The prompts that steps behind this one have trained, if that has not been undone."""
+    ends = ((name, end.partition("@")) for name, ends in audit(lines).items() for end in ends)
+    return [name for name, (end, _, when) in ends if end == "trained" and int(when) > step]
+
+
+def _names(line: Mapping[str, object], end: str) -> list[str]:
+    names = line.get(end, ())
+    return [str(name) for name in names] if isinstance(names, Iterable) else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from skyasync.config.resume import saves
@@ -17,7 +17,7 @@ from skyasync.data.prompts import PromptStream
 from skyasync.rollout import saved
 from skyasync.rollout.contract import Generator, TrajectoryGenerator
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout, Trajectory
-from skyasync.state.ledger import Ledger, Line
+from skyasync.state.ledger import Ledger, Line, trained_behind
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class Bookkeeping:
         self._keeps = trainer.ckpt_rollouts and saves(trainer)
         self._ids: dict[str, PromptId] = {}  # of open prompts
         self._rejected: set[str] = set()  # found in the step in hand
+        self._undone = ""  # why the step in hand, and those since a checkpoint, count for nothing
 
     def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
         """These are rolled out now; the groups of those that need not be, since a checkpoint had them."""
@@ -59,15 +60,25 @@ class Bookkeeping:
         if len(kept) < len(before):
             self._rejected |= {str(g.prompt.id) for g in before} - {str(g.prompt.id) for g in kept}
 
+    def undo(self, step: int, lines: Iterable[Line]) -> None:
+        """The models are what they were behind that step again, and so the step in hand trains nothing either.
+
+        Args:
+            lines: of the run's ``ledger.jsonl``.
+        """
+        self._undone = f"its step was undone, back to step {step} (trainer.on_spike=rollback)"
+        self.ledger.undo(trained_behind(lines, step), self._undone)
+
     def close(self, rollout: Rollout) -> Line:
         """A step has trained this; what is to be written about it."""
         given_up = {str(group.prompt.id) for group in rollout.groups if _given_up(group)}
         rejected = (self._rejected | {str(identity) for identity in rollout.rejected}) - given_up
         trained = {str(group.prompt.id): None for group in rollout.groups}
-        self.ledger.close((name for name in trained if name not in given_up | rejected), "trained")
+        others = [name for name in trained if name not in given_up | rejected]
+        self.ledger.close(others, "given_up" if self._undone else "trained", self._undone)
         self.ledger.close(sorted(rejected), "rejected")
         self.ledger.close(sorted(given_up), "given_up", "no episode reached its end (environment.on_error)")
-        self._rejected = set()
+        self._rejected, self._undone = set(), ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
 

@@ -12,9 +12,11 @@ import torch
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError, UserError
+from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.rollout import recorded
 from skyasync.rollout.types import Group
+from skyasync.state.ledger import audit
 from skyasync.tools.replaying import ReplayTrainer
 from skyasync.trainer import RayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
@@ -186,6 +188,16 @@ def test_a_run_that_goes_on_leaves_the_same_data_out(tmp_path: Path) -> None:
         first.train()
     second = spiking(PLANS[0], tmp_path, {}, trainer__on_spike="rollback", trainer__resume_mode="latest").train()
     assert second.trained == stream(24)[12:] and second.dispatch.weights == 2 + 3
+
+
+def test_the_ledger_counts_what_was_undone_as_given_up(tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path, "run")
+    run = spiking(PLANS[0], tmp_path, {4: 0.75}, trainer__on_spike="rollback", run_dir=folder).train()
+    ends = audit(read_rows(folder.ledger))
+    assert sorted(ends) == sorted(map(str, run.trained)) and {len(found) for found in ends.values()} == {1}
+    of = [str(identity) for identity in run.trained]
+    assert {name for name in of if ends[name] == ["given_up@4"]} == set(of[8:16]), "of steps 3 and 4"
+    assert {ends[name][0].partition("@")[0] for name in of[:8] + of[16:]} == {"trained"}
 
 
 def test_steps_undone_in_a_row_end_the_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from skyasync.state.ledger import Ledger, audit
+from skyasync.state.ledger import Ledger, audit, trained_behind
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -21,6 +21,7 @@ class AnyRun(RuleBasedStateMachine):
         self.next = 0
         self.open: dict[str, int] = {}
         self.done: dict[str, str] = {}
+        self.trained_in: dict[str, int] = {}
         self.lines: list[dict[str, object]] = []
 
     @rule(target=running)
@@ -42,10 +43,25 @@ class AnyRun(RuleBasedStateMachine):
         self.ledger.close([name], end, "why" if end == "given_up" else "")  # type: ignore[arg-type]
         del self.open[name]
         self.done[name] = end
+        if end == "trained":
+            self.trained_in[name] = len(self.lines) + 1
 
     @rule()
     def end_step(self) -> None:
         self.lines.append({"step": len(self.lines) + 1, **self.ledger.line()})
+
+    @rule(back=st.integers(0, 5))
+    def roll_back(self, back: int) -> None:
+        """The weights are those behind an earlier step again."""
+        self.end_step()
+        step = max(0, len(self.lines) - back)
+        undone = sorted(name for name, when in self.trained_in.items() if when > step)
+        assert sorted(trained_behind(self.lines, step)) == undone
+        self.ledger.undo(undone, "undone")
+        for name in undone:
+            del self.trained_in[name]
+            self.done[name] = "given_up"
+        self.end_step()
 
     @rule()
     def interrupt(self) -> None:
@@ -90,3 +106,14 @@ def test_a_reason_is_written_beside_the_name() -> None:
     ledger: Ledger[str] = Ledger()
     ledger.close(["e0-i1"], "given_up", "TimeoutError")
     assert ledger.line() == {"given_up": {"e0-i1": "TimeoutError"}}
+
+
+def test_what_was_trained_and_undone_is_given_up_and_no_more_trained() -> None:
+    ledger: Ledger[str] = Ledger()
+    lines = [{"step": 1, "trained": ["a"]}, {"step": 2, "trained": ["b"], "rejected": ["c"]}]
+    assert trained_behind(lines, 1) == ["b"] and trained_behind(lines, 0) == ["a", "b"]
+    ledger.undo(["b"], "why")
+    lines.append({"step": 3, **ledger.line()})
+    assert lines[-1] == {"step": 3, "undone": {"b": "why"}}
+    assert audit(lines) == {"a": ["trained@1"], "b": ["given_up@3"], "c": ["rejected@2"]}
+    assert trained_behind(lines, 1) == [], "once"
