@@ -5,7 +5,8 @@ part is shut down, and the first error is what the user sees.
 
 | who waits  | for what                          | woken by                                            |
 |------------|-----------------------------------|-----------------------------------------------------|
-| the driver | the controller's ``run``          | its end or error; polls for progress meanwhile      |
+| the driver | the controller's ``run``          | its end or error; polls for progress meanwhile, and |
+|            |                                   | kills it if it is silent for too long               |
 | ``run``    | the trainer's ``train``           | its end or error; ``stop`` cancels it               |
 | shutdown   | every part's own shutdown         | each part, or ``GRACE_S``, after which it is killed |
 | SIGTERM    | as shutdown, with a save before   | the same, or ``trainer.sigterm_grace_s``            |
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     import ray.exceptions
     from ray import ObjectRef
 
+    from skyasync.cluster.pulse import Pulse
+    from skyasync.processes.identity import Identity
     from skyasync.restarting import Restarting
 
 R = TypeVar("R")
@@ -140,6 +143,11 @@ class Controller:
             async with asyncio.timeout(GRACE_S):
                 await self._experiment.close()
 
+    async def who(self) -> Identity:
+        from skyasync.processes.identity import Identity
+
+        return Identity.mine()
+
     async def report(self, seen: int) -> ProgressReport:
         if self._loaded:
             self._recorder.phase(self._trainer.phase_name)
@@ -174,6 +182,7 @@ class ControllerHandle(Protocol):
     run: Asked[dict[str, float] | None]
     stop: Asked[int]
     report: Asked[ProgressReport]
+    who: Asked[Identity]
 
 
 def run_in_controller(experiment: Experiment, logs: ProcessLogs) -> dict[str, float] | None:
@@ -231,12 +240,14 @@ def _run(
     import ray
 
     from skyasync.cluster.placement import release
+    from skyasync.cluster.pulse import Pulse
 
     trainer = experiment.cfg.trainer
     try:
-        _await_process(controller)
+        process = _await_process(controller)
         running = controller.run.remote()
-        _watch(controller, running, view)
+        revived = experiment.restarting is not None and experiment.restarting.possible
+        _watch(running, Pulse(controller.report, process, trainer.heartbeat_timeout_s if revived else 0.0), view)
         return ray.get(running)
     except KeyboardInterrupt:
         if heard.is_set():  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
@@ -292,12 +303,12 @@ def _patience_s(trainer: TrainerConfig) -> float:
     return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit or trainer.ckpt_async else 0)
 
 
-def _await_process(controller: ControllerHandle) -> None:
+def _await_process(controller: ControllerHandle) -> Identity:
     """Ray tries for ever to start a process that cannot start; its reasons are in the terminal by then."""
     import ray
 
     try:
-        ray.get(controller.report.remote(-1), timeout=START_S)
+        return ray.get(controller.who.remote(), timeout=START_S)
     except ray.exceptions.GetTimeoutError:
         _end(controller)
         problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
@@ -310,14 +321,13 @@ def _end(controller: ControllerHandle) -> None:
     ray.kill(controller)  # type: ignore[arg-type]  # Ray's own type of it knows no methods
 
 
-def _watch(controller: ControllerHandle, running: object, view: ProgressView) -> None:
+def _watch(running: object, pulse: Pulse, view: ProgressView) -> None:
     """Poll until the run has ended."""
     import ray
 
     seen, ended = view.seen, False
     while not ended:
         ended = bool(ray.wait([running], timeout=POLL_S)[0])
-        with contextlib.suppress(ray.exceptions.RayError):
-            report = ray.get(controller.report.remote(seen), timeout=10)
+        if (report := pulse.ask(seen)) is not None:
             view.update(report)
             seen = max([seen, *(step for step, _ in report.rows)])

@@ -38,6 +38,12 @@ class SurvivalConfig(Settings):
         "checkpoint; at the next death, or with 0 at the first, the run ends, as it does where it keeps none.",
         low=0,
     )
+    heartbeat_timeout_s: float = key(
+        120.0,
+        "Seconds without a sign of life after which a process of a model, while it is asked for something, or the "
+        "controller counts as dead; where checkpoints are kept and trainer.max_restarts is above 0.",
+        above=0.0,
+    )
     on_nonfinite: str = key(
         "raise",
         "What a loss, gradient or reward that is NaN or infinite does: end the run, or (skip) leave out the optimizer "

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -29,6 +27,7 @@ from skyasync.engines.protocol import (
     WakePart,
 )
 from skyasync.errors import UserError
+from skyasync.processes.identity import Identity
 from skyasync.weight_sync.update import WeightUpdate
 
 #: The user's terminal shows the run's progress, not that of every library's loading.
@@ -39,28 +38,6 @@ QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL":
 CALLS = 1_000_000
 
 MESSAGE_TOKENS = 2**18  # 3 MB
-
-
-class _Process(NamedTuple):
-    """``born``: what tells it from another that has got its number since."""
-
-    node: str
-    number: int
-    born: str
-
-    def end(self) -> None:
-        """SIGKILL, which also ends a process that is stopped or stuck; on this machine only."""
-        if self.node == ray.get_runtime_context().get_node_id() and _born(self.number) == self.born:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.number, signal.SIGKILL)
-
-
-def _born(process: int) -> str:
-    """When a process began, in the kernel's ticks; empty where there is none."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 @contextlib.contextmanager
@@ -82,10 +59,10 @@ class _EngineActor:
         self._engine_class = ENGINES.find(backend)
         self._engine: InferenceEngine
 
-    async def start(self, config: EngineConfig) -> _Process:
+    async def start(self, config: EngineConfig) -> Identity:
         self._engine = self._engine_class(config)
         await self._engine.start()
-        return _Process(ray.get_runtime_context().get_node_id(), os.getpid(), _born(os.getpid()))
+        return Identity.mine()
 
     async def call(self, method: str, *args: object) -> object:
         return await getattr(self._engine, method)(*args)
@@ -128,7 +105,7 @@ class RayEngine:
         self.backend, self.config = backend, config
         self._start_timeout_s = start_timeout_s
         self._asked_to_start = False
-        self._process: _Process | None = None
+        self._process: Identity | None = None
         self.options = options or {}
         actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self.options)
         # Its libraries are imported while the caller does other things.

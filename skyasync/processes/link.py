@@ -26,6 +26,10 @@ class ProcessLostError(RuntimeError):
     """The process that worked on it is gone; which of its calls is to blame is unknown."""
 
 
+class LoadingLostError(ProcessLostError, UserError):
+    """The process has ended while it loaded something: what it loads may be to blame, or whoever ended it."""
+
+
 class Link:
     """One process as its pool sees it.
 
@@ -58,7 +62,7 @@ class Link:
         """Have the process load something, once.
 
         Raises:
-            UserError: if it is not ready within ``START_S``, or ends.
+            UserError: if it is not ready within ``START_S``; a ``LoadingLostError`` if it ends.
             Exception: what loading raised.
         """
         if name not in self._loaded:
@@ -89,9 +93,10 @@ class Link:
                 problem = await self.worker.load(*args)
         except Exception as error:
             self._lose(error)
-            late = isinstance(error, TimeoutError) and timer.expired()
-            how = f"was not ready within {START_S:g} s" if late else f"ended while it was loading: {error}"
-            raise UserError(f"the process that runs {self._what} {how}") from error
+            who = f"the process that runs {self._what}"
+            if isinstance(error, TimeoutError) and timer.expired():
+                raise UserError(f"{who} was not ready within {START_S:g} s") from error
+            raise LoadingLostError(f"{who} ended while it was loading: {error}") from error
         if problem is not None:
             raise problem
 

@@ -10,9 +10,13 @@ from ray import cloudpickle
 
 from skyasync.processes.calls import Answer, Call, Service
 from skyasync.processes.host import Host
+from skyasync.processes.identity import Identity
 
 
 class _Host(Host):
+    async def who(self) -> Identity:
+        return Identity.mine()
+
     async def load_pickled(self, args: bytes) -> Exception | None:
         """What is to be loaded may be a class of the user's: its module is imported where that may take its time."""
         return await self._loaded(lambda: self._service.load(*cloudpickle.loads(args)))
@@ -31,8 +35,11 @@ class RayHost:
     ) -> None:
         actor: Any = ray.remote(_Host).options(num_cpus=0, **(options or {}))
         self._actor = actor.remote(make, limit_s, max_threads)
+        self._process: Identity | None = None
 
     async def load(self, *args: object) -> Exception | None:
+        if self._process is None:
+            self._process = await self._actor.who.remote()
         error: Exception | None = await self._actor.load_pickled.remote(cloudpickle.dumps(args))
         return error
 
@@ -41,4 +48,7 @@ class RayHost:
         return [Answer(*answer) for answer in answers], hung
 
     def kill(self) -> None:
+        """Also if it answers nothing any more."""
         ray.kill(self._actor)
+        if self._process is not None:
+            self._process.end()

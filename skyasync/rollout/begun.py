@@ -54,6 +54,12 @@ class Begun:
         """Of a checkpoint: they go on from there when they are asked for."""
         self._recorded = {each.id: list(_turns(each)) for each in trajectories}
 
+    def again(self, trajectory: Trajectory) -> None:
+        """Its environment is lost, and it is played from its beginning, with what the model has written so far."""
+        played = list(_turns(_copy(trajectory, {})))
+        if len(played) > len(self._recorded.get(trajectory.id, [])):  # else it was lost before its record's end
+            self._recorded[trajectory.id] = played
+
     def turn(self, identity: TrajectoryId, number: int, read: Ints, *, seeded: bool) -> GenerationOutput | None:
         """What is recorded of this turn. With a seed half a response is made again: it comes out the same."""
         turns = self._recorded.get(identity, [])

@@ -8,7 +8,7 @@ blame and ``environment.on_error`` says so, only that episode ends, and is count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,13 +20,14 @@ from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation, Seen
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import UserError
+from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.contract import Generator, TrajectoryGenerator
 from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.judging import NO_JUDGES, Judges
 from skyasync.rollout.requests import request_seed
-from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_no_room
+from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_lost_process, tell_of_no_room
 from skyasync.rollout.spares import first_complete, with_spares
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
@@ -35,6 +36,7 @@ __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 
 T = TypeVar("T")
 _WHILE = "while playing the episode"
+PLAYS = 3  # of an episode whose environment's process is lost: another one may have ended it
 
 
 class EpisodeGenerator(TrajectoryGenerator):
@@ -118,7 +120,8 @@ class EpisodeGenerator(TrajectoryGenerator):
         self._begun.add(trajectory)
         try:
             async with self._turn, self._time_limit(identity):
-                said = await self._play(trajectory, prompt, env_class, extras, sampling)
+                played = partial(self._play, trajectory, prompt, env_class, extras, sampling)
+                said = await self._play_through(trajectory, played)
             if weighted := self._environments.judged_by(env_class, extras):
                 if self._judges is None:
                     raise UserError(NO_JUDGES)
@@ -134,6 +137,25 @@ class EpisodeGenerator(TrajectoryGenerator):
         if self._rules.on_error != "raise":
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
         return trajectory
+
+    async def _play_through(self, trajectory: Trajectory, played: Callable[[], Awaitable[str]]) -> str:
+        """``played``, from the beginning if the process of its environment was lost, which others may have ended."""
+        for losses in range(PLAYS):
+            try:
+                said = await played()
+            except (ProcessLostError, GivenUpError) as error:
+                if not isinstance(error if isinstance(error, ProcessLostError) else error.__cause__, ProcessLostError):
+                    raise
+                if losses + 1 == PLAYS:
+                    raise
+                tell_of_lost_process(trajectory, error)
+                self._begun.again(trajectory)
+                vars(trajectory).update(vars(Trajectory(trajectory.id, [Segment("prompt", NO_INTS)])))
+            else:
+                if losses:
+                    trajectory.metrics = trajectory.metrics | {"retries": trajectory.metrics.get("retries", 0) + losses}
+                return said
+        raise AssertionError("unreachable")
 
     async def _play(
         self,

@@ -15,6 +15,7 @@ from itertools import count
 from skyasync.arrays import Ints
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.types import Group, Segment, Trajectory, TrajectoryId
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,15 @@ def tell_of_no_room(trajectory: Trajectory, max_model_len: int) -> None:
         "episode %s is full after %d turns: what its environment said would exceed generator.max_model_len=%d; others "
         "are counted in response/truncated. Raise it, or set generator.max_turns, which the default follows",
         trajectory.id, len(trajectory.actions), max_model_len,
+    )  # fmt: skip
+
+
+def tell_of_lost_process(trajectory: Trajectory, error: BaseException) -> None:
+    """Warn, once, of an episode that is played again."""
+    _warn_once(
+        "a lost process",
+        "episode %s is played again from its beginning in another process; others are counted in env/retries: %.500s",
+        trajectory.id, error if isinstance(error, ProcessLostError) else error.__cause__,
     )  # fmt: skip
 
 

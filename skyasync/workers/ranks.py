@@ -1,7 +1,8 @@
 """The ranks of one model as Ray actors: called together, failing together.
 
 Invariant: the event loop never waits for Ray, and a rank that fails ends the call with that rank's own traceback: the
-others, which may be stuck in a collective with it, are killed first.
+others, which may be stuck in a collective with it, are killed first. While a call is under way its ranks are asked for
+a pulse; one that gives none for ``trainer.heartbeat_timeout_s`` (it is stopped, or its machine gone) counts as dead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
+from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
+from skyasync.processes.identity import Identity
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.workers.batch import TokenBatch
 from skyasync.workers.roles import ROLES, Role
@@ -28,6 +31,9 @@ from skyasync.workers.worker import LOOPBACK
 
 T = TypeVar("T")
 
+PULSE = "pulse"
+PULSE_S = 5.0  # from one to the next
+OWN_DELAY_S = 1.0  # an answer may be there, and this process have been stopped or too busy to read it
 DEATH_NOTICE_S = 5.0
 """Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
 
@@ -62,6 +68,15 @@ class _Rank:
     def call(self, method: str, *args: object) -> object:
         return getattr(self._worker, method)(*args)
 
+    @ray.method(concurrency_group=PULSE)
+    def pulse(self) -> Identity:
+        """Answered beside the call under way, by a thread of its own."""
+        return Identity.mine()
+
+
+class RankSilentError(RuntimeError):
+    """A rank's process gives no sign of life."""
+
 
 class RankGroup:
     """The actors of one role. Every call goes to all ranks in the same order, so that collectives line up.
@@ -77,11 +92,16 @@ class RankGroup:
         self._running = 0
         self._since = 0.0
         self._failure: BaseException | None = None
+        self._silence_s = 0.0  # allowed; 0: nobody listens
+        self._processes: list[Identity] = []
+        self._pulses: dict[int, tuple[float, asyncio.Future[Identity]]] = {}  # asked for: rank -> when
         self._hidden_size = 0
         self._sharing = 1  # ranks that get the same rows
         worker = role.worker if isinstance(role.worker, str) else ""
         name = worker.rpartition(":")[2] or getattr(role.worker, "__name__", "")  # in Ray's errors and process titles
-        actor_class: Any = ray.remote(max_restarts=0)(type(name, (_Rank,), {}))
+        # Groups have Ray run all calls in threads: those of the first one, and each of the others, in one.
+        remote: Any = ray.remote  # whose types know nothing of these
+        actor_class = remote(max_restarts=0, concurrency_groups={PULSE: 1})(type(name, (_Rank,), {}))
         self._actors: list[Any] = [
             actor_class.options(
                 num_cpus=placement.num_cpus,
@@ -104,6 +124,9 @@ class RankGroup:
             for rank, actor in enumerate(self._alive())
         ]
         await self._gather(workers)
+        self._processes = await self._gather([actor.pulse.remote() for actor in self._alive()])
+        if cfg.trainer.max_restarts and keeps_checkpoints(cfg.trainer):
+            self._silence_s = cfg.trainer.heartbeat_timeout_s
         if self.ranks == 1:
             await self.call("setup")
             return
@@ -116,7 +139,8 @@ class RankGroup:
     @property
     def lost(self) -> BaseException | None:
         """The error by which a rank's process was found to be dead, if one was."""
-        return self._failure if isinstance(self._failure, ray.exceptions.RayActorError) else None
+        found = isinstance(self._failure, ray.exceptions.RayActorError | RankSilentError)
+        return self._failure if found else None
 
     @property
     def busy_s(self) -> float:
@@ -158,10 +182,13 @@ class RankGroup:
         tasks = [asyncio.ensure_future(reference) for reference in references]
         try:
             with self._at_work():
-                finished, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                finished, waiting = await self._listen(tasks)
                 if waiting and any(task.exception() for task in finished):
                     # A rank whose process died makes the others' collectives fail at once: learn of both.
                     await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
+        except RankSilentError as error:
+            self._fail(error)
+            raise
         finally:
             # Cancelled: the calls go on in the actors, whose results nobody will ask for.
             unfinished = [task for task in tasks if not task.done()]
@@ -170,10 +197,42 @@ class RankGroup:
         failures = [failure for task in tasks if task not in unfinished and (failure := task.exception())]
         if failures:
             deaths = [failure for failure in failures if isinstance(failure, ray.exceptions.RayActorError)]
-            self._failure = (deaths or failures)[0]
-            self.kill()
-            raise self._failure
+            self._fail((deaths or failures)[0])
+            raise (deaths or failures)[0]
         return [task.result() for task in tasks]
+
+    def _fail(self, failure: BaseException) -> None:
+        """End all ranks, also those that answer nothing any more."""
+        self._failure = failure
+        self.kill()
+        for process in self._processes:
+            process.end()
+
+    async def _listen(self, tasks: list[asyncio.Future[Any]]) -> tuple[set[Any], set[Any]]:
+        """Wait for all results, or for a failure, as long as every rank gives signs of life."""
+        while True:
+            every_s = min(PULSE_S, self._silence_s / 4) if self._silence_s else None
+            finished, waiting = await asyncio.wait(tasks, timeout=every_s, return_when=asyncio.FIRST_EXCEPTION)
+            if not waiting or any(task.exception() for task in finished):
+                return finished, waiting
+            for rank, actor in enumerate(self._alive()):
+                await self._check_pulse(rank, actor)
+
+    async def _check_pulse(self, rank: int, actor: Any) -> None:
+        """Raises RankSilentError if the last one is overdue."""
+        now = time.monotonic()
+        asked, answer = self._pulses.get(rank, (now, None))
+        if answer is not None and not answer.done() and now - asked > self._silence_s:
+            await asyncio.wait({answer}, timeout=OWN_DELAY_S)
+            if not answer.done():
+                raise RankSilentError(
+                    f"rank {rank} of the {self._role.name} gave no sign of life for {self._silence_s:g} s "
+                    f"(trainer.heartbeat_timeout_s)"
+                )
+        if answer is None or answer.done():
+            fresh = asyncio.ensure_future(actor.pulse.remote())
+            fresh.add_done_callback(lambda pulse: pulse.cancelled() or pulse.exception())  # a death, which calls raise
+            self._pulses[rank] = now, fresh
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ def of_the_cluster() -> list[str]:
     groups = [f"placement group {g['name']}" for g in placement_group_table().values() if g["state"] != "REMOVED"]
     actors = ray._private.state.actors().values()
     living = [f"actor {a['ActorClassName']} {a['State']}" for a in actors if a["State"] != "DEAD"]
-    processes = [f"process of {a['ActorClassName']}" for a in actors if a["Pid"] and _lives(a["Pid"])]
+    processes = [f"process of {a['ActorClassName']}" for a in actors if a["Pid"] and lives(a["Pid"])]
     return groups + living + processes + _shared_weights()
 
 
@@ -40,10 +40,10 @@ def none_soon(look: Callable[[], list[str]], patience_s: float = PATIENCE_S) -> 
 def _shared_weights() -> list[str]:
     """Files whose writer has gone; those of other runs on the machine have a living one."""
     files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
-    return [f.name for f in files if not _lives(int(f.name.removeprefix(shared_memory.PREFIX).split("-")[0]))]
+    return [f.name for f in files if not lives(int(f.name.removeprefix(shared_memory.PREFIX).split("-")[0]))]
 
 
-def _lives(process_id: int) -> bool:
+def lives(process_id: int) -> bool:
     """Neither gone nor a zombie that waits to be reaped."""
     status = _read(Path("/proc") / str(process_id) / "stat")
     return bool(status) and status.rpartition(b")")[2].split()[0] != b"Z"

@@ -20,7 +20,8 @@ from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
-from skyasync.workers.ranks import WorkerPlacement, row_costs, split_for_ranks
+from skyasync.workers.ranks import RankSilentError, WorkerPlacement, row_costs, split_for_ranks
+from tests.end_to_end.leftovers import lives, none_soon
 from tests.workers.conftest import config_for, make_batch
 
 
@@ -211,15 +212,20 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
 
 
 @pytest.mark.slow
-async def test_a_rank_whose_process_dies_is_the_error_not_the_broken_collective(
-    untied_model: str, bundles: PlacementGroup
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_collective(
+    how: signal.Signals, untied_model: str, bundles: PlacementGroup
 ) -> None:
-    dispatch = await started(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
+    cfg = config_for(untied_model)
+    cfg.trainer.ckpt_interval, cfg.trainer.heartbeat_timeout_s = 1, 2.0
+    dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
     try:
         pids = await dispatch._policy.call("ready")
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(ray.exceptions.RayActorError):
+        os.kill(pids[1], how)
+        with pytest.raises(ray.exceptions.RayActorError if how == signal.SIGKILL else RankSilentError) as failure:
             await update(dispatch, make_batch(groups=4))
+        assert dispatch.lost == ("policy", failure.value)
+        assert none_soon(lambda: [str(pid) for pid in pids if lives(pid)]) == [], "one that hangs is ended too"
         with pytest.raises(RuntimeError, match="stopped"):
             await dispatch.publish_weights(version=1)
     finally:

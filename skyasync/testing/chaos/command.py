@@ -25,6 +25,7 @@ SETTINGS = {
     "trainer.ckpt_interval": 5,
     "trainer.ckpt_keep": 3,
     "trainer.max_restarts": 1000,
+    "trainer.heartbeat_timeout_s": 20,
     "trainer.terminal": "lines",
     "generator.max_engine_restarts": 1000,
     "generator.heartbeat_s": 1,
@@ -79,7 +80,7 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
     from skyasync.testing.chaos.verdict import SUMMARY, complaints, summary, write
 
     own = options.program != ""
-    cfg = configuration(theirs)
+    cfg: Config = configuration(theirs)
     arguments = [*theirs, *added(cfg, run_name(options.seed))]
     cfg = configuration(arguments)
     if not keeps_checkpoints(cfg.trainer) or cfg.ray.address:

@@ -17,7 +17,7 @@ from skyasync.weight_sync import shared_memory
 PATIENCE_S = 30.0
 AGENTS_S = 120.0
 AGENTS = ("dashboard/agent.py", "runtime_env/agent/main.py", "DashboardAgent", "RuntimeEnvAgent")
-OWN = ("ray", "orders.jsonl", "taken.jsonl")  # Ray keeps its logs; ours
+KEPT = ("ray", "torchinductor_", "orders.jsonl", "taken.jsonl")  # Ray's logs, torch's cache; ours
 
 
 def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]:
@@ -46,7 +46,7 @@ def temporary_files(folder: Path) -> list[str]:
     """What was left in the folder for temporary files."""
     if not folder.is_dir():
         return []
-    return [f"temporary {path}" for path in sorted(folder.iterdir()) if path.name not in OWN]
+    return [f"temporary {path}" for path in sorted(folder.iterdir()) if not path.name.startswith(KEPT)]
 
 
 def _living(known: list[Process], mark: str) -> list[Process]:

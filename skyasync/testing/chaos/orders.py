@@ -10,6 +10,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "SKYASYNC_CHAOS"  # in the environment of the run's processes: the folder
 MISSED_S = 20.0  # what is done at once has so long to find its moment
@@ -58,7 +59,7 @@ def _append(file: Path, row: dict[str, object]) -> None:
         out.write(json.dumps(row) + "\n")
 
 
-def _read(file: Path) -> list[dict[str, float]]:
+def _read(file: Path) -> list[dict[str, Any]]:
     """Whole lines."""
     with contextlib.suppress(FileNotFoundError):
         return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]

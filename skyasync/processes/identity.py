@@ -1,0 +1,41 @@
+"""Which process an actor is, so that it can be ended from outside when it answers nothing any more.
+
+Invariant: a process is told from another that has got its number since by when it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+
+
+class Identity(NamedTuple):
+    """``node``: Ray's. ``born``: in the kernel's ticks."""
+
+    node: str
+    number: int
+    born: str
+
+    @classmethod
+    def mine(cls) -> Identity:
+        """Of the actor's process that asks."""
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _born(os.getpid()))
+
+    def end(self) -> None:
+        """SIGKILL, which also ends a process that is stopped or stuck; on this machine only."""
+        if self.node == ray.get_runtime_context().get_node_id() and _born(self.number) == self.born:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.number, signal.SIGKILL)
+
+
+def _born(process: int) -> str:
+    """When a process began; empty where there is none."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
