@@ -151,4 +151,5 @@ class Link:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # who waited may be cancelled
         return task

@@ -1,0 +1,186 @@
+"""All plans under chaos on virtual time: the real plans, client, revival, generator, checkpoints and ledger.
+
+What is virtual are the processes (``virtual_parts``). A schedule's events fall on them while ``operate`` does what the
+program and its user do: workers are started again, and the same command is, whenever it has ended before its time.
+
+Invariant of a play, or it is told what broke it: nothing waits for ever; at the end the ledger has every prompt once,
+trained or given up with a reason, no step is missing or there twice, none was trained on samples older than the plan
+allows, and no task is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from skyasync.config.schema import Config
+from skyasync.errors import headline
+from skyasync.observe.jsonl import read_rows
+from skyasync.plans import PLANS
+from skyasync.rollout.types import Prompt, PromptId
+from skyasync.simulate.clock import run_virtual
+from skyasync.state.ledger import audit
+from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
+from skyasync.testing.chaos.events import KINDS, schedule
+from skyasync.testing.chaos.virtual_run import Command, Virtual
+from skyasync.trainer import RayPPOTrainer
+
+NAMES = ("sync", "one_step_off", "streamed", "fully_async")
+CHAOS_S = 400.0  # of events; then the run is left alone
+LIMIT_S = 50_000.0
+LINGER_S = 2_000.0  # for tasks that wait for an answer to give up
+MOST_COMMANDS = 200
+#: Kinds that there is something to be hit by on virtual time: a stopped program or controller stops the clock itself.
+WEIGHTS = {name: kind.weight for name, kind in KINDS.items() if name not in ("freeze-driver", "freeze-controller")}
+
+
+@dataclass
+class Play:
+    """One schedule and what came of it."""
+
+    plan: str
+    seed: int
+    events: Counter[str] = field(default_factory=Counter)  # that met something
+    commands: int = 0
+    restarts: int = 0  # of workers
+    wrong: list[str] = field(default_factory=list)
+
+
+def settings_of(seed: int, plan: str) -> tuple[Config, int]:
+    """A configuration drawn from the seed, and how many prompts there are."""
+    chance, cfg = random.Random(f"settings {seed}"), Config()
+    trainer, generator = cfg.trainer, cfg.generator
+    batch, trainer.epochs, staleness = chance.randint(1, 3), chance.randint(1, 2), chance.randint(0, 3)
+    trainer.plan, trainer.train_batch_size, trainer.max_staleness = plan, batch, staleness
+    trainer.sync_interval = chance.randint(1, staleness + 1) if plan == "fully_async" else 1
+    trainer.partial_rollout = chance.choice(["keep", "wait", "recompute"])
+    trainer.async_queue_size = chance.randint(1, 2)
+    trainer.ckpt_interval, trainer.ckpt_keep = chance.randint(1, 3), chance.choice([0, 2])
+    trainer.ckpt_async, trainer.ckpt_rollouts = chance.random() < 0.5, chance.random() < 0.7
+    trainer.policy_mini_batch_size = 0
+    trainer.eval_before_train, trainer.allow_uncorrected, trainer.save_samples = False, True, 0
+    trainer.seed = chance.randrange(1000)
+    generator.n_samples_per_prompt, generator.num_inference_engines = chance.randint(1, 2), chance.randint(1, 3)
+    generator.sampling_params.max_generate_length = 8
+    generator.max_concurrent_rollouts = chance.choice([0, batch])
+    return cfg, chance.randint(3, 8)
+
+
+def play(seed: int, plan: str) -> Play:
+    """One schedule on one plan; what broke is in its ``wrong``."""
+    played = Play(plan, seed)
+    with _folder() as folder, _quiet():
+        try:
+            run_virtual(_operate(played, folder))
+            played.wrong += _audited(played, folder / "run")
+        except Exception as error:  # a deadlock, an assertion, or what ended the command every time
+            played.wrong.append(headline(error))
+    return played
+
+
+async def _operate(played: Play, folder: Path) -> None:
+    cfg, rows = settings_of(played.seed, played.plan)
+    prompts = [Prompt(PromptId(0, row), [{"role": "user", "content": chr(97 + row)}], _env()) for row in range(rows)]
+    events = schedule(played.seed, random.Random(played.seed).choice([5.0, 20.0, 60.0]), CHAOS_S, WEIGHTS)
+    plan = type("Virtual", (Virtual, cast(type[RayPPOTrainer], PLANS.find(played.plan))), {})
+    command: Command | None = None
+    striking = asyncio.create_task(_strike(played, events, lambda: command))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while played.commands < MOST_COMMANDS:
+                played.commands += 1
+                command = Command(cfg, plan, prompts, folder, seed=played.seed + played.commands)
+                if await command.run():
+                    break
+                played.restarts += command.restarts
+            else:
+                raise RuntimeError(f"{MOST_COMMANDS} times the command had ended: {command and command.error}")
+    finally:
+        striking.cancel()
+        await asyncio.gather(striking, return_exceptions=True)
+    await asyncio.sleep(LINGER_S)
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    played.wrong += [f"a task is left: {task.get_coro()}" for task in left]
+
+
+async def _strike(played: Play, events: list[Any], command: Callable[[], Command | None]) -> None:
+    loop = asyncio.get_running_loop()
+    for event in events:
+        await asyncio.sleep(max(0.0, event.at - loop.time()))
+        target = command()
+        if target is not None and target.strike(event):
+            played.events[event.kind] += 1
+
+
+def _audited(played: Play, folder: Path) -> list[str]:
+    """What the run's files say that must not be."""
+    cfg, rows = settings_of(played.seed, played.plan)
+    steps = [row["step"] for row in read_rows(folder / "metrics.jsonl")]
+    ledger = read_rows(folder / "ledger.jsonl")
+    total = -(-rows * cfg.trainer.epochs // cfg.trainer.train_batch_size)
+    wrong = wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
+    if max(steps, default=0) != total:
+        wrong.append(f"the last of {total} steps in the metrics is {max(steps, default=0)}")
+    epochs = range(cfg.trainer.epochs)
+    missing = {str(PromptId(epoch, row)) for epoch in epochs for row in range(rows)} - audit(ledger).keys()
+    return wrong + [f"prompt {name} is nowhere in the ledger" for name in sorted(missing)]
+
+
+def play_all(count: int, seed: int, say: Callable[[str], None]) -> int:
+    """So many schedules, the plans in turn; the exit status. Tells what broke as it breaks, and the sums at the end."""
+    by_plan = {name: [0, 0, 0, 0] for name in NAMES}
+    kinds: Counter[str] = Counter()
+    broken = 0
+    for number in range(count):
+        played = play(seed + number, NAMES[number % len(NAMES)])
+        sums = by_plan[played.plan]
+        sums[0], sums[1] = sums[0] + 1, sums[1] + sum(played.events.values())
+        sums[2], sums[3] = sums[2] + played.restarts, sums[3] + played.commands - 1
+        kinds += played.events
+        broken += bool(played.wrong)
+        for line in played.wrong:
+            say(f"{played.plan}, seed {played.seed}: {line}")
+        if (number + 1) % 1000 == 0:
+            say(f"{number + 1} schedules, {broken} of them broken")
+    say("| plan | schedules | events that met something | workers started again | command started again |")
+    for name, (schedules, events, restarts, commands) in by_plan.items():
+        say(f"| {name} | {schedules} | {events} | {restarts} | {commands} |")
+    say(", ".join(f"{kind} {times}" for kind, times in sorted(kinds.items())))
+    say(f"{count} schedules, {broken} of them broken")
+    return 1 if broken else 0
+
+
+def _env() -> str:
+    return "skyasync.testing.chaos.virtual_parts:Turns"
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """In memory where there is room for it: what is written to it is synced, thousands of times."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=memory if memory.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What the library warns of is what was done to it."""
+    logger = logging.getLogger("skyasync")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,329 @@
+"""Engines, ranks and environment processes on virtual time that can be killed, stopped and robbed of their messages.
+
+Invariant: what a process is asked while it is dead raises the error that the real one's death raises; while it is
+stopped, nothing is answered, and what it was at goes on when it runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from skyasync.engines.protocol import (
+    EngineDiedError,
+    EngineStats,
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    PauseMode,
+)
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyasync.envs.episodes import EnvSettings, Episodes
+from skyasync.processes.calls import Answer, Call
+from skyasync.processes.local import LocalHost
+from skyasync.state import manifest
+from skyasync.state.manifest import Sums
+from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+
+TOKEN_S, TRAIN_S, SYNC_S, SAVE_S, ENGINE_START_S, RANK_START_S = 0.5, 2.0, 0.5, 1.0, 20.0, 15.0
+SILENCE_S, START_LIMIT_S = 20.0, 300.0
+
+
+class Life:
+    """Of one process: it lives, is stopped, or is dead."""
+
+    def __init__(self, death: type[Exception], what: str) -> None:
+        self._death, self._what = death, what
+        self.dead, self.runs = asyncio.Event(), asyncio.Event()
+        self.runs.set()
+        self.dropped, self.late_s = 0, 0.0  # messages to be lost; how late they are
+
+    def kill(self) -> None:
+        self.dead.set()
+        self.runs.set()
+
+    async def spend(self, seconds: float) -> None:
+        """So much time of the process passes; raises its death."""
+        if not self.dead.is_set() and seconds:
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.dead.wait()
+            except TimeoutError:
+                pass
+        await self.runs.wait()
+        if self.dead.is_set():
+            raise self._death(f"the process of {self._what} is gone")
+
+    async def message(self, seconds: float = 0.01) -> None:
+        """One comes, and takes so long."""
+        if self.dropped:
+            self.dropped -= 1
+            await asyncio.Event().wait()
+        await self.spend(seconds + self.late_s)
+
+
+class Engine:
+    """Writes a token in ``TOKEN_S``; how many is in the request's prompt. Implements ``InferenceEngine``."""
+
+    def __init__(self) -> None:
+        self.life = Life(EngineDiedError, "an engine")
+        self.version, self._paused, self._made = 0, False, 0
+        self._wire = asyncio.Lock()  # what is said first arrives first
+        self._rows: dict[str, list[int]] = {}  # request -> version of each token
+        self._told: dict[str, int] = {}
+        self._prompts: dict[str, GenerationRequest] = {}
+        self._ended: set[str] = set()
+
+    def successor(self) -> Engine:
+        return Engine()
+
+    def kill(self) -> None:
+        self.life.kill()
+
+    async def start(self) -> None:
+        async with asyncio.timeout(START_LIMIT_S):
+            await self.life.spend(ENGINE_START_S)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        await self._asked()
+        mine = [request.request_id for request in requests]
+        self._prompts.update({request.request_id: request for request in requests})
+        self._rows.update({name: [] for name in mine})
+        while mine:
+            await self.life.spend(TOKEN_S)
+            done = []
+            for name in mine:
+                if not self._paused and name not in self._ended:
+                    self._rows[name].append(self.version)
+                    self._made += 1
+                if (reason := self._end_of(name)) is not None:
+                    done.append(self._output(name, 0, reason))
+                    self._forget(name)
+            mine = [name for name in mine if name in self._rows]
+            if done:
+                await self.life.message(0.0)
+                yield done
+
+    def _end_of(self, name: str) -> FinishReason | None:
+        request = self._prompts[name]
+        if name in self._ended:
+            return "abort"
+        before = len(request.prompt_token_ids) - _prompt_length(request)
+        if before + len(self._rows[name]) >= wanted_tokens(request):
+            return "stop"
+        return "length" if len(self._rows[name]) >= request.sampling.max_tokens else None
+
+    def _forget(self, name: str) -> None:
+        for table in (self._rows, self._told, self._prompts):
+            table.pop(name, None)
+        self._ended.discard(name)
+
+    def _output(self, name: str, start: int, reason: FinishReason | None = None) -> GenerationOutput:
+        versions = self._rows[name][start:]
+        return GenerationOutput(name, [120] * len(versions), [-0.5] * len(versions), versions, reason)
+
+    async def progress(self) -> list[GenerationOutput]:
+        await self._asked()
+        news = [self._output(name, self._told.get(name, 0)) for name in self._rows if name not in self._ended]
+        self._told = {name: len(row) for name, row in self._rows.items()}
+        return [each for each in news if len(each.token_ids)]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        await self._asked()
+        return [[-0.5] * (len(each) - 1) for each in sequences]
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await self._asked()
+        self._paused = True
+        if mode == "abort":
+            self._ended.update(self._rows)
+
+    async def resume(self) -> None:
+        await self._asked()
+        self._paused = False
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await self._asked()
+        self._ended.update(name for name in self._rows if request_ids is None or name in request_ids)
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self._asked(SYNC_S)
+        if not update.info["sound"]:
+            raise WeightSyncError("an engine holds other weights than the trainer sent in a tensor")
+        self.version = update.version
+
+    async def stats(self) -> EngineStats:
+        await self._asked()
+        return EngineStats(len(self._rows), 0, self._made)
+
+    async def shutdown(self) -> None:
+        self.kill()
+
+    async def _asked(self, seconds: float = 0.01) -> None:
+        async with self._wire:
+            await self.life.message(seconds)
+
+
+def wanted_tokens(request: GenerationRequest) -> int:
+    """How long the answer is: between 1 and 8 tokens, by the prompt's first one."""
+    return 1 + int(request.prompt_token_ids[0]) % 8
+
+
+def _prompt_length(request: GenerationRequest) -> int:
+    """Behind a death the tokens so far stand behind the prompt: those are 120, which no prompt ends with."""
+    tokens = request.prompt_token_ids.tolist()
+    while tokens and tokens[-1] == 120:
+        tokens.pop()
+    return len(tokens)
+
+
+class RanksDiedError(RuntimeError):
+    """Stands for Ray's error."""
+
+
+class Ranks:
+    """The trainer's dispatch: what it has learnt is a number, the optimizer steps."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.life, self._disk = Life(RanksDiedError, "the policy"), disk
+        self.weights, self.gradients = 0, 0
+        self.flip, self.busy_s = False, 0.0
+        self._failure: BaseException | None = None
+        self._behind: tuple[Path, int, float] = (Path(), 0, 0.0)
+
+    @property
+    def lost(self) -> tuple[str, BaseException] | None:
+        return ("policy", self._failure) if self._failure is not None else None
+
+    async def start(self) -> None:
+        await self._asked(RANK_START_S)
+
+    async def shutdown(self) -> None:
+        self.life.kill()
+
+    async def _asked(self, seconds: float) -> None:
+        """As ``RankGroup``: who is silent for too long counts as dead."""
+        try:
+            async with asyncio.timeout(seconds + SILENCE_S) as timer:
+                await self.life.spend(seconds)
+        except RanksDiedError as error:
+            self._failure = error
+            raise
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            self.life.kill()
+            self._failure = RanksDiedError("a rank gave no sign of life")
+            raise self._failure from error
+        self.busy_s += seconds
+
+    async def train(self, tokens: int) -> None:
+        await self._asked(TRAIN_S)
+        self.gradients += tokens
+
+    async def step(self, number: int) -> None:
+        """The ``number``-th of the run."""
+        await self._asked(TRAIN_S / 4)
+        assert self.weights == number - 1, f"step {number} is of weights that {self.weights} steps have made"
+        self.weights, self.gradients = number, 0
+
+    async def publish_weights(self, version: int) -> WeightUpdate:
+        await self._asked(SYNC_S)
+        assert self.weights == version, f"the weights of {self.weights} steps are handed over as version {version}"
+        sound, self.flip = not self.flip, False
+        return WeightUpdate(version, "shared_memory", {"sound": sound})
+
+    async def send_weights(self, update: WeightUpdate) -> None: ...
+
+    async def release_weights(self, update: WeightUpdate) -> None: ...
+
+    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
+        return update
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        await self._asked(0.1)
+        return [[-0.5] * (len(each) - 1) for each in sequences]
+
+    async def save(self, folder: Path) -> None:
+        weights = self.weights
+        await self._asked(SAVE_S)
+        self._disk.write(folder / "weights", str(weights))
+
+    async def begin_save(self, folder: Path) -> None:
+        await self._asked(0.1)
+        self._behind = (folder, self.weights, asyncio.get_running_loop().time() + 3 * SAVE_S)
+
+    async def saved(self) -> Sums | None:
+        await self._asked(0.1)
+        folder, weights, end = self._behind
+        if asyncio.get_running_loop().time() < end:
+            return None
+        self._disk.write(folder / "weights", str(weights))
+        return {}
+
+    async def verify(self, folder: Path, sums: Sums) -> list[str]:
+        return list(manifest.damage(folder, sums))
+
+    async def load(self, folder: Path) -> None:
+        await self._asked(SAVE_S)
+        self.weights = int((folder / "weights").read_text())
+
+    async def stats(self) -> dict[str, float]:
+        return {"busy_s": self.busy_s}
+
+
+class Disk:
+    """It may be full until some time."""
+
+    def __init__(self) -> None:
+        self.full_until = 0.0
+
+    def write(self, file: Path, text: str) -> None:
+        if asyncio.get_running_loop().time() < self.full_until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        file.write_text(text)
+
+
+class Host(LocalHost):
+    """An environment process."""
+
+    def __init__(self, settings: EnvSettings) -> None:
+        super().__init__(Episodes(settings), settings.step_timeout_s)
+        self.life = Life(ConnectionError, "an environment")
+
+    async def load(self, *args: object) -> Exception | None:
+        await self.life.message(1.0)
+        return await super().load(*args)
+
+    async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
+        await self.life.message(0.05)
+        return await super().exchange(calls)
+
+    def kill(self) -> None:
+        super().kill()
+        self.life.kill()
+
+
+class Turns(BaseTextEnv):
+    """Two turns, of which the second earns something."""
+
+    raw_text = True
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        return {"observations": "?", "reward": float(self.turns == 2), "done": self.turns == 2, "metadata": {}}
+
+
+class Letters:
+    """A tokenizer: a token is a letter."""
+
+    eos_token_id, eos_token, chat_template = 0, "\0", None
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int], **_: object) -> str:
+        return "".join(map(chr, tokens))

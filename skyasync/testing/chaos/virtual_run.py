@@ -1,0 +1,198 @@
+"""One command on virtual time: what the controller does with its parts, and what events do to them.
+
+Invariant: as in ``skyasync.controller`` and ``skyasync.restarting``: lost workers are started again, with a trainer
+that goes on from the newest checkpoint, while engines and environments live on; what else ends the run ends the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from skyasync.config.schema import Config
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.revival import Revival
+from skyasync.envs.episodes import EnvSettings
+from skyasync.envs.pool import EnvPool
+from skyasync.observe.run_dir import RunDirectory
+from skyasync.observe.timeline import Timeline
+from skyasync.observe.trackers import JsonlTracker, TrackerContext
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.types import Group, Prompt
+from skyasync.simulate.parts import VirtualBatch
+from skyasync.testing.chaos.events import Event
+from skyasync.testing.chaos.virtual_parts import SILENCE_S, Disk, Engine, Host, Letters, Life, Ranks
+from skyasync.trainer import RayPPOTrainer
+from skyasync.weight_sync.sync import WeightSync
+
+if TYPE_CHECKING:
+    from skyasync.workers.batch import TrainingBatch
+
+RESTARTS = 1000
+
+
+class Virtual(RayPPOTrainer):
+    """Mixed in before a plan: training is counted, and the age of every token checked."""
+
+    async def prepare(self, groups: list[Group]) -> TrainingBatch:
+        step, trainer = self.global_step + 1, self.cfg.trainer
+        for group in groups:
+            for trajectory in group.trajectories:
+                oldest = int(min(trajectory.versions, default=step - 1))
+                assert step - 1 - oldest <= self._allowed, f"{trajectory.id} is of version {oldest} in step {step}"
+                assert len(trajectory.actions) == 2, f"{trajectory.id} has {len(trajectory.actions)} turns"
+        assert trainer.train_batch_size >= len(groups)
+        return cast("TrainingBatch", VirtualBatch([len(group.trajectories) for group in groups]))
+
+    @property
+    def _allowed(self) -> int:
+        """Versions that a token may be behind: as the plan promises, but for what a resumed run had begun before."""
+        if self.streams or not self.asynchronous:
+            return 10**9 if self._resumed_rollouts else 0
+        if self.cfg.trainer.plan == "one_step_off":
+            return 10**9 if self._resumed_rollouts else self.cfg.trainer.async_queue_size
+        return self.cfg.trainer.max_staleness
+
+    @property
+    def _resumed_rollouts(self) -> bool:
+        return self.cfg.trainer.ckpt_rollouts and self.saving.saved_step > 0
+
+    async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
+        await cast(Ranks, self.dispatch).train(sum(cast(VirtualBatch, part).tokens))
+
+    async def optimizer_step(self) -> dict[str, float]:
+        await cast(Ranks, self.dispatch).step(self.global_step + 1)
+        return {}
+
+
+class Command:
+    """Runs once.
+
+    Attributes:
+        error: what ended it.
+        restarts: of workers.
+    """
+
+    def __init__(
+        self, cfg: Config, plan: type[RayPPOTrainer], prompts: Sequence[Prompt], folder: Path, seed: int
+    ) -> None:
+        self._cfg, self._plan, self._prompts, self._folder = deepcopy(cfg), plan, prompts, folder
+        self._disk, self._hosts = Disk(), list[Host]()
+        self.error: BaseException | None = None
+        self.restarts = 0
+        self._task: asyncio.Task[None] | None = None
+        self._client = InferenceClient([Engine() for _ in range(cfg.generator.num_inference_engines)])
+        self._ranks = Ranks(self._disk)
+        self._sync = WeightSync(cast(Any, self._ranks), self._client, ())
+        self._sync.keeper = cast(Any, self._ranks)
+        own = EnvSettings({}, step_timeout_s=15.0)
+        self._pool = EnvPool(lambda: self._host(own), 2, own)
+        self._revival = Revival(
+            self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600
+        )
+        self._generator = EpisodeGenerator(
+            self._client, self._pool, cast(Any, Letters()), 1024, EpisodeRules(), apply_chat_template=False
+        )
+
+    def _host(self, settings: EnvSettings) -> Host:
+        self._hosts.append(Host(settings))
+        return self._hosts[-1]
+
+    async def run(self) -> bool:
+        """Whether it came to its end; else why it did not is in ``error``."""
+        self._task = asyncio.create_task(self._to_the_end())
+        try:
+            await asyncio.wait([self._task])
+            self.error = asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+        finally:
+            await self._close()
+        if isinstance(self.error, AssertionError):
+            raise self.error
+        return self.error is None
+
+    async def _to_the_end(self) -> None:
+        await asyncio.gather(self._client.start(), self._ranks.start())
+        trainer = self._trainer()
+        while True:
+            try:
+                await trainer.train()
+                return
+            except Exception as error:
+                if self._ranks.lost is None or isinstance(error, AssertionError):
+                    raise
+            self.restarts += 1
+            await self._ranks.shutdown()
+            self._ranks = Ranks(self._disk)
+            await self._ranks.start()
+            self._sync.restart(cast(Any, self._ranks))
+            trainer = self._trainer()
+
+    def _trainer(self) -> RayPPOTrainer:
+        cfg, run_dir = deepcopy(self._cfg), RunDirectory(self._folder, "run", resume=True)
+        there = run_dir.checkpoints.is_dir() and any(run_dir.checkpoints.iterdir())
+        cfg.trainer.resume_mode = "latest" if there else "none"
+        trainer = self._plan.get_trainer(
+            cfg=cfg, tracker=JsonlTracker(TrackerContext(run_dir, {})), tokenizer=cast(Any, None),
+            train_dataset=self._prompts, eval_dataset=None, inference_engine_client=self._client,
+            generator=self._generator, colocate_pg=None,
+        )  # fmt: skip
+        trainer.callbacks.append(self._revival)
+        clock = asyncio.get_running_loop().time
+        trainer.attach(
+            cast(Any, self._ranks), self._sync, timeline=Timeline(None, clock=clock, memory=16), run_dir=run_dir
+        )
+        return trainer
+
+    async def _close(self) -> None:
+        await self._generator.close()
+        await self._revival.close()
+        self._pool.pool.close()
+        await self._client.shutdown()
+        await self._ranks.shutdown()
+
+    # ---------------------------------------------------------------- what happens to it
+
+    def strike(self, event: Event) -> bool:
+        """Whether there was something to be hit."""
+        about = event.about
+        if about.target in ("controller", "driver"):
+            return self._task is not None and self._task.cancel()
+        if about.deed == "fill":
+            self._disk.full_until = asyncio.get_running_loop().time() + event.lasts
+        elif about.target == "weights":
+            self._ranks.flip = True
+        else:
+            return self._strike_process(event)
+        return True
+
+    def _strike_process(self, event: Event) -> bool:
+        engines = [cast(Engine, engine).life for engine in self._client.engines]
+        hosts = [cast(Host, link.worker).life for link in self._pool.pool.processes]
+        of = {"engine": engines, "rank": [self._ranks.life], "environment": hosts, "messages": [*engines, *hosts]}
+        living = [life for life in of[event.about.target] if not life.dead.is_set()]
+        if not living:
+            return False
+        life = living[int(event.pick * len(living))]
+        DEEDS[event.about.deed](life, event)
+        return True
+
+
+def _freeze(life: Life, event: Event) -> None:
+    life.runs.clear()
+    if not event.hangs:
+        asyncio.get_running_loop().call_later(event.lasts, life.runs.set)
+
+
+def _drop(life: Life, event: Event) -> None:
+    life.dropped += 1
+
+
+def _delay(life: Life, event: Event) -> None:
+    life.late_s = event.lasts
+    asyncio.get_running_loop().call_later(event.lasts, setattr, life, "late_s", 0.0)
+
+
+DEEDS = {"kill": lambda life, event: life.kill(), "freeze": _freeze, "drop": _drop, "delay": _delay}
