@@ -24,7 +24,7 @@ from skyasync.config.check import config_warnings
 from skyasync.config.frozen import freeze
 from skyasync.config.load import dump_config
 from skyasync.config.paths import refuse_foreign_checkpoints
-from skyasync.config.resume import Resume, checkpoints_of, settle_resume_mode
+from skyasync.config.resume import Resume, checkpoints_of, go_on_beside, settle_resume_mode
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.config.secrets import Secrets, hidden
@@ -363,6 +363,7 @@ class BasePPOExp:
         settle_references(self.cfg)
         ours = self._is_ours("get_trainer")
         check_parts(self.cfg, [PLANS.find(trainer.plan)] if ours else plans_named_by(type(self).get_trainer))
+        go_on_beside(trainer)
         name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
         check_name(trainer.runs_dir, name)
         refuse_foreign_checkpoints(trainer)

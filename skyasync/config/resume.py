@@ -7,6 +7,7 @@ command does, whatever ended the run before.
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,19 @@ class Resume:
 def keeps_checkpoints(trainer: TrainerConfig) -> bool:
     """Whether a run saves now and then, and at its end."""
     return bool(trainer.ckpt_interval or trainer.ckpt_minutes or trainer.ckpt_best_metric)
+
+
+def go_on_beside(trainer: TrainerConfig) -> None:
+    """A run that was ended before its first checkpoint has its second try in ``<run_name>-2``, and so on: the same
+    command goes on where one of them has come further. Settles ``run_name``."""
+    if trainer.resume_mode != "auto" or not trainer.run_name or trainer.ckpt_path or _has_checkpoints(trainer):
+        return
+    root = Path(trainer.runs_dir).expanduser() / trainer.run_name
+    beside = [path for path in root.parent.glob(f"{glob.escape(root.name)}-*/checkpoints/step_*") if not path.suffix]
+    tries = [path for path in beside if path.parts[-3].removeprefix(f"{root.name}-").isdecimal()]
+    if tries:
+        newest = max(tries, key=lambda path: path.stat().st_mtime)
+        trainer.run_name = str(Path(trainer.run_name).with_name(newest.parts[-3]))
 
 
 def settle_resume_mode(trainer: TrainerConfig) -> str:

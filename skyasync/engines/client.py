@@ -91,7 +91,14 @@ class InferenceClient:
         for first in range(0, len(self.engines), self._start_at_once):
             wave = self.engines[first : first + self._start_at_once]
             await asyncio.gather(*(engine.start() for engine in wave))
-        self.roster.routes.capacity = [each.cache_tokens for each in await self.stats()]
+        try:
+            async with asyncio.timeout(self.request_timeout_s):
+                self.roster.routes.capacity = [each.cache_tokens for each in await self.stats()]
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the engines have started, and one does not answer within {self.request_timeout_s:g} s "
+                f"(generator.request_timeout_s)"
+            ) from error
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Answer one request.

@@ -289,6 +289,17 @@ async def test_engines_that_share_devices_load_one_after_the_other(at_once, wave
 
 
 @virtual_time
+async def test_an_engine_that_is_silent_behind_its_start_ends_the_start():
+    class Silent(Engine):
+        async def stats(self):
+            await asyncio.Event().wait()
+
+    client = InferenceClient([Engine(), Silent()], request_timeout_s=30.0)
+    with pytest.raises(TimeoutError, match=r"one does not answer within 30 s \(generator\.request_timeout_s\)"):
+        await client.start()
+
+
+@virtual_time
 async def test_a_request_that_is_made_after_a_pause_does_not_overtake_it():
     class Noting(Engine):
         async def generate(self, requests):

@@ -100,6 +100,7 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
     finally:
         clean_up(siege.known.values(), f"{VARIABLE}={scratch}")
         shutil.rmtree(scratch, ignore_errors=True)
+    folder = siege.folder
     wrong = complaints(seen, folder)
     lines = summary(seen, folder, wrong)
     write(seen, folder, lines, wrong)
@@ -137,7 +138,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"kinds of events: {', '.join(KINDS)}",
     )
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between events, on average")
-    parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="how long there are events")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        metavar="M",
+        help="how long there are events, starts of the command included",
+    )
     parser.add_argument("--grace", type=float, default=10.0, metavar="M", help="minutes that the run then has to end")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--only", nargs="+", default=[], metavar="KIND", help="these alone; KIND=2: with that weight")

@@ -46,7 +46,11 @@ def temporary_files(folder: Path) -> list[str]:
     """What was left in the folder for temporary files."""
     if not folder.is_dir():
         return []
-    return [f"temporary {path}" for path in sorted(folder.iterdir()) if not path.name.startswith(KEPT)]
+    return [
+        f"temporary {path} {[p.name for p in path.rglob('*')][:3] if path.is_dir() else path.read_bytes()[:60]}"
+        for path in sorted(folder.iterdir())
+        if not path.name.startswith(KEPT)
+    ]
 
 
 def _living(known: list[Process], mark: str) -> list[Process]:

@@ -8,6 +8,8 @@
 
 Invariant: only descendants of the child are touched; when it has ended, however it did, the same command is started
 again, unless it says that it is done, its time is over, or it ends by itself time after time without a step between.
+The schedule's clock stands still from each start of the command to its first finished step: a command that dies while
+it starts says so and ends, as it should, and there would be nothing else to see.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyasync.observe.jsonl import read_rows
+from skyasync.observe.status import read_status
 from skyasync.testing.chaos.accounts import Seen, Strike, in_words
 from skyasync.testing.chaos.events import Event
 from skyasync.testing.chaos.family import Process, family, parts
@@ -29,13 +32,13 @@ from skyasync.testing.chaos.orders import MISSED_S, VARIABLE, Order, Orders
 TICK_S = 0.1
 LOOK_S = 1.0  # from one look at all processes to the next
 GONE_S = 30.0  # that a killed program's processes may take to end
-MOST_ENDS = 3  # by itself, without a step between
+MOST_ENDS = 4  # by itself, without a step between
 TERMINATED_S = 120.0
 
 
 @dataclass(frozen=True)
 class Command:
-    """Args: program: with its arguments. folder: the run's. scratch: for orders and temporary files, and short."""
+    """Args: program: with its arguments. folder: the run's, by its name. scratch: for orders and temporary files."""
 
     program: Sequence[str]
     folder: Path
@@ -62,13 +65,14 @@ class Siege:
 
     def __post_init__(self) -> None:
         self.seen.began = time.time()
-        self._orders = Orders(self.command.scratch)
+        self._orders, self._folder = Orders(self.command.scratch), self.command.folder
         self._next = next(self.events)
         self._due: list[Event] = []
         self._ordered: list[tuple[Event, float]] = []
         self._frozen: list[tuple[float, Process]] = []
         self._looked, self._size, self._ends = 0.0, -1, 0
-        self._struck_driver = False
+        self._struck_driver = self._up = False
+        self._clock, self._ticked = 0.0, 0.0  # the schedule's, and when it was last looked at
 
     def run(self) -> Seen:
         """Until the program is done, or its time is over."""
@@ -77,6 +81,7 @@ class Siege:
             while not self._over():
                 time.sleep(TICK_S)
                 self._look()
+                self._tick()
                 self._thaw()
                 self._strike()
         finally:
@@ -95,7 +100,22 @@ class Siege:
         environment = {**os.environ, VARIABLE: str(self.command.scratch), "TMPDIR": str(self.command.scratch)}
         self.seen.starts.append((self.now, why))
         self._child = subprocess.Popen(self.command.program, env=environment, start_new_session=True)
-        self._struck_driver = False
+        self._struck_driver = self._up = False
+        self._size = -1
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is: a name that was taken has a number behind it."""
+        own = self.command.folder
+        for folder in sorted(own.parent.glob(f"{own.name}*"), reverse=True):
+            if read_status(folder).pid == self._child.pid:
+                self._folder = folder
+        return self._folder
+
+    def _tick(self) -> None:
+        now = self.now
+        self._clock += (now - self._ticked) if self._up else 0.0
+        self._ticked = now
 
     def _over(self) -> bool:
         """The program is done, or gives up; one that was killed, or has ended by itself, is started again."""
@@ -124,7 +144,7 @@ class Siege:
         return True
 
     def _reason(self, status: int) -> str:
-        error = self.command.folder / "error.txt"
+        error = self._folder / "error.txt"
         if status < 0 or not error.is_file():
             return ""
         lines = [line for line in error.read_text(encoding="utf-8", errors="replace").splitlines() if "Error: " in line]
@@ -155,15 +175,16 @@ class Siege:
     # ---------------------------------------------------------------- what is seen
 
     def _look(self, *, at_once: bool = False) -> None:
-        metrics = self.command.folder / "metrics.jsonl"
+        metrics = self._folder / "metrics.jsonl"
         size = metrics.stat().st_size if metrics.exists() else -1
         if size != self._size:
+            self._up |= self._size >= 0
             self._size, before = size, len(self.seen.steps)
             rows = read_rows(metrics)
             self.seen.step(self.now, max((row["step"] for row in rows), default=0))
             self._ends = 0 if len(self.seen.steps) > before else self._ends
         if at_once or self.now - self._looked > LOOK_S:
-            self._looked = self.now
+            self._looked, self._folder = self.now, self.folder
             self._meet(family(self._child.pid))
             self._settle_orders()
 
@@ -182,11 +203,11 @@ class Siege:
     # ---------------------------------------------------------------- what is done
 
     def _strike(self) -> None:
-        while self._next.at <= min(self.now, self.seconds):
+        while self._next.at <= self._clock and self.now <= self.seconds:
             self._due.append(self._next)
             self._next = next(self.events)
         for event in list(self._due):
-            if self._do(event) or self.now > event.at + MISSED_S:
+            if self._do(event) or self._clock > event.at + MISSED_S:
                 self._due.remove(event)
 
     def _do(self, event: Event) -> bool:
@@ -198,7 +219,7 @@ class Siege:
             return True
         process = self._target(event)
         if process is None:
-            if self.now > event.at + MISSED_S:
+            if self._clock > event.at + MISSED_S:
                 self._note(event, self.now, "")
             return False
         self._hit(event, process)

@@ -1,7 +1,7 @@
 """One command on virtual time: what the controller does with its parts, and what events do to them.
 
 Invariant: as in ``skyasync.controller`` and ``skyasync.restarting``: lost workers are started again, with a trainer
-that goes on from the newest checkpoint, while engines and environments live on; what else ends the run ends the command.
+that goes on from the newest checkpoint, while engines and environments live on; any other error ends the command.
 """
 
 from __future__ import annotations

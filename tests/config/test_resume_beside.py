@@ -1,0 +1,50 @@
+"""Which folder the same command goes on in, when the run was ended before its first checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from skyasync.config.resume import Resume, go_on_beside, settle_resume_mode
+from skyasync.config.schema import TrainerConfig
+
+
+def trainer(folder: Path, **settings: object) -> TrainerConfig:
+    return TrainerConfig(**{"runs_dir": str(folder), "run_name": "mine", **settings})  # type: ignore[arg-type]
+
+
+def checkpoint(folder: Path, name: str, when: float) -> None:
+    made = folder / name / "checkpoints" / "step_000002"
+    made.mkdir(parents=True)
+    os.utime(made, (when, when))
+
+
+def test_it_goes_on_in_the_folder_beside_it_that_has_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    checkpoint(tmp_path, "mine-2", 50.0)
+    checkpoint(tmp_path, "mine-3", 40.0)
+    checkpoint(tmp_path, "mine-other", 99.0)
+    cfg = trainer(tmp_path)
+    go_on_beside(cfg)
+    assert cfg.run_name == "mine-2" and Resume.of(cfg).wanted
+    assert "going on with the run mine-2" in settle_resume_mode(cfg)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"resume_mode": "none"}, {"resume_mode": "latest"}, {"run_name": ""}, {"ckpt_path": "elsewhere"}]
+)
+def test_only_where_the_command_leaves_it_open(settings: dict[str, str], tmp_path: Path) -> None:
+    checkpoint(tmp_path, "mine-2", 50.0)
+    cfg = trainer(tmp_path, **settings)
+    go_on_beside(cfg)
+    assert cfg.run_name == settings.get("run_name", "mine")
+
+
+def test_a_run_with_checkpoints_of_its_own_stays_where_it_is(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "mine", 10.0)
+    checkpoint(tmp_path, "mine-2", 50.0)
+    cfg = trainer(tmp_path)
+    go_on_beside(cfg)
+    assert cfg.run_name == "mine"
