@@ -46,11 +46,13 @@ def temporary_files(folder: Path) -> list[str]:
     """What was left in the folder for temporary files."""
     if not folder.is_dir():
         return []
-    return [
-        f"temporary {path} {[p.name for p in path.rglob('*')][:3] if path.is_dir() else path.read_bytes()[:60]}"
-        for path in sorted(folder.iterdir())
-        if not path.name.startswith(KEPT)
-    ]
+    return [f"temporary {_seen(path)}" for path in sorted(folder.iterdir()) if not path.name.startswith(KEPT)]
+
+
+def _seen(path: Path) -> str:
+    """Its name, and some of what is in it."""
+    inside = [each.name for each in path.rglob("*")][:3] if path.is_dir() else []
+    return str(path) + (f" with {', '.join(inside)}" if inside else "")
 
 
 def _living(known: list[Process], mark: str) -> list[Process]:
