@@ -15,7 +15,7 @@ from skyasync.config.schema import Config
 
 SEEN = "processes.jsonl"  # in the run's folder: which engines each step had
 
-Kills = dict[int, str]  # behind this step, once: an actor's class
+Kills = dict[int, str]  # behind this step, once: an actor's class, "stop" before it if it is to hang
 
 
 def living(name: str) -> list[int]:
@@ -38,7 +38,8 @@ class Kill(TrainerCallback):
         mark = folder / f"killed-{name}-{trainer.global_step}"
         if name and not mark.exists():
             mark.touch()
-            os.kill(living(name)[-1], signal.SIGKILL)
+            how, _, of = name.rpartition(" ")
+            os.kill(living(of)[-1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 class Killed(BasePPOExp):

@@ -1,4 +1,5 @@
-"""A worker, the controller and the program are killed, one after the other: the run goes on from its checkpoints."""
+"""A worker that is killed or hangs, an environment process, the controller and the program, one after the other: the run
+goes on from its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,31 +17,43 @@ from tests import warm
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines
 from tests.end_to_end.test_interrupt import wait_until
-from tests.faults.processes import SEEN
+from tests.faults.processes import SEEN, Kills
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 BATCH = 8
-SETTINGS = ("trainer.ckpt_interval=2", "generator.heartbeat_s=0.2")
+SETTINGS = (
+    "trainer.ckpt_interval=2",
+    "trainer.max_restarts=9",
+    "trainer.heartbeat_timeout_s=5",  # of a machine that has other things to do as well
+    "generator.heartbeat_s=0.2",
+)
+WORKER, HUNG, ENVIRONMENT, CONTROLLER = "PolicyWorker", "stop PolicyWorker", "_Host", "Controller"
+KILLS: dict[str, Kills] = {  # in turn, each plan something else
+    "sync": {3: WORKER, 5: CONTROLLER},
+    "one_step_off": {3: HUNG, 5: ENVIRONMENT},
+    "streamed": {3: WORKER, 4: ENVIRONMENT, 5: CONTROLLER},
+    "fully_async": {3: WORKER, 5: CONTROLLER},
+}
 PROGRAM = """
 from skyasync import main
 from tests.faults.processes import Killed
 
 class Mine(Killed):
     def __init__(self, cfg):
-        super().__init__(cfg, {3: "PolicyWorker", 5: "Controller"})
+        super().__init__(cfg, KILLS)
 
 if __name__ == "__main__":
     main(Mine)
 """
 
 
-@pytest.mark.parametrize("plan", ["sync", "fully_async"])
+@pytest.mark.parametrize("plan", KILLS)
 def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_command(
     plan: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
 ) -> None:
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(PROGRAM.replace("KILLS", repr(KILLS[plan])))
     command = [f"trainer.plan={plan}", *SETTINGS]
     given = arguments(*command, runs=tmp_path, model=models["tied"])
     with output.open("w") as terminal:
@@ -56,7 +69,9 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
     assert leftovers.none_soon(lambda: leftovers.of_processes(mark), patience_s=30) == []
 
     what = [row["what"] for row in read_rows(run.folder / "restarts.jsonl")]
-    assert what[:1] == ["a process of the policy"] and "the controller" in what  # which may meet the third step again
+    assert what[:1] == ["a process of the policy"]
+    assert ("the controller" in what) == (CONTROLLER in KILLS[plan].values())  # which may meet the third step again
+    assert {path.name for path in run.folder.glob("killed-*")} == {f"killed-{n}-{s}" for s, n in KILLS[plan].items()}
     assert not (run.folder / "error.txt").exists()
     at_three, next_one = [row["engines"] for row in read_rows(run.folder / SEEN)][2:4]
     assert at_three == next_one, "engines live on while workers are started again"

@@ -140,7 +140,6 @@ class Siege:
         if self.now <= self.seconds + self.grace_s:
             return False
         self.seen.ended = "its time was over"
-        self._child.terminate()
         return True
 
     def _reason(self, status: int) -> str:
@@ -160,6 +159,8 @@ class Siege:
         return time.time() - began
 
     def _finish(self) -> None:
+        if self._child.poll() is None:
+            self._child.terminate()
         try:
             self._child.wait(TERMINATED_S)
         except subprocess.TimeoutExpired:
