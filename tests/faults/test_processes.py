@@ -1,5 +1,5 @@
-"""A worker that is killed or hangs, an environment process, the controller and the program, one after the other: the run
-goes on from its checkpoints."""
+"""A worker that is killed or hangs, an environment process, the controller and the program, one after the other: the
+run goes on from its checkpoints."""
 
 from __future__ import annotations
 

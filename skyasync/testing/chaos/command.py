@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from skyasync.config.load import exit_with
@@ -94,6 +96,7 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
     print("added:", *arguments[len(theirs) :], flush=True)
     events = endless(options.seed, options.every, weights)
     siege = Siege(command, events, 60 * options.minutes, 60 * options.grace, say=_say)
+    signal.signal(signal.SIGTERM, _stop)
     try:
         seen = siege.run()
         seen.left = leftovers(siege.known.values(), f"{VARIABLE}={scratch}", scratch)
@@ -112,6 +115,11 @@ def _virtual(options: argparse.Namespace) -> int:
     from skyasync.testing.chaos.virtual import play_all
 
     return play_all(options.schedules, options.seed, _say)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Of a scheduler's SIGTERM: the run is ended first, and what is left of it."""
+    raise SystemExit(143)
 
 
 def _say(line: str) -> None:

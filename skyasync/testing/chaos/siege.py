@@ -179,13 +179,15 @@ class Siege:
         metrics = self._folder / "metrics.jsonl"
         size = metrics.stat().st_size if metrics.exists() else -1
         if size != self._size:
-            self._up |= self._size >= 0
+            self._up |= self._size >= 0 and size >= 0
             self._size, before = size, len(self.seen.steps)
             rows = read_rows(metrics)
             self.seen.step(self.now, max((row["step"] for row in rows), default=0))
             self._ends = 0 if len(self.seen.steps) > before else self._ends
         if at_once or self.now - self._looked > LOOK_S:
-            self._looked, self._folder = self.now, self.folder
+            self._looked, before = self.now, self._folder
+            self._folder = self.folder
+            self._size = self._size if self._folder == before else -1
             self._meet(family(self._child.pid))
             self._settle_orders()
 
