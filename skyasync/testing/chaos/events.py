@@ -40,6 +40,7 @@ class Kind:
     inside: bool = False
 
 
+#: The kinds of events, by name.
 KINDS: dict[str, Kind] = {
     "kill-engine": Kind("kill", "engine", 2.0),
     "kill-rank": Kind("kill", "rank"),

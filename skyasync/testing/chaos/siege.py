@@ -185,9 +185,8 @@ class Siege:
             self.seen.step(self.now, max((row["step"] for row in rows), default=0))
             self._ends = 0 if len(self.seen.steps) > before else self._ends
         if at_once or self.now - self._looked > LOOK_S:
-            self._looked, before = self.now, self._folder
-            self._folder = self.folder
-            self._size = self._size if self._folder == before else -1
+            self._looked, former = self.now, self._folder
+            self._size = self._size if self.folder == former else -1
             self._meet(family(self._child.pid))
             self._settle_orders()
 

@@ -1,4 +1,4 @@
-"""Engines, ranks and environment processes on virtual time that can be killed, stopped and robbed of their messages.
+"""Engines and environment processes on virtual time that can be killed, stopped and robbed of their messages.
 
 Invariant: what a process is asked while it is dead raises the error that the real one's death raises; while it is
 stopped, nothing is answered, and what it was at goes on when it runs again.
@@ -7,11 +7,9 @@ stopped, nothing is answered, and what it was at goes on when it runs again.
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
+from skyasync.arrays import floats, ints
 from skyasync.engines.protocol import (
     EngineDiedError,
     EngineStats,
@@ -24,11 +22,10 @@ from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.processes.calls import Answer, Call
 from skyasync.processes.local import LocalHost
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
-from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate
 
-TOKEN_S, TRAIN_S, SYNC_S, SAVE_S, ENGINE_START_S, RANK_START_S = 0.5, 2.0, 0.5, 1.0, 20.0, 15.0
+TOKEN_S, SYNC_S, START_S = 0.5, 0.5, 20.0
+LETTER = ord("x")  # what engines write
 SILENCE_S, START_LIMIT_S = 20.0, 300.0
 
 
@@ -85,7 +82,7 @@ class Engine:
 
     async def start(self) -> None:
         async with asyncio.timeout(START_LIMIT_S):
-            await self.life.spend(ENGINE_START_S)
+            await self.life.spend(START_S)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         await self._asked()
@@ -123,7 +120,8 @@ class Engine:
 
     def _output(self, name: str, start: int, reason: FinishReason | None = None) -> GenerationOutput:
         versions = self._rows[name][start:]
-        return GenerationOutput(name, [120] * len(versions), [-0.5] * len(versions), versions, reason)
+        letters, logprobs = [LETTER] * len(versions), [-0.5] * len(versions)
+        return GenerationOutput(name, ints(letters), floats(logprobs), ints(versions), reason)
 
     async def progress(self) -> list[GenerationOutput]:
         await self._asked()
@@ -155,6 +153,10 @@ class Engine:
             raise WeightSyncError("an engine holds other weights than the trainer sent in a tensor")
         self.version = update.version
 
+    async def sleep(self) -> None: ...
+
+    async def wake(self, part: WakePart) -> None: ...
+
     async def stats(self) -> EngineStats:
         await self._asked()
         return EngineStats(len(self._rows), 0, self._made)
@@ -173,118 +175,11 @@ def wanted_tokens(request: GenerationRequest) -> int:
 
 
 def _prompt_length(request: GenerationRequest) -> int:
-    """Behind a death the tokens so far stand behind the prompt: those are 120, which no prompt ends with."""
+    """Behind a death the tokens so far stand behind the prompt, which never ends with what an engine writes."""
     tokens = request.prompt_token_ids.tolist()
-    while tokens and tokens[-1] == 120:
+    while tokens and tokens[-1] == LETTER:
         tokens.pop()
     return len(tokens)
-
-
-class RanksDiedError(RuntimeError):
-    """Stands for Ray's error."""
-
-
-class Ranks:
-    """The trainer's dispatch: what it has learnt is a number, the optimizer steps."""
-
-    def __init__(self, disk: Disk) -> None:
-        self.life, self._disk = Life(RanksDiedError, "the policy"), disk
-        self.weights, self.gradients = 0, 0
-        self.flip, self.busy_s = False, 0.0
-        self._failure: BaseException | None = None
-        self._behind: tuple[Path, int, float] = (Path(), 0, 0.0)
-
-    @property
-    def lost(self) -> tuple[str, BaseException] | None:
-        return ("policy", self._failure) if self._failure is not None else None
-
-    async def start(self) -> None:
-        await self._asked(RANK_START_S)
-
-    async def shutdown(self) -> None:
-        self.life.kill()
-
-    async def _asked(self, seconds: float) -> None:
-        """As ``RankGroup``: who is silent for too long counts as dead."""
-        try:
-            async with asyncio.timeout(seconds + SILENCE_S) as timer:
-                await self.life.spend(seconds)
-        except RanksDiedError as error:
-            self._failure = error
-            raise
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            self.life.kill()
-            self._failure = RanksDiedError("a rank gave no sign of life")
-            raise self._failure from error
-        self.busy_s += seconds
-
-    async def train(self, tokens: int) -> None:
-        await self._asked(TRAIN_S)
-        self.gradients += tokens
-
-    async def step(self, number: int) -> None:
-        """The ``number``-th of the run."""
-        await self._asked(TRAIN_S / 4)
-        assert self.weights == number - 1, f"step {number} is of weights that {self.weights} steps have made"
-        self.weights, self.gradients = number, 0
-
-    async def publish_weights(self, version: int) -> WeightUpdate:
-        await self._asked(SYNC_S)
-        assert self.weights == version, f"the weights of {self.weights} steps are handed over as version {version}"
-        sound, self.flip = not self.flip, False
-        return WeightUpdate(version, "shared_memory", {"sound": sound})
-
-    async def send_weights(self, update: WeightUpdate) -> None: ...
-
-    async def release_weights(self, update: WeightUpdate) -> None: ...
-
-    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
-        return update
-
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        await self._asked(0.1)
-        return [[-0.5] * (len(each) - 1) for each in sequences]
-
-    async def save(self, folder: Path) -> None:
-        weights = self.weights
-        await self._asked(SAVE_S)
-        self._disk.write(folder / "weights", str(weights))
-
-    async def begin_save(self, folder: Path) -> None:
-        await self._asked(0.1)
-        self._behind = (folder, self.weights, asyncio.get_running_loop().time() + 3 * SAVE_S)
-
-    async def saved(self) -> Sums | None:
-        await self._asked(0.1)
-        folder, weights, end = self._behind
-        if asyncio.get_running_loop().time() < end:
-            return None
-        self._disk.write(folder / "weights", str(weights))
-        return {}
-
-    async def verify(self, folder: Path, sums: Sums) -> list[str]:
-        return list(manifest.damage(folder, sums))
-
-    async def load(self, folder: Path) -> None:
-        await self._asked(SAVE_S)
-        self.weights = int((folder / "weights").read_text())
-
-    async def stats(self) -> dict[str, float]:
-        return {"busy_s": self.busy_s}
-
-
-class Disk:
-    """It may be full until some time."""
-
-    def __init__(self) -> None:
-        self.full_until = 0.0
-
-    def write(self, file: Path, text: str) -> None:
-        if asyncio.get_running_loop().time() < self.full_until:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-        file.write_text(text)
 
 
 class Host(LocalHost):

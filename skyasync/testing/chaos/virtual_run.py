@@ -24,7 +24,8 @@ from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt
 from skyasync.simulate.parts import VirtualBatch
 from skyasync.testing.chaos.events import Event
-from skyasync.testing.chaos.virtual_parts import SILENCE_S, Disk, Engine, Host, Letters, Life, Ranks
+from skyasync.testing.chaos.virtual_parts import SILENCE_S, Engine, Host, Letters, Life
+from skyasync.testing.chaos.virtual_ranks import Disk, Ranks
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
 

@@ -1,0 +1,127 @@
+"""The ranks of a policy on virtual time, and the disk that they save to.
+
+Invariant: as of ``virtual_parts``. What the policy has learnt is the number of its optimizer steps, so that weights
+which do not belong to their step are an error at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyasync.state import manifest
+from skyasync.state.manifest import Sums
+from skyasync.testing.chaos.virtual_parts import SILENCE_S, Life
+from skyasync.weight_sync.update import WeightUpdate
+
+TRAIN_S, PUBLISH_S, SAVE_S, START_S = 2.0, 0.5, 1.0, 15.0
+
+
+class RanksDiedError(RuntimeError):
+    """Stands for Ray's error."""
+
+
+class Ranks:
+    """The trainer's dispatch: what it has learnt is a number, the optimizer steps."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.life, self._disk = Life(RanksDiedError, "the policy"), disk
+        self.weights, self.gradients = 0, 0
+        self.flip, self.busy_s = False, 0.0
+        self._failure: BaseException | None = None
+        self._behind: tuple[Path, int, float] = (Path(), 0, 0.0)
+
+    @property
+    def lost(self) -> tuple[str, BaseException] | None:
+        return ("policy", self._failure) if self._failure is not None else None
+
+    async def start(self) -> None:
+        await self._asked(START_S)
+
+    async def shutdown(self) -> None:
+        self.life.kill()
+
+    async def _asked(self, seconds: float) -> None:
+        """As ``RankGroup``: who is silent for too long counts as dead."""
+        try:
+            async with asyncio.timeout(seconds + SILENCE_S) as timer:
+                await self.life.spend(seconds)
+        except RanksDiedError as error:
+            self._failure = error
+            raise
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            self.life.kill()
+            self._failure = RanksDiedError("a rank gave no sign of life")
+            raise self._failure from error
+        self.busy_s += seconds
+
+    async def train(self, tokens: int) -> None:
+        await self._asked(TRAIN_S)
+        self.gradients += tokens
+
+    async def step(self, number: int) -> None:
+        """The ``number``-th of the run."""
+        await self._asked(TRAIN_S / 4)
+        assert self.weights == number - 1, f"step {number} is of weights that {self.weights} steps have made"
+        self.weights, self.gradients = number, 0
+
+    async def publish_weights(self, version: int) -> WeightUpdate:
+        await self._asked(PUBLISH_S)
+        assert self.weights == version, f"the weights of {self.weights} steps are handed over as version {version}"
+        sound, self.flip = not self.flip, False
+        return WeightUpdate(version, "shared_memory", {"sound": sound})
+
+    async def send_weights(self, update: WeightUpdate) -> None: ...
+
+    async def release_weights(self, update: WeightUpdate) -> None: ...
+
+    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
+        return update
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        await self._asked(0.1)
+        return [[-0.5] * (len(each) - 1) for each in sequences]
+
+    async def save(self, folder: Path) -> None:
+        weights = self.weights
+        await self._asked(SAVE_S)
+        self._disk.write(folder / "weights", str(weights))
+
+    async def begin_save(self, folder: Path) -> None:
+        await self._asked(0.1)
+        self._behind = (folder, self.weights, asyncio.get_running_loop().time() + 3 * SAVE_S)
+
+    async def saved(self) -> Sums | None:
+        await self._asked(0.1)
+        folder, weights, end = self._behind
+        if asyncio.get_running_loop().time() < end:
+            return None
+        self._disk.write(folder / "weights", str(weights))
+        return {}
+
+    async def verify(self, folder: Path, sums: Sums) -> list[str]:
+        return list(manifest.damage(folder, sums))
+
+    async def load(self, folder: Path) -> None:
+        await self._asked(SAVE_S)
+        self.weights = int((folder / "weights").read_text())
+
+    async def stats(self) -> dict[str, float]:
+        return {"busy_s": self.busy_s}
+
+
+class Disk:
+    """It may be full until some time."""
+
+    def __init__(self) -> None:
+        self.full_until = 0.0
+
+    def write(self, file: Path, text: str) -> None:
+        if asyncio.get_running_loop().time() < self.full_until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        file.write_text(text)
