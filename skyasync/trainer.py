@@ -338,6 +338,7 @@ class RayPPOTrainer(Life):
         best = self.saving.improves(metrics, evaluated=evaluated and bool(self.eval_dataset))
         last, undone = is_last and keeps_checkpoints(self.cfg.trainer), self.learner.numbers.undid
         if self.cadence.checkpoint(self.global_step) or best or last or undone:
+            self.reporting.keep(metrics, self.global_step)
             await self.save_checkpoint()
         self.reporting.log(metrics, self.global_step)
         await self._begin_step()

@@ -95,6 +95,12 @@ class MultiTracker:
         plain = plain_metrics(metrics)
         self._each(lambda tracker: tracker.log(plain, step))
 
+    def keep(self, metrics: Mapping[str, Any], step: int) -> None:
+        """What is known of a step that a checkpoint is about to have, for trackers in the run's own folder: ``log``
+        follows."""
+        plain = plain_metrics(metrics)
+        self._each(lambda tracker: tracker.log(plain, step) if isinstance(tracker, JsonlTracker) else None)
+
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
 

@@ -83,8 +83,11 @@ class Life(AlgorithmHooks):
             await self.saving.arrived(wait=True)
         self._tell_of_checkpoints()
         if self.saving.wanted_on_exit:
+            unlogged = self.global_step >= self.phases.step  # trained, but its end was not reached
+            if unlogged:
+                self.reporting.keep(self.metrics, self.global_step)
             await self.save_checkpoint(patient=False)
-            if self.global_step >= self.phases.step:  # trained, but its end was not reached
+            if unlogged:
                 self.reporting.log(self.metrics, self.global_step)
 
     async def _close(self) -> None:

@@ -1,6 +1,7 @@
 """What a run tells: trackers, callbacks, samples, how busy its parts were.
 
-Invariant: a step is logged once, when all of it is done, with everything that was found out about it.
+Invariant: a step is logged once, when all of it is done, with everything that was found out about it. One that is saved
+has its line in the run's folder before.
 """
 
 from __future__ import annotations
@@ -138,6 +139,11 @@ class Reporting:
             if what not in self._failed:
                 log.warning("the %s of step %d were not written, and the run goes on: %s", what, step, error)
             self._failed.add(what)
+
+    def keep(self, metrics: Metrics, step: int) -> None:
+        """Before a checkpoint of this step: a run that goes on from it does not make the step again."""
+        if hasattr(self.tracker, "keep"):
+            self.tracker.keep(metrics, step)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self.tracker.log(metrics, step=step)

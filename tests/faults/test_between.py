@@ -1,0 +1,39 @@
+"""A run that ends between a checkpoint and the step's line in the metrics: the line is there all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyasync.callbacks import TrainerCallback
+from skyasync.observe.jsonl import read_rows
+from skyasync.observe.run_dir import RunDirectory
+from skyasync.observe.trackers import MultiTracker
+from skyasync.trainer import RayPPOTrainer
+from tests.plans.parts import PLANS, Run, make_run
+
+
+class Dies(TrainerCallback):
+    """As soon as there is a checkpoint."""
+
+    def on_checkpoint(self, trainer: Any, folder: Path) -> None:
+        raise ZeroDivisionError
+
+
+def run_in(plan: type[RayPPOTrainer], folder: Path, **settings: Any) -> Run:
+    run_dir = RunDirectory(folder, "run", resume=True)
+    run = make_run(plan, prompts=16, run_dir=run_dir, trainer__ckpt_interval=2, **settings)
+    run.trainer.reporting.tracker = MultiTracker(["jsonl"], run_dir)
+    return run
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
+def test_a_step_that_a_checkpoint_has_is_in_the_metrics(plan: type[RayPPOTrainer], tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_in(plan, tmp_path, callbacks=[Dies()]).train()
+    run_in(plan, tmp_path, trainer__resume_mode="latest").train()
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all("policy/loss" in row for row in rows)
