@@ -30,6 +30,7 @@ SETTINGS = {
     "trainer.heartbeat_timeout_s": 20,
     "trainer.terminal": "lines",
     "generator.max_engine_restarts": 1000,
+    "generator.engine_start_timeout_s": 120,
     "generator.heartbeat_s": 1,
     "generator.heartbeat_timeout_s": 20,
     "environment.step_timeout_s": 20,

@@ -208,7 +208,7 @@ class Siege:
         while self._next.at <= self._clock and self.now <= self.seconds:
             self._due.append(self._next)
             self._next = next(self.events)
-        for event in list(self._due):
+        for event in list(self._due) if self._up else ():
             if self._do(event) or self._clock > event.at + MISSED_S:
                 self._due.remove(event)
 
