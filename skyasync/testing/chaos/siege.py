@@ -8,8 +8,8 @@
 
 Invariant: only descendants of the child are touched; when it has ended, however it did, the same command is started
 again, unless it says that it is done, its time is over, or it ends by itself time after time without a step between.
-The schedule's clock stands still from each start of the command to its first finished step: a command that dies while
-it starts says so and ends, as it should, and there would be nothing else to see.
+The schedule's clock stands still from each start of the command, or of its controller, to the first finished step: a
+run that is struck while it starts says so and ends, as it should, and there would be nothing else to see.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Siege:
         self._frozen: list[tuple[float, Process]] = []
         self._looked, self._size, self._ends = 0.0, -1, 0
         self._struck_driver = self._up = False
+        self._controllers: set[Process] = set()
         self._clock, self._ticked = 0.0, 0.0  # the schedule's, and when it was last looked at
 
     def run(self) -> Seen:
@@ -191,7 +192,10 @@ class Siege:
             self._settle_orders()
 
     def _meet(self, processes: Sequence[Process]) -> None:
-        """Remember them, by what they are called now."""
+        """Remember them, by what they are called now; where a controller is new, its parts have to start first."""
+        controllers = {process for process in parts(processes).get("controller", []) if process.lives}
+        self._up &= not controllers or controllers == self._controllers
+        self._controllers = controllers or self._controllers
         self.known.update({(process.number, process.born): process for process in processes})
 
     def _settle_orders(self, *, last: bool = False) -> None:
