@@ -1,0 +1,94 @@
+"""The tool around a program: what it strikes, and that the same command goes on. The program stands for a run: it has
+processes with a run's titles, and writes a step every so often."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from skyasync.observe.jsonl import read_rows
+from skyasync.testing.chaos.accounts import wrong_steps
+from skyasync.testing.chaos.events import Event
+from skyasync.testing.chaos.leftovers import clean_up, leftovers, temporary_files
+from skyasync.testing.chaos.orders import VARIABLE, Order, Orders
+from skyasync.testing.chaos.siege import Command, Siege
+from skyasync.testing.chaos.struck import flip_bit
+
+STEPS = 24
+RUN = f"""
+import json, os, subprocess, sys, time
+folder = sys.argv[1]
+os.makedirs(folder, exist_ok=True)
+with open(folder + "/status.json", "w") as file:
+    json.dump({{"state": "running", "pid": os.getpid()}}, file)
+names = ["ray::Controller.run", "ray::PolicyWorker.call"]
+wait = f"tail -s 0.1 --pid={{os.getpid()}} -f /dev/null"  # ends with this program, as a run's processes do
+parts = [subprocess.Popen(["bash", "-c", f"exec -a {{name}} {{wait}}"]) for name in names]
+path = folder + "/metrics.jsonl"
+done = len(open(path).readlines()) if os.path.exists(path) else 0
+for step in range(done + 1, {STEPS} + 1):
+    time.sleep(0.1)
+    with open(path, "a") as file:
+        file.write(json.dumps({{"step": step}}) + "\\n")
+for part in parts:
+    part.kill()
+    part.wait()
+"""
+
+
+def events():
+    yield Event(1, 0.05, "freeze-rank", 0.3)
+    yield Event(2, 0.4, "kill-driver")
+    yield Event(3, 0.5, "kill-rank")
+    yield Event(4, 0.6, "fill-disk", 0.1)
+    yield Event(5, 1e9, "kill-rank")
+
+
+def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(RUN)
+    folder, scratch, said = tmp_path / "run", tmp_path / "scratch", list[str]()
+    scratch.mkdir()
+    command = Command([sys.executable, str(tmp_path / "run.py"), str(folder)], folder, scratch)
+    siege = Siege(command, events(), seconds=60, grace_s=10, say=said.append)
+    seen = siege.run()
+    try:
+        found = {strike.event.number: strike.hit.partition(" ")[0] for strike in seen.strikes}
+        assert found == {1: "rank", 2: "driver", 3: "rank", 4: ""}, "nobody takes orders there"
+        assert [why.partition(";")[0] for _, why in seen.starts] == ["the beginning", "its driver was killed"]
+        assert seen.ended == "the command was done" and seen.steps[-1][1] == STEPS
+        assert wrong_steps([row["step"] for row in read_rows(folder / "metrics.jsonl")]) == []
+    finally:
+        clean_up(siege.known.values(), f"{VARIABLE}={scratch}")
+    assert leftovers(siege.known.values(), f"{VARIABLE}={scratch}", scratch) == []
+    (scratch / "left").touch()
+    assert temporary_files(scratch) == [f"temporary {scratch / 'left'}"]
+
+
+def test_an_order_holds_for_its_time_and_what_is_done_at_once_is_done_once(tmp_path: Path) -> None:
+    orders = Orders(tmp_path)
+    assert orders.now("fill-disk", "a checkpoint") is None
+    orders.give(Order(1, "fill-disk", time.time() + 60, 60.0))
+    orders.give(Order(2, "flip-bit", time.time() + 60))
+    orders.give(Order(3, "delay-messages", time.time() - 1, 5.0))
+    assert [orders.now("fill-disk", f"checkpoint {n}").number for n in (1, 2)] == [1, 1]
+    assert orders.now("flip-bit", "weights", once=True).number == 2
+    assert orders.now("flip-bit", "weights", once=True) is None
+    assert orders.now("delay-messages", "late") is None
+    assert orders.taken() == {1: "checkpoint 1", 2: "weights"}
+
+
+def test_one_bit_of_a_tensor_is_flipped_and_found_by_its_digest(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from skyasync.weight_sync.digests import digests_of
+
+    weights = {"a": torch.arange(8.0), "b": torch.zeros(3)}
+    save_file(weights, tmp_path / "w", metadata=digests_of(weights))
+    for pick in (0.0, 0.5, 0.999):
+        flip_bit(tmp_path / "w", pick)
+        held = digests_of(load_file(tmp_path / "w"))
+        assert sum(held[name] != digest for name, digest in digests_of(weights).items()) == 1
+        flip_bit(tmp_path / "w", pick)
+    assert digests_of(load_file(tmp_path / "w")) == digests_of(weights)
