@@ -19,12 +19,14 @@ from skyasync.testing.chaos.accounts import (
 from skyasync.testing.chaos.events import FOREVER, Event
 
 
-def test_a_cost_is_the_time_to_the_next_finished_step_beyond_the_usual_one():
+def test_a_cost_is_how_much_later_than_usual_the_next_steps_were_finished():
     steps = [(10.0, 1), (12.0, 2), (14.0, 3), (31.0, 4), (33.0, 5)]
     assert usual_s(steps) == 2.0
     assert cost_s(15.0, steps, 2.0) == 14.0
     assert cost_s(31.5, steps, 2.0) == 0.0
     assert cost_s(33.5, steps, 2.0) is None
+    assert cost_s(13.5, steps, 2.0) == 13.5, "the step in hand was through with it"
+    assert cost_s(9.0, [*steps, (99.0, 6)], 2.0) == 0.0, "what comes later has other reasons"
 
 
 def test_a_step_that_is_made_again_is_no_progress():

@@ -16,6 +16,7 @@ from skyasync.state.ledger import audit
 from skyasync.testing.chaos.events import Event
 
 NAMED = 5  # of what is wrong, by name
+STEPS_SEEN = 3  # behind an event, for what it cost
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,14 @@ def usual_s(steps: Sequence[tuple[float, int]]) -> float:
 
 
 def cost_s(at: float, steps: Sequence[tuple[float, int]], usual: float) -> float | None:
-    """Seconds from an event to the next step that was finished, beyond the usual ones; None if none was.
+    """By how many seconds the next steps were finished later than usual; None if none was.
 
-    Events that fall into the same gap are each told the whole of it.
+    The first of them may have been through with what was struck (an engine, while the policy trains), so the latest of
+    ``STEPS_SEEN`` counts. Events that fall together are each told the whole of it.
     """
-    later = next((when for when, _ in steps if when > at), None)
-    return None if later is None else max(0.0, later - at - usual)
+    later = [when for when, _ in steps if when > at][:STEPS_SEEN]
+    late = [when - at - number * usual for number, when in enumerate(later, start=1)]
+    return max(0.0, *late) if late else None
 
 
 def wrong_prompts(lines: Sequence[Mapping[str, object]]) -> list[str]:
