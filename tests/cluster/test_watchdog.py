@@ -126,6 +126,7 @@ def test_strangers_can_neither_read_rays_files_nor_ask_ray(ray_session: None) ->
 
 
 @pytest.mark.slow
+@pytest.mark.fault
 def test_nothing_is_left_of_ray_when_its_program_is_killed() -> None:
     program = (
         "import ray, time\n"
@@ -145,7 +146,7 @@ def test_nothing_is_left_of_ray_when_its_program_is_killed() -> None:
             os.kill(process, signal.SIGSTOP)
     started.kill()
     started.wait()
-    until(lambda: not any(map(leftovers._lives, processes)) and not os.path.exists(folder), 30)
+    until(lambda: not any(map(leftovers.lives, processes)) and not os.path.exists(folder), 30)
 
 
 def _family(process: int) -> list[int]:

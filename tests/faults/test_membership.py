@@ -13,7 +13,7 @@ from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
 from tests.faults.changing import SEEN, Changed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 CHANGES = {1: ["0", "1"], 5: ["1"]}
 STEPS = 10  # four behind a change: what two of them train is on its way when it is asked for

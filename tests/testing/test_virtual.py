@@ -9,7 +9,7 @@ import pytest
 from skyasync.testing.chaos.virtual import NAMES, WEIGHTS, play, play_all
 from skyasync.training.progress import Progress
 
-EACH = 20
+EACH = 12
 
 
 @pytest.mark.parametrize("plan", NAMES)
@@ -18,7 +18,7 @@ def test_no_prompt_is_lost_or_trained_twice_no_step_is_missing_and_nothing_hangs
     assert {each.seed: each.wrong for each in plays if each.wrong} == {}
     met = sum((each.events for each in plays), Counter[str]())
     assert met.keys() == WEIGHTS.keys(), "each kind of event has met something"
-    assert sum(each.restarts for each in plays) > 5 and sum(each.commands - 1 for each in plays) > 5
+    assert sum(each.restarts for each in plays) > 3 and sum(each.commands - 1 for each in plays) > 3
 
 
 def test_the_same_seed_plays_the_same() -> None:

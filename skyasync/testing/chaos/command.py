@@ -9,7 +9,6 @@ import argparse
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +78,7 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
     from skyasync.main import configuration
     from skyasync.testing.chaos.leftovers import clean_up, leftovers
     from skyasync.testing.chaos.orders import VARIABLE
-    from skyasync.testing.chaos.siege import Command, Siege
+    from skyasync.testing.chaos.siege import Command, Siege, scratch_folder
     from skyasync.testing.chaos.verdict import SUMMARY, complaints, summary, write
 
     own = options.program != ""
@@ -91,7 +90,7 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
     if own:
         weights = weights_of({name: 0.0 if KINDS[name].inside else weight for name, weight in weights.items()})
     folder = Path(cfg.trainer.runs_dir).expanduser().resolve() / cfg.trainer.run_name
-    scratch = Path(tempfile.mkdtemp(prefix="chaos-"))
+    scratch = scratch_folder()
     program = [options.program] if own else ["-m", "skyasync.testing.chaos.program"]
     command = Command([sys.executable, *program, *arguments], folder, scratch)
     print("added:", *arguments[len(theirs) :], flush=True)

@@ -11,27 +11,30 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from skyasync.cluster import watchdog
 from skyasync.testing.chaos.family import Process, marked
 from skyasync.weight_sync import shared_memory
 
 PATIENCE_S = 30.0
-AGENTS_S = 120.0
-AGENTS = ("dashboard/agent.py", "runtime_env/agent/main.py", "DashboardAgent", "RuntimeEnvAgent")
-KEPT = ("ray", "torchinductor_", "orders.jsonl", "taken.jsonl")  # Ray's logs, torch's cache; ours
+WATCHDOG_S = 15.0
+KEPT = ("ray", "torchinductor_", "orders.jsonl", "taken.jsonl")  # logs of a Ray without watchdog, torch's cache; ours
 
 
 def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]:
-    """What is there ``PATIENCE_S`` after the end, in words. Ray's agents, which hold nothing, are given longer."""
+    """What is there ``PATIENCE_S`` after the end, in words; by then Ray's watchdog has to have ended as well."""
     known = list(known)
-    left = _wait(lambda: [p for p in _living(known, mark) if not _agent(p)], PATIENCE_S)
-    agents = _wait(lambda: [p for p in _living(known, mark) if _agent(p)], AGENTS_S)
-    found = [f"process {p.number}: {p.title[:80]!r}" for p in [*left, *agents]]
+    left = _wait(lambda: _living(known, mark), PATIENCE_S)
+    found = [f"process {p.number}: {p.title[:80]!r}" for p in left]
     return found + shared_weights({process.number for process in known}) + temporary_files(temporary)
 
 
 def clean_up(known: Iterable[Process], mark: str) -> None:
-    """Kill what is left."""
-    for process in _living(list(known), mark):
+    """Kill what is left. A watchdog, which then has nobody to wait for, first removes what it has to."""
+    known = list(known)
+    for process in _living(known, mark):
+        if watchdog.__file__ not in process.title:
+            process.send(signal.SIGKILL)
+    for process in _wait(lambda: _living(known, mark), WATCHDOG_S):
         process.send(signal.SIGKILL)
 
 
@@ -58,10 +61,6 @@ def _seen(path: Path) -> str:
 def _living(known: list[Process], mark: str) -> list[Process]:
     found = {(p.number, p.born): p for p in [*known, *marked(mark)]}
     return [process for process in found.values() if process.lives]
-
-
-def _agent(process: Process) -> bool:
-    return any(name in process.title for name in AGENTS)
 
 
 def _wait(look: Callable[[], list[Process]], patience_s: float) -> list[Process]:

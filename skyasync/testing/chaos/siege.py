@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,12 @@ LOOK_S = 1.0  # from one look at all processes to the next
 GONE_S = 30.0  # that a killed program's processes may take to end
 MOST_ENDS = 4  # by itself, without a step between
 TERMINATED_S = 120.0
+ENVIRONMENT = (VARIABLE, "TMPDIR", "RAY_TMPDIR")  # of the program: its scratch folder, where Ray's is made then
+
+
+def scratch_folder() -> Path:
+    """Its name is short: addresses of Ray's sockets begin with it, and have little room."""
+    return Path(tempfile.mkdtemp(prefix="chaos"))
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class Siege:
     # ---------------------------------------------------------------- the program
 
     def _start(self, why: str) -> None:
-        environment = {**os.environ, VARIABLE: str(self.command.scratch), "TMPDIR": str(self.command.scratch)}
+        environment = {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.command.scratch))}
         self.seen.starts.append((self.now, why))
         self._child = subprocess.Popen(self.command.program, env=environment, start_new_session=True)
         self._struck_driver = self._up = False

@@ -1,0 +1,60 @@
+"""What a killed program's watchdog still has to do is left to it, and Ray's folder lies where it is looked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from skyasync.cluster.watchdog import private_folder
+from skyasync.testing.chaos.family import marked
+from skyasync.testing.chaos.leftovers import clean_up, temporary_files
+from skyasync.testing.chaos.siege import ENVIRONMENT, scratch_folder
+
+PROGRAM = """
+import os, subprocess, sys, time
+sys.path.insert(0, sys.argv[1])
+from skyasync.cluster.watchdog import VARIABLE, Watchdog
+dog = Watchdog()
+subprocess.Popen(["sleep", "600"], env={**os.environ, VARIABLE: dog.mark})
+print(dog.folder, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    folder = scratch_folder()
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, str(folder))
+    return folder
+
+
+def test_rays_folder_is_among_the_temporary_files_and_left_only_if_nobody_removes_it(scratch: Path) -> None:
+    folder = private_folder()
+    try:
+        assert Path(folder).parent == scratch
+        assert temporary_files(scratch) == [f"temporary {folder}"]
+    finally:
+        os.rmdir(folder)
+        scratch.rmdir()
+
+
+def test_a_watchdog_may_end_its_work_before_what_is_left_is_killed(scratch: Path) -> None:
+    mark = f"{ENVIRONMENT[0]}={scratch}"
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(Path.cwd())], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    folder = Path(program.stdout.readline().strip())
+    assert folder.parent == scratch
+    assert len(marked(mark)) == 3, "program, watchdog, part"
+    program.kill()
+    program.wait()
+    clean_up([], mark)
+    assert not marked(mark)
+    assert not folder.exists()
+    scratch.rmdir()
