@@ -6,6 +6,7 @@ an engine starts.
 
 from __future__ import annotations
 
+import os
 import sys
 from math import ceil
 
@@ -114,6 +115,14 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
         return chosen
     own_gpus = gpus and not cfg.trainer.placement.colocate_all
     return "nccl" if own_gpus and "nccl" in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
+
+
+def lends_weights(cfg: Config) -> bool:
+    """Whether the engines compute on the memory that the trainer writes, without a copy of their own."""
+    engine = ENGINES.builtins().get(backend(cfg))  # one of the user's may be known to their program alone
+    able = engine is not None and bool(engine.can["computes_on_lent_weights"])
+    whole = getattr(cfg.generator, "weight_sync_mode", "full") == "full"
+    return able and whole and not cfg.generator.weight_sync_dir and hasattr(os, "memfd_create")
 
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:

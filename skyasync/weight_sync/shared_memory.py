@@ -75,11 +75,16 @@ def read_weights(path: str) -> dict[str, Tensor]:
         FileNotFoundError: if it is not there; most likely its writer runs on another machine.
     """
     if not Path(path).exists():
-        raise FileNotFoundError(
-            f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory needs policy and "
-            f"engines on one machine; with GPUs on several use generator.weight_sync_backend=nccl"
-        )
+        raise not_here(path)
     return load_file(path)
+
+
+def not_here(path: str) -> FileNotFoundError:
+    """What to say of weights that this machine does not have."""
+    return FileNotFoundError(
+        f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory needs policy and "
+        f"engines on one machine; with GPUs on several use generator.weight_sync_backend=nccl"
+    )
 
 
 def read_digests(path: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
+from skyasync.engines.settings import lends_weights
 from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
 from skyasync.weight_sync.update import WeightUpdate
@@ -131,12 +132,16 @@ class Dispatch:
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
+        if self._lends:
+            return WeightUpdate(version, "shared_memory", (await self._groups[POLICY].call("lend"))[0])
         path = (await self._groups[POLICY].call("publish"))[0]
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
         if self._broadcast is not None:
             await self._broadcast.send()
+        elif self._lends:
+            await self._groups[POLICY].call_first("prove_lent")
 
     async def release_weights(self, update: WeightUpdate) -> None:
         if self._broadcast is None:
@@ -146,7 +151,11 @@ class Dispatch:
         """Instead of ``release_weights``, with shared memory: how an engine that comes late gets them, until the next
         ``publish_weights``."""
         path = await self._groups[POLICY].call_first("keep", update.info["path"])
-        return replace(update, info={"path": path})
+        return replace(update, info={**update.info, "path": path})
+
+    @property
+    def _lends(self) -> bool:
+        return self._broadcast is None and lends_weights(self._cfg)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call(POLICY, "score", sequences))[0]

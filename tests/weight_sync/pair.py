@@ -115,8 +115,9 @@ def arriving(model: Any, fault: Callable[..., dict[str, Tensor]]) -> Iterator[No
     """Inside, an embedded model loads what ``fault`` makes of the weights."""
     load = model.load_weights
 
-    def faulty(weights: dict[str, Tensor]) -> None:
-        load(fault(dict(weights), {name: tensor.clone() for name, tensor in model._model.state_dict().items()}))
+    def faulty(weights: dict[str, Tensor], **how: bool) -> None:
+        before = {name: tensor.clone() for name, tensor in model._model.state_dict().items()}
+        load(fault(dict(weights), before), **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "load_weights", faulty)

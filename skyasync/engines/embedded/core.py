@@ -32,7 +32,7 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
-from skyasync.weight_sync.kept_file import Mapped
+from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -74,7 +74,7 @@ class EmbeddedCore:
         self._decoder = Decoder(
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
-        self._mapped = Mapped()
+        self._borrower = Borrower()
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, Row] = {}  # every request that has not been answered
         self._held: list[Row] = []  # accepted while not running
@@ -167,10 +167,14 @@ class EmbeddedCore:
             raise UserError(
                 unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
             )
-        path = update.info["path"]
-        weights = self._mapped.read(path, read_weights(path))
-        self._model.load_weights(weights)
-        self._model.check_held(weights, read_digests(path))
+        if "kinds" in update.info:
+            weights = self._borrower.read(update.info)
+            self._model.load_weights(weights, lent=True)
+            self._model.check_held(weights, update.info["digests"], lent=True)
+        else:
+            weights = read_weights(update.info["path"])
+            self._model.load_weights(weights)
+            self._model.check_held(weights, read_digests(update.info["path"]))
         self._decoder.version = update.version
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
