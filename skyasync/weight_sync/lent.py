@@ -147,12 +147,10 @@ def _places(kinds: Kinds) -> tuple[dict[str, int], int]:
 
 def _tensors(memory: mmap.mmap, kinds: Kinds, places: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
     for name, (dtype, shape) in kinds.items():
-        count = prod(shape)
-        empty = torch.empty(shape, dtype=dtype)
-        yield (
-            name,
-            torch.frombuffer(memory, dtype=dtype, count=count, offset=places[name]).view(shape) if count else empty,
-        )
+        if count := prod(shape):
+            yield name, torch.frombuffer(memory, dtype=dtype, count=count, offset=places[name]).view(shape)
+        else:
+            yield name, torch.empty(shape, dtype=dtype)
 
 
 def _wait_for_all_but(most: int, copies: Mapping[str, Future[str]]) -> None:

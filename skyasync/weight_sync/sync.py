@@ -4,7 +4,8 @@ Invariant: after ``sync(version)`` every engine computes with the trainer's weig
 proven twice; a proof that fails is an error, never a log line.
 
 - *Digests*, in every sync through shared memory: the trainer sends them along, and an engine refuses an update after
-  which it does not hold just these bytes (``digests``; ``vllm_held`` for layouts that cannot be read).
+  which it does not hold just these bytes (``digests``; ``vllm_held`` for layouts that cannot be read; ``lent`` for
+  engines that compute on the shared memory itself, which is looked through once for all of them).
 - *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
   brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
   of them where there are no digests (NCCL).

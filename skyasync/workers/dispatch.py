@@ -138,6 +138,7 @@ class Dispatch:
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
+        """While the engines take them; what is lent is looked through meanwhile."""
         if self._broadcast is not None:
             await self._broadcast.send()
         elif self._lends:

@@ -115,6 +115,6 @@ def test_what_does_not_lie_there_as_it_was_sent_is_named(fault):
                     tensors["l"][[0, 1]] = tensors["l"][[1, 0]]
                 case "old":
                     tensors["l"].copy_(many(0)["l"])
-            with pytest.raises(WeightSyncError, match="shared memory holds other weights than the trainer sent in l$"):
+            with pytest.raises(WeightSyncError, match=r"shared memory holds other weights than the trainer sent in l$"):
                 lender.prove()
         lender.settle(info["path"])
