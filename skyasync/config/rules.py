@@ -199,6 +199,17 @@ def check_engine(cfg: Config) -> Iterator[str]:
             f"generator.inference_engine_tensor_parallel_size={size} needs generator.backend={'|'.join(able)}: an "
             f"engine of generator.backend={engine} runs on one device"
         )
+    if generator.weight_sync_mode == "delta" and not can["takes_changes"]:
+        able = [name for name, other in others.items() if other["takes_changes"]]
+        yield (
+            f"generator.weight_sync_mode=delta needs generator.backend={'|'.join(able)}: generator.backend={engine} "
+            f"does not say that it takes changes alone (takes_changes)"
+        )
+    elif generator.weight_sync_mode == "delta" and way == "nccl":
+        yield (
+            "generator.weight_sync_mode=delta goes by a file, generator.weight_sync_backend=nccl sends all weights: "
+            "leave one of them at its default"
+        )
     if way not in ("auto", *can["weight_sync"]):
         able = [name for name, other in others.items() if way in other["weight_sync"]]
         yield (

@@ -230,6 +230,7 @@ ENGINES = Registry(
     capabilities={
         "tensor_parallel": False,  # one engine may take several GPUs
         "weight_sync": ("shared_memory",),  # how weights may reach it
+        "takes_changes": False,  # can be sent what has changed of weights alone
         "copies_weights": False,  # keeps no reference to what it was handed: the memory may be written over
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
         "sampling": (),  # settings of generator.sampling_params that not every engine has

@@ -112,7 +112,7 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
         raise UserError("generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory")
     if chosen != "auto":
         return chosen
-    own_gpus = gpus and not cfg.trainer.placement.colocate_all
+    own_gpus = gpus and not cfg.trainer.placement.colocate_all and cfg.generator.weight_sync_mode == "full"
     return "nccl" if own_gpus and "nccl" in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
 
 
@@ -122,6 +122,8 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
         return ""
     if weight_sync_backend(cfg, gpus=gpus) == "nccl":
         return "generator.weight_sync_backend=auto is nccl: weights go to the engines from GPU to GPU"
+    if cfg.generator.weight_sync_mode != "full":
+        return "generator.weight_sync_backend=auto is shared_memory: generator.weight_sync_mode=delta goes by a file"
     shared = cfg.trainer.placement.colocate_all
     why = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
     return f"generator.weight_sync_backend=auto is shared_memory: {why}"

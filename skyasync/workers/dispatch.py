@@ -22,6 +22,7 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
+from skyasync.weight_sync.changed_weights import Published
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
@@ -131,6 +132,8 @@ class Dispatch:
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
+        if self._sends_changes:
+            return _as_update(version, (await self._groups[POLICY].call("publish_changes"))[0])
         path = (await self._groups[POLICY].call("publish"))[0]
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
@@ -144,9 +147,20 @@ class Dispatch:
 
     async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
         """Instead of ``release_weights``, with shared memory: how an engine that comes late gets them, until the next
-        ``publish_weights``."""
+        ``publish_weights``. Of changes nothing is kept: all weights are written when they are asked for."""
+        if self._sends_changes:
+            await self.release_weights(update)
+            return replace(update, info={})
         path = await self._groups[POLICY].call_first("keep", update.info["path"])
         return replace(update, info={"path": path})
+
+    async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
+        """The same weights, all of them, instead of what has changed; ``fell_back``: somebody could not take that."""
+        return _as_update(update.version, await self._groups[POLICY].call_first("publish_whole", fell_back))
+
+    @property
+    def _sends_changes(self) -> bool:
+        return self._broadcast is None and self._cfg.generator.weight_sync_mode == "delta"
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call(POLICY, "score", sequences))[0]
@@ -243,6 +257,10 @@ class RayWorkerDispatch(Dispatch):
         self._policy = groups[POLICY]
         workers = cfg.generator.own_engines * cfg.generator.devices_per_engine
         self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
+
+
+def _as_update(version: int, file: Published) -> WeightUpdate:
+    return WeightUpdate(version, "shared_memory", {"path": file.path}, file.content, file.base, file.metrics)
 
 
 def _arrived(folder: Path, ranks: Sequence[Saved | None]) -> Sums:

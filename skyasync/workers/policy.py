@@ -12,6 +12,7 @@ from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.config.sampling import backend
 from skyasync.engines.protocol import ENGINES
 from skyasync.errors import NonFiniteError
+from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kept_file import KeptFile
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
@@ -40,6 +41,7 @@ class PolicyWorker(TrainedWorker):
         engine = ENGINES.builtins().get(backend(self.cfg))  # one of the user's may be known to their program alone
         self._may_write_over = engine is not None and bool(engine.can["copies_weights"])
         # What was published last, where that is wanted.
+        self._changed = ChangedWeights()
         self.kept = KeptFile(named=bool(self.cfg.generator.weight_sync_dir))
 
     def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
@@ -111,6 +113,20 @@ class PolicyWorker(TrainedWorker):
             return path
         self.kept.drop()
         return write_weights(weights, self.cfg.generator.weight_sync_dir)
+
+    def publish_changes(self) -> Published | None:
+        """As ``publish``, of what has changed since the last time, or of all. All ranks call it."""
+        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
+        return self._changed.publish(weights, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
+
+    def publish_whole(self, fell_back: bool) -> Published:
+        """All of what ``publish_changes`` published last. Of rank 0.
+
+        Args:
+            fell_back: somebody could not take the changes.
+        """
+        publish = self._changed.fall_back if fell_back else self._changed.whole
+        return publish(self.cfg.generator.weight_sync_dir)
 
     def free_address(self) -> tuple[str, int]:
         """This node's address, and a port that is free at the moment."""

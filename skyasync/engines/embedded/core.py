@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from skyasync.engines.embedded.changed import ChangedInPlace
 from skyasync.engines.embedded.decoder import Decoder, Row, cache_budget
 from skyasync.engines.embedded.logit_edits import Words, tokenised
 from skyasync.engines.embedded.model import EmbeddedModel
@@ -34,7 +35,7 @@ from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
 from skyasync.weight_sync.kept_file import Mapped
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.update import Held, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +76,7 @@ class EmbeddedCore:
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
         self._mapped = Mapped()
+        self._has, self._changed = Held(), ChangedInPlace(self._model)
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, Row] = {}  # every request that has not been answered
         self._held: list[Row] = []  # accepted while not running
@@ -167,10 +169,13 @@ class EmbeddedCore:
             raise UserError(
                 unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
             )
+        self._has.receive(update)
         path = update.info["path"]
-        weights = self._mapped.read(path, read_weights(path))
-        self._model.load_weights(weights)
-        self._model.check_held(weights, read_digests(path))
+        if not self._changed.take(path):
+            weights = self._mapped.read(path, read_weights(path))
+            self._model.load_weights(weights)
+            self._model.check_held(weights, read_digests(path))
+        self._has.settle(update)
         self._decoder.version = update.version
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -145,6 +145,10 @@ class EmbeddedModel:
         for names in aliases.values():
             state[names[0]].copy_(next(weights[name] for name in names if name in weights))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The living parameters and saved buffers, a tied one under each of its names."""
+        return dict(self._model.state_dict())
+
     def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name."""
         state = self._model.state_dict()

@@ -35,7 +35,7 @@ from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
 from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
-from skyasync.weight_sync.update import WakePart, WeightUpdate
+from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
@@ -48,6 +48,7 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     "vllm",
     tensor_parallel=True,
     weight_sync=("shared_memory", "nccl"),
+    takes_changes=True,
     sleeps_on=("gpu",),
     sampling=("structured_outputs", "repetition_detection"),
     options="skyasync.engines.vllm.options:complaints",
@@ -73,6 +74,7 @@ class VLLMEngine:
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
         self._joined_group = False
+        self._held = Held()
         self._asleep = False  # as a whole or in part: nothing is scheduled
 
     async def start(self) -> None:
@@ -218,12 +220,14 @@ class VLLMEngine:
 
         Raises:
             ValueError: for a backend other than the one the engine was started with.
+            OtherWeightsError: for changes of weights that the engine does not hold; it goes on as before.
         """
         if update.backend != self.config.weight_sync_backend:
             raise ValueError(
                 f"the engine was started for weight sync by {self.config.weight_sync_backend!r}, "
                 f"and cannot take an update by {update.backend!r}"
             )
+        self._held.receive(update)
         async with self._control:
             was_paused = self._paused.on or self._asleep
             if not was_paused:
@@ -234,6 +238,7 @@ class VLLMEngine:
                 self._core.give_up(f"the update to version {update.version} failed: {error}")
                 raise
             self._core.version = update.version
+            self._held.settle(update)
             await self._restart_unbegun()
             if not was_paused:
                 await self._resume()
