@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -57,7 +56,7 @@ class BothWays(WeightSync):
         whole = WeightUpdate(version, "shared_memory", {"path": path}, content=update.content)
         row["update, all"], _ = await timed(lambda: self.destination.update_weights(whole))
         assert await self.destination.score(self.probe) == by_changes, "not the weights of a whole file"
-        row["MB, all"] = Path(path).stat().st_size / 1e6
+        row["MB, all"] = sum(tensor.nbytes for tensor in policy._changed._kept.values()) / 1e6
         await source.keep_published(path)
         row["changed"], row["MB"] = update.metrics["sync/share_changed"], update.metrics["sync/bytes"] / 1e6
         self._proven, self._syncs = True, self._syncs + 1

@@ -33,6 +33,11 @@ class ModelConfig(Settings):
         "Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU.",
         choices=("auto", "float32", "bfloat16"),
     )
+    config_kwargs: dict[str, Any] = key(
+        {},
+        "Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or {rope_scaling: "
+        "{rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the model's class before the start.",
+    )
 
 
 #: Schedule -> what ``scheduler_kwargs`` may tell it, as transformers' ``get_scheduler`` takes it.

@@ -11,7 +11,7 @@ from math import ceil
 
 from skyasync.config.model_files import config_file, read_json
 from skyasync.config.sampling import backend, sampling_groups
-from skyasync.config.schema import Config, GeneratorConfig
+from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
@@ -37,6 +37,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "sleep_mode": _sleep(cfg, gpus=gpus),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": _options(generator, gpus=gpus),
+            "config_kwargs": dict(trainer.policy.model.config_kwargs),
         },
     )
 
@@ -51,15 +52,15 @@ def _room(cfg: Config) -> int:
     """Tokens of an episode, what stands between its responses being as long as a prompt may be."""
     prompt, turns = cfg.trainer.max_prompt_length, cfg.generator.max_turns or FEW_TURNS
     response = max(sampling.max_generate_length for sampling in sampling_groups(cfg.generator).values())
-    context = _context(cfg.trainer.policy.model.path)
+    context = _context(cfg.trainer.policy.model)
     return max(min(turns * (prompt + response), context), prompt + response)
 
 
-def _context(model: str) -> int:
+def _context(model: ModelConfig) -> int:
     """Most positions of the model, if its ``config.json`` is on this machine and says so; else no bound."""
-    file = config_file(model)
+    name, file = "max_position_embeddings", config_file(model.path)
     try:
-        return int(read_json(file, model)["max_position_embeddings"]) if file else sys.maxsize
+        return int({**(read_json(file, model.path) if file else {name: sys.maxsize}), **model.config_kwargs}[name])
     except (UserError, KeyError, TypeError, ValueError):  # what is wrong is said where the model is checked
         return sys.maxsize
 

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyasync.weight_sync import changed_weights
 from skyasync.weight_sync.changed_weights import ChangedWeights, KeptWeights, read_about
 from skyasync.weight_sync.delta import PIECE, Changes, changes, put
 from skyasync.weight_sync.digests import digest
-from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights
+from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights, write_weights
 from skyasync.weight_sync.update import Held, OtherWeightsError, WeightSyncError, WeightUpdate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool]
@@ -72,7 +73,11 @@ def test_changes_that_are_cut_short_are_refused(spoil):
 
 
 @pytest.fixture
-def weights():
+def weights(monkeypatch, tmp_path):
+    """Some, whose files are in a folder of the test's."""
+    monkeypatch.setattr(
+        changed_weights, "write_weights", lambda found, folder, said: write_weights(found, str(tmp_path), said)
+    )
     generator = torch.Generator().manual_seed(0)
     return {
         "a": torch.randn(300, 400, generator=generator).bfloat16(),

@@ -27,6 +27,7 @@ from transformers.utils.generic import TransformersKwargs
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
+from skyasync.model_config import load_config
 from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.weight_sync.digests import holds, refuse
 
@@ -71,6 +72,7 @@ class EmbeddedModel:
         with ONE_AT_A_TIME:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 config.model_path,
+                config=load_config(config.model_path, config.extra.get("config_kwargs", {})),
                 dtype=_DTYPES.get(config.dtype, auto),
                 use_safetensors=True,
                 attn_implementation="skyasync_grouped",
