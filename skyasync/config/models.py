@@ -88,6 +88,13 @@ class LoraConfig(Settings):
         when=_ADAPTERS,
     )
     exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
+    sync: str = key(
+        "merged",
+        "What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to "
+        "weights of their own (transformers) or compute beside them (vllm).",
+        choices=("merged", "adapter"),
+        when=_ADAPTERS,
+    )
     export: str = key(
         "merged",
         "What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the "

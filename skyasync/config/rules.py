@@ -218,6 +218,28 @@ def check_engine(cfg: Config) -> Iterator[str]:
         )
 
 
+def check_adapters(cfg: Config) -> Iterator[str]:
+    """Adapters that are sent alone to engines that cannot take them, or have no weights to add them to."""
+    from skyasync.engines.protocol import ENGINES
+
+    generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
+    if not lora.rank or lora.sync != "adapter":
+        return
+    key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
+    if not can["takes_adapters"]:
+        able = [name for name, about in ENGINES.builtins().items() if about.can["takes_adapters"]]
+        yield f"{key} needs generator.backend={'|'.join(able)}; found {engine}: set trainer.policy.lora.sync=merged"
+    if generator.weight_sync_backend == "nccl":
+        yield f"{key} goes by a file, generator.weight_sync_backend=nccl sends all weights: leave one at its default"
+    if generator.weight_sync_mode == "delta":
+        yield f"{key} and generator.weight_sync_mode=delta are two ways of sending less: leave one at its default"
+    if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
+        yield (
+            f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
+            f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
+        )
+
+
 def check_engine_kwargs(cfg: Config) -> Iterator[str]:
     """Arguments of the engine's own, which it judges itself (``options`` of its catalogue entry)."""
     from skyasync.engines.protocol import ENGINES

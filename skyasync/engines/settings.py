@@ -37,9 +37,16 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "sleep_mode": _sleep(cfg, gpus=gpus),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": _options(generator, gpus=gpus),
+            "adapter_rank": adapter_rank(cfg),
             "config_kwargs": dict(trainer.policy.model.config_kwargs),
         },
     )
+
+
+def adapter_rank(cfg: Config) -> int:
+    """Of the adapters that engines are sent alone; 0 where they are sent weights."""
+    lora = cfg.trainer.policy.lora
+    return lora.rank if lora.sync == "adapter" else 0
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:
@@ -113,7 +120,8 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
         raise UserError("generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory")
     if chosen != "auto":
         return chosen
-    own_gpus = gpus and not cfg.trainer.placement.colocate_all and cfg.generator.weight_sync_mode == "full"
+    by_file = cfg.trainer.placement.colocate_all or cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
+    own_gpus = gpus and not by_file
     return "nccl" if own_gpus and "nccl" in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
 
 
@@ -123,8 +131,9 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
         return ""
     if weight_sync_backend(cfg, gpus=gpus) == "nccl":
         return "generator.weight_sync_backend=auto is nccl: weights go to the engines from GPU to GPU"
-    if cfg.generator.weight_sync_mode != "full":
-        return "generator.weight_sync_backend=auto is shared_memory: generator.weight_sync_mode=delta goes by a file"
+    if cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg):
+        what = "trainer.policy.lora.sync=adapter" if adapter_rank(cfg) else "generator.weight_sync_mode=delta"
+        return f"generator.weight_sync_backend=auto is shared_memory: {what} goes by a file"
     shared = cfg.trainer.placement.colocate_all
     why = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
     return f"generator.weight_sync_backend=auto is shared_memory: {why}"

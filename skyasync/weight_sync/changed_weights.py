@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -42,10 +42,12 @@ class About(NamedTuple):
 
     Args:
         keep: its weights must be kept: changes of them may follow.
+        adapter: it holds adapters alone; see ``adapter_file``.
     """
 
     base: str = ""
     keep: bool = False
+    adapter: dict[str, Any] | None = None
 
 
 def content_of(digests: Mapping[str, str]) -> str:

@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from skyasync.weight_sync.changed_weights import KeptWeights, read_about
 from skyasync.weight_sync.digests import digest, refuse
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
+from skyasync.weight_sync.vllm_adapter import differences
 from skyasync.weight_sync.vllm_held import HeldWeights
 
 if TYPE_CHECKING:
@@ -116,7 +117,12 @@ def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; exists so that workers import this module."""
+    """Mixed into vLLM's worker, which imports this module for it."""
+
+    def adapter_differences(self, path: str) -> list[str]:
+        """Layers that do not compute with a file's adapter; it has been loaded."""
+        worker: Any = self
+        return differences(worker.model_runner.lora_manager._adapter_manager, path)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -134,6 +134,9 @@ class Dispatch:
             return await self._broadcast.publish(version)
         if self._sends_changes:
             return _as_update(version, (await self._groups[POLICY].call("publish_changes"))[0])
+        lora = self._cfg.trainer.policy.lora
+        if lora.rank and lora.sync == "adapter":
+            return _as_update(version, (await self._groups[POLICY].call("publish_adapter"))[0])
         path = (await self._groups[POLICY].call("publish"))[0]
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 

@@ -12,6 +12,7 @@ from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.config.sampling import backend
 from skyasync.engines.protocol import ENGINES
 from skyasync.errors import NonFiniteError
+from skyasync.weight_sync.adapter_file import write_adapter
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kept_file import KeptFile
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
@@ -118,6 +119,12 @@ class PolicyWorker(TrainedWorker):
         """As ``publish``, of what has changed since the last time, or of all. All ranks call it."""
         weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
         return self._changed.publish(weights, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
+
+    def publish_adapter(self) -> Published | None:
+        """As ``publish``, of the adapters alone. All ranks call it."""
+        assert self.adapters is not None
+        adapter = self.adapters.alone()
+        return write_adapter(adapter, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
 
     def publish_whole(self, fell_back: bool) -> Published:
         """All of what ``publish_changes`` published last. Of rank 0.

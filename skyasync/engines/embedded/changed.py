@@ -8,7 +8,7 @@ sent is kept, the changes go there, and all of it is loaded.
 from __future__ import annotations
 
 from skyasync.engines.embedded.model import EmbeddedModel
-from skyasync.weight_sync.changed_weights import KeptWeights, put_changes, read_about
+from skyasync.weight_sync.changed_weights import About, KeptWeights, put_changes
 from skyasync.weight_sync.digests import digest, refuse
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
 
@@ -20,13 +20,12 @@ class ChangedInPlace:
         self._model = model
         self._kept: KeptWeights | None = None  # where it holds them in another dtype
 
-    def take(self, path: str) -> bool:
+    def take(self, path: str, about: About) -> bool:
         """Take a file of changes, or a whole one that must be kept; False leaves it to be loaded as ever.
 
         Raises:
             WeightSyncError: if the model does not hold what was sent afterwards.
         """
-        about = read_about(path)
         if about.keep:
             held = self._model.tensors()
             alike = all(tensor.dtype == held[name].dtype for name, tensor in read_weights(path).items() if name in held)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from skyasync.engines.embedded.adapted import AdaptedInPlace
 from skyasync.engines.embedded.changed import ChangedInPlace
 from skyasync.engines.embedded.decoder import Decoder, Row, cache_budget
 from skyasync.engines.embedded.logit_edits import Words, tokenised
@@ -33,6 +34,7 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
+from skyasync.weight_sync.changed_weights import read_about
 from skyasync.weight_sync.kept_file import Mapped
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.update import Held, WeightUpdate
@@ -76,7 +78,7 @@ class EmbeddedCore:
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
         self._mapped = Mapped()
-        self._has, self._changed = Held(), ChangedInPlace(self._model)
+        self._has, self._changed, self._adapted = Held(), ChangedInPlace(self._model), AdaptedInPlace(self._model)
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, Row] = {}  # every request that has not been answered
         self._held: list[Row] = []  # accepted while not running
@@ -171,7 +173,10 @@ class EmbeddedCore:
             )
         self._has.receive(update)
         path = update.info["path"]
-        if not self._changed.take(path):
+        about = read_about(path)
+        if about.adapter:
+            self._adapted.take(path)
+        elif not self._changed.take(path, about):
             weights = self._mapped.read(path, read_weights(path))
             self._model.load_weights(weights)
             self._model.check_held(weights, read_digests(path))

@@ -38,7 +38,9 @@ from skyasync.weight_sync.update import WakePart, WeightUpdate
 T = TypeVar("T")
 
 
-@ENGINES.register("transformers", sleeps_on=("cpu", "gpu"), copies_weights=True, takes_changes=True)
+@ENGINES.register(
+    "transformers", sleeps_on=("cpu", "gpu"), copies_weights=True, takes_changes=True, takes_adapters=True
+)
 class TransformersEngine:
     """An ``InferenceEngine`` in this process, on one GPU or on CPU threads.
 

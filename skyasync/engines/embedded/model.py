@@ -7,6 +7,7 @@ so a refused update leaves the model as it was. Tied weights stay tied because t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Unpack
 
 import torch
@@ -80,6 +81,7 @@ class EmbeddedModel:
         self._model = model.to(self.device).eval().requires_grad_(False)
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
+        self.dtype: torch.dtype = self._model.dtype
         self.eos_ids = self._eos_ids()
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
@@ -150,6 +152,11 @@ class EmbeddedModel:
     def tensors(self) -> dict[str, Tensor]:
         """The living parameters and saved buffers, a tied one under each of its names."""
         return dict(self._model.state_dict())
+
+    def own_names(self) -> list[str]:
+        """Names of parameters and saved buffers, a tied one once."""
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        return [name for name, _ in named if name in self._model.state_dict()]
 
     def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name."""

@@ -35,6 +35,7 @@ from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
 from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
+from skyasync.weight_sync.changed_weights import read_about
 from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     tensor_parallel=True,
     weight_sync=("shared_memory", "nccl"),
     takes_changes=True,
+    takes_adapters=True,
+    forgets_asleep=True,
     sleeps_on=("gpu",),
     sampling=("structured_outputs", "repetition_detection"),
     options="skyasync.engines.vllm.options:complaints",
@@ -247,6 +250,9 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         core, info = self._core, update.info
+        if update.backend == "shared_memory" and (await asyncio.to_thread(read_about, info["path"])).adapter:
+            await core.load_adapter(info["path"], update.version)
+            return
         if update.backend == "nccl":
             await self._join_group(info)
             info = info["parameters"]
