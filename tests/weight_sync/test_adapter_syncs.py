@@ -46,7 +46,7 @@ def held(pair):
 async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
     pair.sync.keeper = pair.dispatch
     before = held(pair)
-    for step in range(3):
+    for _ in range(3):
         pair.step(1e-2)
         await pair.hand_over()
         metrics = await pair.verify()
