@@ -29,11 +29,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -92,6 +94,8 @@ def configuration(shape: Shape, head_dim: int) -> PreTrainedConfig:
 def save(shape: Shape, folder: str, head_dim: int) -> str:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(configuration(shape, head_dim)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(folder)  # vLLM's adapters want one
     return folder
 
 
