@@ -93,6 +93,11 @@ METRICS = (
     Metric("off_policy/effective_sample_size", "(mean w)^2 / mean(w^2): 1 where all weigh the same.", SHARE),
     Metric("off_policy/kl", "KL of behaviour to proximal policy, k3 estimate.", "nats per token"),
     Metric("off_policy/abs_log_ratio", "Mean of |log w|.", "nats per token"),
+    Metric(
+        "off_policy/from_<n>/abs_log_ratio",
+        "The same of a row's trained tokens from the n-th on (0, 16, 64, 256, 1024, 4096) to the next such n.",
+        "nats per token",
+    ),
     Metric("off_policy/masked_fraction", "Tokens whose correction factor is 0.", SHARE),
     Metric("off_policy/clipped_fraction", "Tokens whose factor is neither 0 nor w.", SHARE),
     Metric("off_policy/staleness_<n>/<name>", "The same of the tokens that are n versions old."),
