@@ -6,7 +6,7 @@ Adapters on all linear layers, policy and engine in one process with a thread ea
 before each sync. Medians, milliseconds and MB:
 
 - publish: the trainer gathers (merged: adds), digests and writes; update: the engine reads, loads or adds, and proves;
-- gap: the mean difference of the probe's log-probabilities, trainer to engine, after the last sync; floor: at the start.
+- gap: the mean difference of the probe's log-probabilities, trainer to engine, after the last sync; floor: at first.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import nearest
+from skyasync.model_loading import ONE_AT_A_TIME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -116,3 +117,18 @@ def _refused_by_its_class(config: PreTrainedConfig, kwargs: Mapping[str, Any], k
             type(config).from_dict({**config.to_dict(), **changed})
         except Exception as error:  # of any class: each validates in its own way
             yield f"{key}={dict(kwargs)} is refused by {type(config).__name__}: {' '.join(str(error).split())}"
+
+
+def linear_layers(path: str) -> list[str]:
+    """The ends of the names of a causal language model's linear layers, its head left out; nothing is loaded."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    with ONE_AT_A_TIME, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_config(path, {}))
+    head = model.get_output_embeddings()
+    kinds = (torch.nn.Linear, Conv1D)
+    return sorted(
+        {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, kinds) and m is not head}
+    )

@@ -229,6 +229,11 @@ def check_adapters(cfg: Config) -> Iterator[str]:
     if not can["takes_adapters"]:
         able = [name for name, about in ENGINES.builtins().items() if about.can["takes_adapters"]]
         yield f"{key} needs generator.backend={'|'.join(able)}; found {engine}: set trainer.policy.lora.sync=merged"
+    elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
+        yield (
+            f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend={engine} "
+            f"cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
+        )
     if generator.weight_sync_backend == "nccl":
         yield f"{key} goes by a file, generator.weight_sync_backend=nccl sends all weights: leave one at its default"
     if generator.weight_sync_mode == "delta":

@@ -231,7 +231,7 @@ ENGINES = Registry(
         "tensor_parallel": False,  # one engine may take several GPUs
         "weight_sync": ("shared_memory",),  # how weights may reach it
         "takes_changes": False,  # can be sent what has changed of weights alone
-        "takes_adapters": False,  # can be sent adapters alone, to add to the weights that it has
+        "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights
         "forgets_asleep": False,  # its weights are gone after ``sleep``
         "copies_weights": False,  # keeps no reference to what it was handed: the memory may be written over
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away

@@ -135,7 +135,9 @@ def test_what_cannot_take_adapters_is_refused_by_the_key(key, value, line):
     assert any(line in problem and "trainer.policy.lora.sync=adapter" in problem for problem in check_config(cfg))
 
 
-def test_vllm_makes_room_for_the_next_rank_that_it_knows():
-    assert [lora_arguments(rank)["max_lora_rank"] for rank in (1, 4, 8, 9, 500)] == [1, 8, 8, 16, 512]
+def test_vllm_makes_room_for_the_next_rank_that_it_knows(model):
+    assert [lora_arguments(rank, model)["max_lora_rank"] for rank in (1, 4, 8, 9, 500)] == [1, 8, 8, 16, 512]
     with pytest.raises(UserError, match=r"trainer.policy.lora.rank=600.*sync=merged"):
-        lora_arguments(600)
+        lora_arguments(600, model)
+    named = lora_arguments(4, model)["lora_target_modules"]
+    assert named == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

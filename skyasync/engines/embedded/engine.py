@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @ENGINES.register(
-    "transformers", sleeps_on=("cpu", "gpu"), copies_weights=True, takes_changes=True, takes_adapters=True
+    "transformers", sleeps_on=("cpu", "gpu"), copies_weights=True, takes_changes=True, takes_adapters=("layers", "head")
 )
 class TransformersEngine:
     """An ``InferenceEngine`` in this process, on one GPU or on CPU threads.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
+from skyasync.model_config import linear_layers
 from skyasync.weight_sync.adapter_file import read_adapter
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.vllm_adapter import NUMBER
@@ -26,12 +27,17 @@ NAME = "policy"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's own choices of what it makes room for
 
 
-def lora_arguments(rank: int) -> dict[str, Any]:
-    """Engine arguments; room for the next larger rank that vLLM knows."""
+def lora_arguments(rank: int, path: str) -> dict[str, Any]:
+    """Engine arguments: room for the next larger rank that vLLM knows, in all linear layers but the head.
+
+    With an adapter on the head vLLM's CPU engine dies of the first prompt that is scored.
+    """
     room = next((size for size in RANKS if size >= rank), 0)
     if not room:
         raise UserError(f"{KEY}.rank={rank} is more than vLLM takes as an adapter ({RANKS[-1]}): set {KEY}.sync=merged")
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    return {
+        "enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": linear_layers(path),
+    }  # fmt: skip
 
 
 def requested() -> LoRARequest:

@@ -62,7 +62,7 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "hf_overrides": overrides_of(config.model_path, config.extra.get("config_kwargs", {})),
     }
     if rank := config.extra.get("adapter_rank", 0):
-        arguments |= lora_arguments(rank)
+        arguments |= lora_arguments(rank, config.model_path)
     if devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size) > 1:
         # Within a placement group vLLM would choose its Ray executor, which refuses the engine's bundle of several
         # GPUs. The engine's actor has them all, so that its workers can be plain children of it.
