@@ -128,7 +128,5 @@ def linear_layers(path: str) -> list[str]:
     with ONE_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(path, {}))
     head = model.get_output_embeddings()
-    kinds = (torch.nn.Linear, Conv1D)
-    return sorted(
-        {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, kinds) and m is not head}
-    )
+    found = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+    return sorted({name.rpartition(".")[2] for name, module in found.items() if module is not head})
