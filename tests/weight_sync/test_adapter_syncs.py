@@ -135,6 +135,15 @@ def test_what_cannot_take_adapters_is_refused_by_the_key(key, value, line):
     assert any(line in problem and "trainer.policy.lora.sync=adapter" in problem for problem in check_config(cfg))
 
 
+def test_an_adapter_of_the_head_is_refused_where_the_engine_has_no_place_for_it():
+    cfg = Config()
+    vars(cfg.trainer.policy.lora).update(LORA | {"target_modules": ["q_proj", "lm_head"]})
+    cfg.generator.backend = "vllm"
+    assert any("adapter of lm_head" in problem for problem in check_config(cfg))
+    cfg.generator.backend = "transformers"
+    assert not any("lm_head" in problem for problem in check_config(cfg))
+
+
 def test_vllm_makes_room_for_the_next_rank_that_it_knows(model):
     assert [lora_arguments(rank, model)["max_lora_rank"] for rank in (1, 4, 8, 9, 500)] == [1, 8, 8, 16, 512]
     with pytest.raises(UserError, match=r"trainer.policy.lora.rank=600.*sync=merged"):
