@@ -19,6 +19,7 @@ from skyasync.config.judges import check_judges
 from skyasync.config.resume import Resume, keeps_checkpoints
 from skyasync.config.rules import (
     Plan,
+    check_adapters,
     check_admission,
     check_critic,
     check_engine,
@@ -74,6 +75,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_streaming(cfg, chosen),
         *check_streamed_data(cfg),
         *check_engine(cfg),
+        *check_adapters(cfg),
         *check_engine_kwargs(cfg),
         *check_hidden(cfg),
         *check_unread(cfg, chosen, given),

@@ -14,6 +14,8 @@ from skyasync.config.paths import model_path
 from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute, absolute_all
+from skyasync.errors import UserError
+from skyasync.model_config import complaints
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
@@ -67,6 +69,9 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
         if role in wanted and (named or role.name == POLICY):
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
+        if role in wanted and (wrong := next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), "")):
+            raise UserError(wrong)
+        if role in wanted and (named or role.name == POLICY):
             if role.head != VOCABULARY:
                 check_one_label(model.path, key, trained=role.head == SCORE)
             if role.head == SCORE or role.name == TEACHER_ROLE:

@@ -10,6 +10,8 @@ from torch import Tensor
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.errors import NonFiniteError
+from skyasync.weight_sync.adapter_file import write_adapter
+from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kept_file import KeptFile
 from skyasync.weight_sync.lent import Lender
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
@@ -38,6 +40,7 @@ class PolicyWorker(TrainedWorker):
         self.objective = Objective(self.cfg.trainer.algorithm)
         self._lender = Lender()
         # What was published last, where that is wanted.
+        self._changed = ChangedWeights()
         self.kept = KeptFile(named=bool(self.cfg.generator.weight_sync_dir))
 
     def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
@@ -124,6 +127,26 @@ class PolicyWorker(TrainedWorker):
     def prove_lent(self) -> None:
         """Raises WeightSyncError unless the memory holds what ``lend`` wrote."""
         self._lender.prove()
+
+    def publish_changes(self) -> Published | None:
+        """As ``publish``, of what has changed since the last time, or of all. All ranks call it."""
+        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
+        return self._changed.publish(weights, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
+
+    def publish_adapter(self) -> Published | None:
+        """As ``publish``, of the adapters alone. All ranks call it."""
+        assert self.adapters is not None
+        adapter = self.adapters.alone()
+        return write_adapter(adapter, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
+
+    def publish_whole(self, fell_back: bool) -> Published:
+        """All of what ``publish_changes`` published last. Of rank 0.
+
+        Args:
+            fell_back: somebody could not take the changes.
+        """
+        publish = self._changed.fall_back if fell_back else self._changed.whole
+        return publish(self.cfg.generator.weight_sync_dir)
 
     def free_address(self) -> tuple[str, int]:
         """This node's address, and a port that is free at the moment."""

@@ -8,6 +8,7 @@ weights stay tied because they are one parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Unpack
 
 import torch
@@ -28,6 +29,7 @@ from transformers.utils.generic import TransformersKwargs
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
+from skyasync.model_config import load_config
 from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.weight_sync.digests import holds, refuse
 
@@ -72,6 +74,7 @@ class EmbeddedModel:
         with ONE_AT_A_TIME:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 config.model_path,
+                config=load_config(config.model_path, config.extra.get("config_kwargs", {})),
                 dtype=_DTYPES.get(config.dtype, auto),
                 use_safetensors=True,
                 attn_implementation="skyasync_grouped",
@@ -80,6 +83,7 @@ class EmbeddedModel:
         self._lent = False  # weights lie in memory that is not the model's own
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
+        self.dtype: torch.dtype = self._model.dtype
         self.eos_ids = self._eos_ids()
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
@@ -160,6 +164,15 @@ class EmbeddedModel:
                         state[name].data = own
                 held.copy_(new)
         self._lent = lent
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The living parameters and saved buffers, a tied one under each of its names."""
+        return dict(self._model.state_dict())
+
+    def own_names(self) -> list[str]:
+        """Names of parameters and saved buffers, a tied one once."""
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        return [name for name, _ in named if name in self._model.state_dict()]
 
     def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str], *, lent: bool = False) -> None:
         """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name.
