@@ -92,7 +92,7 @@ async def test_other_families_too(family, tmp_path):
 async def test_a_run_is_the_same_as_with_merged_syncs(model):
     rows = []
     for sync in ("adapter", "merged"):
-        cfg = config(model, steps=3)
+        cfg = config(model, steps=2)
         vars(cfg.trainer.policy.lora).update(LORA | {"sync": sync})
         run = await LocalRun(AsyncRayPPOTrainer, cfg).train()
         rows.append(without_times(run.tracker.rows))

@@ -39,7 +39,7 @@ def files():
 
 async def trained(model, mode, dtype):
     """A run of a few steps in bfloat16: its metrics, and the weights that the engine has in the end."""
-    cfg = config(model, steps=4)
+    cfg = config(model, steps=2)
     cfg.trainer.policy.model.dtype, cfg.generator.weight_sync_mode = "bfloat16", mode
     cfg.trainer.policy.optimizer_config.lr = 1e-4
     engine = TransformersEngine(EngineConfig(model, dtype=dtype, threads=1, max_model_len=64, kv_cache_gb=0.1))

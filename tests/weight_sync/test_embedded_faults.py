@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.errors import UserError
 from skyasync.weight_sync import kept_file, lent
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
@@ -114,6 +115,25 @@ async def test_an_engine_that_computes_on_lent_weights_takes_a_file_as_well(pair
     assert all(map(torch.equal, lent_ones, policy._lender._buffers[1].tensors.values())), "others may compute on them"
     await pair.hand_over()
     await pair.verify()
+
+
+async def test_an_engine_that_comes_late_computes_on_what_was_lent_last(pair):
+    pair.sync.keeper = pair.dispatch
+    for _ in range(3):
+        pair.step()
+        await pair.hand_over()
+    late = TransformersEngine(pair.engine._config)
+    await late.start()
+    try:
+        async with pair.sync.between_syncs() as update:
+            await late.update_weights(update)
+        pair.step(1e-2)
+        await pair.dispatch.publish_weights(0)  # the next one is being written
+        assert await late.score(PROBE) == await pair.engine.score(PROBE)
+        ours, theirs = late._core._model.tensors(), pair.engine._core._model.tensors()
+        assert update.version == 3 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    finally:
+        await late.shutdown()
 
 
 async def test_writing_the_next_weights_changes_nothing_before_the_engine_is_told(pair):
