@@ -1,42 +1,66 @@
 """Trained samples per second beside TRL's ``GRPOTrainer``: same model, prompts, reward, batch and learning rate.
 
-    uv run --with trl==1.16.0 -m benchmarks.compare_trl [--steps 14] [--rounds 2]
+    uv run --with trl==1.16.0 -m benchmarks.compare_trl [--steps 14] [--rounds 2] [--model smollm2] [--without-trl]
 
-Every contender trains the tiny model on sorting with 64 prompts x 16 samples, learning rate 3e-4, in a process
-tree of its own that may use the whole machine. A step's time is the distance between the ends of two steps, so
-nothing is left out; the first steps (compilation, warm caches) are. Rounds alternate the contenders, because
-shared machines drift; the figures are medians over all rounds. TRL generates with its own generation (``generate``
-of transformers): its colocated vLLM does not survive its own weight update on a CPU, where vLLM 0.32 packs weights
-after loading them. "Controller" is what remains of a step: tokenising, environments, batches, messages.
+Every contender trains the tiny model on sorting with 64 prompts x 16 samples, learning rate 3e-4 (or SmolLM2-135M on
+one-digit addition by ``examples/smollm2``: 4 x 8, 5e-6), in a process tree of its own that may use the whole machine.
+A step's time is the distance between the ends of two steps, so nothing is left out; the first steps (compilation, warm
+caches) are. Rounds alternate the contenders, because shared machines drift; the figures are medians over all rounds.
+TRL generates with its own generation (``generate`` of transformers): its colocated vLLM does not survive its own weight
+update on a CPU, where vLLM 0.32 packs weights after loading them. ``--without-trl`` leaves it out, where it cannot be
+installed. "Controller" is what remains of a step: tokenising, environments, batches, messages.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-PROMPTS, SAMPLES, LEARNING_RATE = 64, 16, 3e-4
-RESPONSE_TOKENS = 9
 WARM_UP = 4
 PHASES = ("generate", "logprobs", "update", "sync", "wait_data", "wait_generation")
 
 
-def trl_step_times(model: str, steps: int) -> list[float]:
+@dataclass(frozen=True)
+class Work:
+    """What all of them do: ``examples.<example>``, its model and its prompts."""
+
+    example: str
+    prompts: int
+    samples: int
+    learning_rate: float
+    response_tokens: int
+    right: Callable[[str, str], bool]  # whether a response is, given the answer
+
+    def model(self) -> str:
+        return str(import_module(f"examples.{self.example}.model").build())
+
+    def rows(self) -> list[dict[str, Any]]:
+        return import_module(f"examples.{self.example}.tasks").train_prompts()
+
+
+TINY = Work("tiny", 64, 16, 3e-4, 9, lambda response, answer: response.strip() == answer)
+SMOLLM2 = Work("smollm2", 4, 8, 5e-6, 16, lambda response, answer: re.findall(r"\d+", response)[-1:] == [answer])
+
+
+def trl_step_times(work: Work, model: str, steps: int) -> list[float]:
     """Train with TRL in this process; returns the seconds of each step."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-
-    from examples.tiny.tasks import train_prompts
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:
@@ -46,9 +70,9 @@ def trl_step_times(model: str, steps: int) -> list[float]:
             self.ends.append(time.perf_counter())
 
     def reward(completions: list, answer: list[str], **_: object) -> list[float]:
-        return [float(c[0]["content"].strip() == a) for c, a in zip(completions, answer, strict=True)]
+        return [float(work.right(c[0]["content"], a)) for c, a in zip(completions, answer, strict=True)]
 
-    rows = [{"prompt": r["prompt"], "answer": r["answer"]} for r in train_prompts()]
+    rows = [{"prompt": r["prompt"], "answer": r["answer"]} for r in work.rows()]
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -61,11 +85,11 @@ def trl_step_times(model: str, steps: int) -> list[float]:
                 use_cpu=True,
                 bf16=False,
                 gradient_checkpointing=False,
-                learning_rate=LEARNING_RATE,
+                learning_rate=work.learning_rate,
                 lr_scheduler_type="constant",
-                per_device_train_batch_size=PROMPTS * SAMPLES,
-                num_generations=SAMPLES,
-                max_completion_length=RESPONSE_TOKENS,
+                per_device_train_batch_size=work.prompts * work.samples,
+                num_generations=work.samples,
+                max_completion_length=work.response_tokens,
                 temperature=1.0,
                 beta=0.0,
                 max_steps=steps,
@@ -79,13 +103,15 @@ def trl_step_times(model: str, steps: int) -> list[float]:
     return [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
 
 
-def our_steps(model: str, plan: str, steps: int, folder: str, options: list[str]) -> list[dict[str, float]]:
+def our_steps(work: Work, model: str, plan: str, steps: int, folder: str, options: list[str]) -> list[dict[str, float]]:
     """Train with skyasync; returns the metrics of each step."""
     arguments = [
-        "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={model}", f"trainer.plan={plan}",
-        f"trainer.policy.optimizer_config.lr={LEARNING_RATE}", "trainer.policy.optimizer_config.scheduler=constant",
-        f"trainer.train_batch_size={PROMPTS}",
-        f"generator.n_samples_per_prompt={SAMPLES}", f"generator.sampling_params.max_generate_length={RESPONSE_TOKENS}",
+        "--config", f"examples/{work.example}/config.yaml", f"trainer.policy.model.path={model}",
+        f"trainer.plan={plan}", f"trainer.policy.optimizer_config.lr={work.learning_rate}",
+        "trainer.policy.optimizer_config.scheduler=constant",
+        f"trainer.train_batch_size={work.prompts}",
+        f"generator.n_samples_per_prompt={work.samples}",
+        f"generator.sampling_params.max_generate_length={work.response_tokens}",
         "generator.backend=transformers", f"trainer.max_training_steps={steps}", "trainer.eval_before_train=false",
         "trainer.eval_interval=0", f"trainer.runs_dir={folder}", "trainer.run_name=run", *options,
     ]  # fmt: skip
@@ -95,8 +121,9 @@ def our_steps(model: str, plan: str, steps: int, folder: str, options: list[str]
     return [row for row in rows if row["step"] > 0]
 
 
-def trl_in_a_process(model: str, steps: int) -> list[float]:
+def trl_in_a_process(work: Work, model: str, steps: int) -> list[float]:
     command = [sys.executable, "-m", "benchmarks.compare_trl", "--trl", model, "--steps", str(steps)]
+    command += ["--model", work.example]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -105,31 +132,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--model", help="folder of the tiny model; by default it is made")
+    parser.add_argument("--model", help="smollm2, or a folder of the tiny model; by default that is made")
+    parser.add_argument("--without-trl", action="store_true", help="the plans alone")
     parser.add_argument("--trl", metavar="MODEL", help=argparse.SUPPRESS)
     arguments, options = parser.parse_known_args()
+    work = SMOLLM2 if arguments.model == "smollm2" else TINY
     if arguments.trl:
-        print(json.dumps(trl_step_times(arguments.trl, arguments.steps)))
+        print(json.dumps(trl_step_times(work, arguments.trl, arguments.steps)))
         return
-    from examples.tiny.model import build
-
-    model = arguments.model or str(build())
-    seconds: dict[str, list[float]] = {"TRL": [], "sync": [], "one_step_off": []}
+    model = work.model() if arguments.model in (None, work.example) else arguments.model
+    seconds: dict[str, list[float]] = {"sync": [], "one_step_off": []}
+    if not arguments.without_trl:
+        seconds = {"TRL": [], **seconds}
     phases: dict[str, list[dict[str, float]]] = {"sync": [], "one_step_off": []}
     for _ in range(arguments.rounds):
-        seconds["TRL"] += trl_in_a_process(model, arguments.steps)[WARM_UP:]
+        if "TRL" in seconds:
+            seconds["TRL"] += trl_in_a_process(work, model, arguments.steps)[WARM_UP:]
         for plan in ("sync", "one_step_off"):
             with tempfile.TemporaryDirectory() as folder:
-                steps = our_steps(model, plan, arguments.steps, folder, options)[WARM_UP:-1]
+                steps = our_steps(work, model, plan, arguments.steps, folder, options)[WARM_UP:-1]
             seconds[plan] += [step["time/step_s"] for step in steps]
             phases[plan] += steps
-    report(seconds, phases)
+    report(work, seconds, phases)
 
 
-def report(seconds: dict[str, list[float]], phases: dict[str, list[dict[str, float]]]) -> None:
-    console, batch = Console(), PROMPTS * SAMPLES
-    base = median(seconds["TRL"])
-    table = Table("", "seconds per step", "samples/s", "times TRL")
+def report(work: Work, seconds: dict[str, list[float]], phases: dict[str, list[dict[str, float]]]) -> None:
+    console, batch = Console(), work.prompts * work.samples
+    first = next(iter(seconds))
+    base = median(seconds[first])
+    table = Table("", "seconds per step", "samples/s", f"times {first}")
     for name, values in seconds.items():
         table.add_row(name, f"{median(values):.2f}", f"{batch / median(values):.0f}", f"{base / median(values):.2f}")
     console.print(table)

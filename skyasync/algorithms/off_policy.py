@@ -11,6 +11,8 @@ from torch import Tensor
 from skyasync.algorithms.corrections import importance_weights
 from skyasync.algorithms.masked import masked_mean
 
+POSITIONS = (0, 16, 64, 256, 1024, 4096)
+
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """``(mean w)^2 / mean(w^2)`` over the mask: 1 when all weights are equal, 1/n when one token carries everything."""
@@ -35,7 +37,8 @@ def off_policy_metrics(
     Returns:
         ``ratio_mean``, ``ratio_max``, ``ratio_min`` of w = exp(proximal - behaviour), their ``effective_sample_size``
         (as a share of the tokens), ``kl`` (k3 estimate of KL(behaviour || proximal)), ``abs_log_ratio`` and, with
-        ``weights``, ``masked_fraction`` (factor 0) and ``clipped_fraction`` (neither 0 nor w).
+        ``weights``, ``masked_fraction`` (factor 0) and ``clipped_fraction`` (neither 0 nor w). Where rows are long
+        enough, ``abs_log_ratio`` by the tokens' positions too: "off_policy/from_n/...".
     """
     ratio = importance_weights(current_or_proximal, behaviour, mask)
     drift = torch.where(mask, current_or_proximal - behaviour, 0).detach()
@@ -43,7 +46,7 @@ def off_policy_metrics(
     if staleness is not None:
         for s in staleness[mask].unique().tolist():
             metrics |= _metrics(f"off_policy/staleness_{int(s)}/", ratio, drift, mask & (staleness == s), weights)
-    return metrics
+    return metrics | _by_position(drift, mask)
 
 
 def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Tensor) -> str | None:
@@ -55,6 +58,21 @@ def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Te
         f"the ratio of proximal to behaviour policy is exactly 1 on all {int(stale.sum())} stale tokens: the behaviour "
         "log-probabilities seem to be recomputed by the trainer, so the off-policy correction does nothing"
     )
+
+
+def _by_position(drift: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean |log w| of the tokens from each of ``POSITIONS`` of a row's loss tokens to the next; none of short rows."""
+    position = mask.cumsum(1) - 1
+    if not mask.any() or int(position.max()) < POSITIONS[1]:
+        return {}
+    edges = torch.tensor(POSITIONS[1:], device=mask.device)
+    which = torch.bucketize(position[mask], edges, right=True)
+    apart = drift[mask].double().abs()
+    return {
+        f"off_policy/from_{first}/abs_log_ratio": float(apart[which == number].mean())
+        for number, first in enumerate(POSITIONS)
+        if bool((which == number).any())
+    }
 
 
 def _metrics(prefix: str, ratio: Tensor, drift: Tensor, mask: Tensor, weights: Tensor | None) -> dict[str, float]:

@@ -20,6 +20,7 @@ from skyasync.config.parallel import check_parallel
 from skyasync.config.resume import Resume, keeps_checkpoints
 from skyasync.config.rules import (
     Plan,
+    check_adapters,
     check_admission,
     check_critic,
     check_engine,
@@ -75,6 +76,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_streaming(cfg, chosen),
         *check_streamed_data(cfg),
         *check_engine(cfg),
+        *check_adapters(cfg),
         *check_engine_kwargs(cfg),
         *check_hidden(cfg),
         *check_unread(cfg, chosen, given),

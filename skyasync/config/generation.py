@@ -207,6 +207,12 @@ class GeneratorConfig(Settings):
         "How weights reach the engines; auto is nccl for vllm on GPUs of its own, else shared_memory.",
         choices=("auto", "shared_memory", "nccl"),
     )
+    weight_sync_mode: str = key(
+        "full",
+        "What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by "
+        "nccl). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent.",
+        choices=("full", "delta"),
+    )
     verify_weight_sync: bool = key(True, "Compare probe log-probabilities, trainer against engine, after weight syncs.")
     verify_interval: int = key(
         10, "Syncs from one such comparison to the next; digests prove every sync but those by NCCL.", low=1

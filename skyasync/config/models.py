@@ -34,6 +34,11 @@ class ModelConfig(Settings):
         "Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU.",
         choices=("auto", "float32", "bfloat16"),
     )
+    config_kwargs: dict[str, Any] = key(
+        {},
+        "Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or {rope_scaling: "
+        "{rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the model's class before the start.",
+    )
 
 
 #: Schedule -> what ``scheduler_kwargs`` may tell it, as transformers' ``get_scheduler`` takes it.
@@ -90,6 +95,13 @@ class LoraConfig(Settings):
         when=_ADAPTERS,
     )
     exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
+    sync: str = key(
+        "merged",
+        "What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to "
+        "weights of their own (transformers) or compute beside them (vllm).",
+        choices=("merged", "adapter"),
+        when=_ADAPTERS,
+    )
     export: str = key(
         "merged",
         "What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the "

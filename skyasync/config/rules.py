@@ -200,11 +200,49 @@ def check_engine(cfg: Config) -> Iterator[str]:
             f"generator.inference_engine_tensor_parallel_size={size} needs generator.backend={'|'.join(able)}: an "
             f"engine of generator.backend={engine} runs on one device"
         )
+    if generator.weight_sync_mode == "delta" and not can["takes_changes"]:
+        able = [name for name, other in others.items() if other["takes_changes"]]
+        yield (
+            f"generator.weight_sync_mode=delta needs generator.backend={'|'.join(able)}: generator.backend={engine} "
+            f"does not say that it takes changes alone (takes_changes)"
+        )
+    elif generator.weight_sync_mode == "delta" and way == "nccl":
+        yield (
+            "generator.weight_sync_mode=delta goes by a file, generator.weight_sync_backend=nccl sends all weights: "
+            "leave one of them at its default"
+        )
     if way not in ("auto", *can["weight_sync"]):
         able = [name for name, other in others.items() if way in other["weight_sync"]]
         yield (
             f"generator.weight_sync_backend={way} needs generator.backend={'|'.join(able)}: with generator.backend="
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
+        )
+
+
+def check_adapters(cfg: Config) -> Iterator[str]:
+    """Adapters that are sent alone to engines that cannot take them, or have no weights to add them to."""
+    from skyasync.engines.protocol import ENGINES
+
+    generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
+    if not lora.rank or lora.sync != "adapter":
+        return
+    key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
+    if not can["takes_adapters"]:
+        able = [name for name, about in ENGINES.builtins().items() if about.can["takes_adapters"]]
+        yield f"{key} needs generator.backend={'|'.join(able)}; found {engine}: set trainer.policy.lora.sync=merged"
+    elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
+        yield (
+            f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend={engine} "
+            f"cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
+        )
+    if generator.weight_sync_backend == "nccl":
+        yield f"{key} goes by a file, generator.weight_sync_backend=nccl sends all weights: leave one at its default"
+    if generator.weight_sync_mode == "delta":
+        yield f"{key} and generator.weight_sync_mode=delta are two ways of sending less: leave one at its default"
+    if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
+        yield (
+            f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
+            f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
         )
 
 

@@ -230,7 +230,10 @@ ENGINES = Registry(
     capabilities={
         "tensor_parallel": False,  # one engine may take several GPUs
         "weight_sync": ("shared_memory",),  # how weights may reach it
-        "copies_weights": False,  # keeps no reference to what it was handed: the memory may be written over
+        "computes_on_lent_weights": False,  # those that lie in memory of the machine, which are swapped under it
+        "takes_changes": False,  # can be sent what has changed of weights alone
+        "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights
+        "forgets_asleep": False,  # its weights are gone after ``sleep``
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
         "sampling": (),  # settings of generator.sampling_params that not every engine has
         "options": "",  # module:function that says what is wrong with generator.engine_kwargs; none takes none

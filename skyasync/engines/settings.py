@@ -6,12 +6,13 @@ an engine starts.
 
 from __future__ import annotations
 
+import os
 import sys
 from math import ceil
 
 from skyasync.config.model_files import config_file, read_json
 from skyasync.config.sampling import backend, sampling_groups
-from skyasync.config.schema import Config, GeneratorConfig
+from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
@@ -37,8 +38,16 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "sleep_mode": _sleep(cfg, gpus=gpus),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": _options(generator, gpus=gpus),
+            "adapter_rank": adapter_rank(cfg),
+            "config_kwargs": dict(trainer.policy.model.config_kwargs),
         },
     )
+
+
+def adapter_rank(cfg: Config) -> int:
+    """Of the adapters that engines are sent alone; 0 where they are sent weights."""
+    lora = cfg.trainer.policy.lora
+    return lora.rank if lora.sync == "adapter" else 0
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:
@@ -51,15 +60,15 @@ def _room(cfg: Config) -> int:
     """Tokens of an episode, what stands between its responses being as long as a prompt may be."""
     prompt, turns = cfg.trainer.max_prompt_length, cfg.generator.max_turns or FEW_TURNS
     response = max(sampling.max_generate_length for sampling in sampling_groups(cfg.generator).values())
-    context = _context(cfg.trainer.policy.model.path)
+    context = _context(cfg.trainer.policy.model)
     return max(min(turns * (prompt + response), context), prompt + response)
 
 
-def _context(model: str) -> int:
+def _context(model: ModelConfig) -> int:
     """Most positions of the model, if its ``config.json`` is on this machine and says so; else no bound."""
-    file = config_file(model)
+    name, file = "max_position_embeddings", config_file(model.path)
     try:
-        return int(read_json(file, model)["max_position_embeddings"]) if file else sys.maxsize
+        return int({**(read_json(file, model.path) if file else {name: sys.maxsize}), **model.config_kwargs}[name])
     except (UserError, KeyError, TypeError, ValueError):  # what is wrong is said where the model is checked
         return sys.maxsize
 
@@ -112,8 +121,20 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
         raise UserError("generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory")
     if chosen != "auto":
         return chosen
-    own_gpus = gpus and not cfg.trainer.placement.colocate_all
+    by_file = cfg.trainer.placement.colocate_all or cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
+    own_gpus = gpus and not by_file
     return "nccl" if own_gpus and "nccl" in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
+
+
+def lends_weights(cfg: Config) -> bool:
+    """Whether the engines compute on the memory that the trainer writes, without a copy of their own.
+
+    Changes and adapters are put into weights that an engine has itself.
+    """
+    engine = ENGINES.builtins().get(backend(cfg))  # one of the user's may be known to their program alone
+    able = engine is not None and bool(engine.can["computes_on_lent_weights"])
+    whole = cfg.generator.weight_sync_mode == "full" and not adapter_rank(cfg)
+    return able and whole and not cfg.generator.weight_sync_dir and hasattr(os, "memfd_create")
 
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:
@@ -122,6 +143,9 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
         return ""
     if weight_sync_backend(cfg, gpus=gpus) == "nccl":
         return "generator.weight_sync_backend=auto is nccl: weights go to the engines from GPU to GPU"
+    if cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg):
+        what = "trainer.policy.lora.sync=adapter" if adapter_rank(cfg) else "generator.weight_sync_mode=delta"
+        return f"generator.weight_sync_backend=auto is shared_memory: {what} goes by a file"
     shared = cfg.trainer.placement.colocate_all
     why = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
     return f"generator.weight_sync_backend=auto is shared_memory: {why}"

@@ -15,6 +15,8 @@ from skyasync.config.resume import Resume
 from skyasync.config.reward_models import WHERE
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute, absolute_all
+from skyasync.errors import UserError
+from skyasync.model_config import complaints
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
 from skyasync.preflight.parallel import check_axes
 from skyasync.registry import absolute_reference
@@ -71,14 +73,19 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         if not named and key in conditions.paths(role.when):
             continue  # there is none
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
-        if role in wanted and (named or role.name == POLICY):
+        if role not in wanted:
+            continue
+        own = named or role.name == POLICY
+        if own:
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
             if role.as_the_policy(cfg):
                 check_axes(cfg.trainer.parallel, model.path, key)
-            if role.head != VOCABULARY:
-                check_one_label(model.path, key, trained=role.head == SCORE)
-            if role.head == SCORE or role.name == TEACHER_ROLE:
-                check_same_tokens(model.path, cfg.trainer.policy.model.path, key)
+        if wrong := next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), ""):
+            raise UserError(wrong)
+        if own and role.head != VOCABULARY:
+            check_one_label(model.path, key, trained=role.head == SCORE)
+        if own and (role.head == SCORE or role.name == TEACHER_ROLE):
+            check_same_tokens(model.path, cfg.trainer.policy.model.path, key)
 
 
 def _check_scorer(path: str, cfg: Config, key: str) -> None:

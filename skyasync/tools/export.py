@@ -54,7 +54,8 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
         raise UserError(unknown("--dtype", dtype, DTYPES))
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is there and not empty: name another folder with --out")
-    origin = model or str(settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("model", {}).get("path", ""))
+    settings = settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("model", {})
+    origin = model or str(settings.get("path", ""))
     if not origin or (origin.startswith("/") and not Path(origin).is_dir()):
         raise UserError(
             f"the model that {checkpoint} was trained from is {'not there: ' + origin if origin else 'not known'}; "
@@ -67,7 +68,7 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     from skyasync.workers import checkpoint as files
     from skyasync.workers.model import training_config
 
-    config = training_config(origin)
+    config = training_config(origin, settings.get("config_kwargs"))
     chosen = _dtype(dtype, getattr(torch, str(config.dtype).rpartition(".")[2], None))
     weights = read_weights(checkpoint)
     if lora := _adapters_of(checkpoint):

@@ -24,6 +24,7 @@ from skyasync.errors import UserError
 from skyasync.weight_sync.digests import digests_of
 
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
+ABOUT = ":about"  # what a file says of itself besides its digests; no tensor's name begins so
 
 
 def directories() -> tuple[Path, ...]:
@@ -46,11 +47,12 @@ def directory_for(size: int) -> Path:
     raise UserError(f"the weights take {size >> 20} MiB on their way to the engines; free: {found}")
 
 
-def write_weights(weights: Mapping[str, Tensor], folder: str = "") -> str:
+def write_weights(weights: Mapping[str, Tensor], folder: str = "", said: Mapping[str, str] | None = None) -> str:
     """Write full tensors (CPU, contiguous) and return the file's path.
 
     Args:
         folder: of several machines; empty is memory of this one.
+        said: what goes with them; by default their digests.
 
     Raises:
         UserError: if there is no room for them.
@@ -61,7 +63,7 @@ def write_weights(weights: Mapping[str, Tensor], folder: str = "") -> str:
     path = where / f"{PREFIX}{os.getpid()}-{_numbers(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
     try:
-        save_file(dict(weights), unfinished, metadata=digests_of(weights))
+        save_file(dict(weights), unfinished, metadata=digests_of(weights) if said is None else dict(said))
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -75,17 +77,22 @@ def read_weights(path: str) -> dict[str, Tensor]:
         FileNotFoundError: if it is not there; most likely its writer runs on another machine.
     """
     if not Path(path).exists():
-        raise FileNotFoundError(
-            f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory needs policy and "
-            f"engines on one machine; with GPUs on several use generator.weight_sync_backend=nccl"
-        )
+        raise not_here(path)
     return load_file(path)
+
+
+def not_here(path: str) -> FileNotFoundError:
+    """What to say of weights that this machine does not have."""
+    return FileNotFoundError(
+        f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory needs policy and "
+        f"engines on one machine; with GPUs on several use generator.weight_sync_backend=nccl"
+    )
 
 
 def read_digests(path: str) -> dict[str, str]:
     """By name, the digest of each tensor before it was written; see ``skyasync.weight_sync.digests``."""
     with safe_open(path, framework="pt") as file:
-        return dict(file.metadata())
+        return {name: said for name, said in file.metadata().items() if name != ABOUT}
 
 
 def remove_weights(path: str) -> None:

@@ -4,7 +4,8 @@ Invariant: after ``sync(version)`` every engine computes with the trainer's weig
 proven twice; a proof that fails is an error, never a log line.
 
 - *Digests*, in every sync through shared memory: the trainer sends them along, and an engine refuses an update after
-  which it does not hold just these bytes (``digests``; ``vllm_held`` for layouts that cannot be read).
+  which it does not hold just these bytes (``digests``; ``vllm_held`` for layouts that cannot be read; ``lent`` for
+  engines that compute on the shared memory itself, which is looked through once for all of them).
 - *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
   brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
   of them where there are no digests (NCCL).
@@ -30,12 +31,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyasync.cleanup import afterwards
 from skyasync.together import run_together, together
 from skyasync.weight_sync.gaps import FLOAT32, TIMES, Rounding, Scores, gap
-from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import OtherWeightsError, WeightSyncError, WeightUpdate
 
 WITH_DIGESTS = ("shared_memory",)  # backends whose engines prove what they hold
 
@@ -88,6 +89,7 @@ class WeightSync:
     _proven: bool = field(default=False, init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _kept: WeightUpdate | None = field(default=None, init=False)
+    _said: dict[str, float] = field(default_factory=dict, init=False)  # by the last publishing
     _latecomer: bool = field(default=False, init=False)  # an engine that no probe has seen
     _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # what is kept is the living source's
 
@@ -118,6 +120,8 @@ class WeightSync:
     async def sync(self, version: int) -> None:
         """Hand over the weights as ``version``; the engines are idle or paused.
 
+        An engine that cannot take what has changed alone gets all of it, as do then the others.
+
         Sender and engines may wait for each other (NCCL), so the first failure of either is raised at once.
         """
         async with self._turn:
@@ -125,7 +129,11 @@ class WeightSync:
             publishing = asyncio.ensure_future(self.source.publish_weights(version))
             async with afterwards(self._release, publishing):
                 update = await asyncio.shield(publishing)
-                await run_together(self.source.send_weights(update), self.destination.update_weights(update))
+                try:
+                    await run_together(self.source.send_weights(update), self.destination.update_weights(update))
+                except OtherWeightsError:
+                    update = await self._whole(update)
+                self._said = update.metrics
             self._proven = update.backend in WITH_DIGESTS
             self._syncs += 1
 
@@ -140,13 +148,32 @@ class WeightSync:
         async with self._turn:
             if self._kept is None:
                 raise WeightSyncError("no weights have been kept for an engine that comes late")
-            yield self._kept
+            if self._kept.info:
+                yield self._kept
+            else:
+                async with self._written_whole(self._kept, fell_back=False) as update:
+                    yield update
             self._latecomer = True
+
+    async def _whole(self, update: WeightUpdate) -> WeightUpdate:
+        """Hand all weights to all engines, where one could not take what has changed."""
+        async with self._written_whole(update, fell_back=True) as whole:
+            await self.destination.update_weights(whole)
+        return whole
+
+    @asynccontextmanager
+    async def _written_whole(self, update: WeightUpdate, *, fell_back: bool) -> AsyncIterator[WeightUpdate]:
+        source: Any = self.source  # one that sends changes can also send all
+        whole: WeightUpdate = await source.publish_whole(update, fell_back=fell_back)
+        try:
+            yield whole
+        finally:
+            await self.source.release_weights(whole)
 
     async def release_kept(self) -> None:
         """No engine will come late any more: free what was kept for one. A file with a name would stay otherwise."""
         kept, self._kept = self._kept, None
-        if kept is not None:
+        if kept is not None and kept.info:
             await self.source.release_weights(kept)
 
     async def _release(self, publishing: asyncio.Future[WeightUpdate]) -> None:
@@ -169,9 +196,9 @@ class WeightSync:
         """
         early, regular = self._syncs <= 2, self._syncs % self.interval == 0
         if not self.probe or (self._proven and not early and not regular and not self._latecomer):
-            return {}
+            return self._said
         self._latecomer = False
-        return await self._compare(f"after the weight sync to version {version}")
+        return self._said | await self._compare(f"after the weight sync to version {version}")
 
     async def _compare(self, when: str) -> dict[str, float]:
         expected, found = await self._scores()

@@ -14,7 +14,7 @@ a verification, which comes when the engines are awake, is told what was found t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyasync.weight_sync.sync import Destination, Source
 from skyasync.weight_sync.update import WakePart, WeightUpdate
@@ -106,6 +106,11 @@ class _PolicyInTurn:
 
     async def release_weights(self, update: WeightUpdate) -> None:
         await self._policy.release_weights(update)
+
+    async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
+        policy: Any = self._policy  # the kept copy is in host memory: nobody has to make way
+        whole: WeightUpdate = await policy.publish_whole(update, fell_back=fell_back)
+        return whole
 
     async def score(self, sequences: Sequences) -> list[list[float]]:
         return await self._turns.score_by_policy(sequences)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 WakePart = Literal["weights", "cache"]
@@ -12,10 +12,47 @@ class WeightSyncError(RuntimeError):
     """An engine does not hold, or does not compute, what the trainer does."""
 
 
+class OtherWeightsError(WeightSyncError):
+    """An engine was sent changes of weights that it does not hold; it is as it was."""
+
+
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights, ready to be fetched: ``info`` is what the backend needs (a path, a rendezvous, names)."""
+    """New weights, ready to be fetched: ``info`` is what the backend needs (a path, a rendezvous, names).
+
+    Args:
+        content: of the weights, a mark that other weights do not have; empty where nobody asks.
+        base: only what has changed since these weights (their ``content``) was sent; empty: all was.
+        metrics: of the publishing.
+    """
 
     version: int
     backend: str
     info: dict[str, Any]
+    content: str = ""
+    base: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Held:
+    """Which weights an engine holds, by their content."""
+
+    def __init__(self) -> None:
+        self.content = ""
+
+    def receive(self, update: WeightUpdate) -> None:
+        """Before an update: until ``settle`` nobody knows what the engine holds.
+
+        Raises:
+            OtherWeightsError: for changes of other weights; nothing has been done then.
+        """
+        if update.base and update.base != self.content:
+            raise OtherWeightsError(
+                f"version {update.version} was sent as changes of weights ({update.base}) that the engine does not "
+                f"hold ({self.content or 'it has been given none'})"
+            )
+        self.content = ""
+
+    def settle(self, update: WeightUpdate) -> None:
+        """After it."""
+        self.content = update.content

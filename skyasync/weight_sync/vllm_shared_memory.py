@@ -25,8 +25,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from skyasync.weight_sync.changed_weights import KeptWeights, read_about
 from skyasync.weight_sync.digests import digest, refuse
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
+from skyasync.weight_sync.vllm_adapter import differences
 from skyasync.weight_sync.vllm_held import HeldWeights
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         super().__init__(config, vllm_config, device, model)
         self._tied = tied_heads(model)
         names = {id(module): f"{path}.weight" for path, module in model.named_modules()}
+        self._kept = KeptWeights()
         self._held = HeldWeights(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None: ...
@@ -66,7 +69,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     def start_weight_update(self) -> None: ...
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        weights, digests = read_weights(update_info.path), read_digests(update_info.path)
+        weights, digests = self._sent(update_info.path)
         initialize_layerwise_reload(self.model)
         model: Any = self.model
         model.load_weights(as_sent(weights, digests))
@@ -74,6 +77,13 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         for head, embedding in self._tied:
             retie(head, embedding)
         self._held.check(weights, digests)
+
+    def _sent(self, path: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+        """All weights by a file, which may hold changes alone, and their digests."""
+        about = read_about(path)
+        if about.base or about.keep:
+            return self._kept.read(path)
+        return read_weights(path), read_digests(path)
 
     def finish_weight_update(self) -> None: ...
 
@@ -107,7 +117,12 @@ def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; exists so that workers import this module."""
+    """Mixed into vLLM's worker, which imports this module for it."""
+
+    def adapter_differences(self, path: str) -> list[str]:
+        """Layers that do not compute with a file's adapter; it has been loaded."""
+        worker: Any = self
+        return differences(worker.model_runner.lora_manager._adapter_manager, path)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -89,7 +89,7 @@ class ModelWorker(Worker):
 
     def build(self) -> Wrapped:
         """Load, wrap, place and shard. Frozen weights that adapters are trained beside need no masters."""
-        head, lora = HEADS[self.role.head], self.lora_config()
+        head, lora = HEADS[self.role.head].told(self.role.config_kwargs(self.cfg)), self.lora_config()
         dtype = self.dtype if lora else self.master_dtype()
 
         def wrap(model: PreTrainedModel) -> Wrapped:

@@ -52,13 +52,18 @@ def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype, keep: bool) -> 
         keep: False takes part in gathering and returns nothing, for all ranks but the first.
     """
     weights: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        gather = getattr(value, "full_tensor", None)
-        whole: Tensor = gather() if gather else value
+    for name, whole in gathered(tensors):
         if keep:
             whole = whole.to(dtype) if whole.is_floating_point() else whole
             weights[name] = whole.cpu().contiguous()
     return weights
+
+
+def gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """One after the other, whole: all ranks go through it, and none needs memory for more than one."""
+    for name, value in tensors.items():
+        gather = getattr(value, "full_tensor", None)
+        yield name, gather() if gather else value
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

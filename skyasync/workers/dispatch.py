@@ -20,8 +20,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
+from skyasync.engines.settings import adapter_rank, lends_weights
 from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
+from skyasync.weight_sync.changed_weights import Published
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
@@ -131,12 +133,21 @@ class Dispatch:
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
+        if self._lends:
+            return WeightUpdate(version, "shared_memory", (await self._groups[POLICY].call("lend"))[0])
+        if self._sends_changes:
+            return _as_update(version, (await self._groups[POLICY].call("publish_changes"))[0])
+        if adapter_rank(self._cfg):
+            return _as_update(version, (await self._groups[POLICY].call("publish_adapter"))[0])
         path = (await self._groups[POLICY].call("publish"))[0]
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
+        """While the engines take them; what is lent is looked through meanwhile."""
         if self._broadcast is not None:
             await self._broadcast.send()
+        elif self._lends:
+            await self._groups[POLICY].call_first("prove_lent")
 
     async def release_weights(self, update: WeightUpdate) -> None:
         if self._broadcast is None:
@@ -144,9 +155,24 @@ class Dispatch:
 
     async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
         """Instead of ``release_weights``, with shared memory: how an engine that comes late gets them, until the next
-        ``publish_weights``."""
+        ``publish_weights``. Of changes nothing is kept: all weights are written when they are asked for."""
+        if self._sends_changes:
+            await self.release_weights(update)
+            return replace(update, info={})
         path = await self._groups[POLICY].call_first("keep", update.info["path"])
-        return replace(update, info={"path": path})
+        return replace(update, info={**update.info, "path": path})
+
+    @property
+    def _lends(self) -> bool:
+        return self._broadcast is None and lends_weights(self._cfg)
+
+    async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
+        """The same weights, all of them, instead of what has changed; ``fell_back``: somebody could not take that."""
+        return _as_update(update.version, await self._groups[POLICY].call_first("publish_whole", fell_back))
+
+    @property
+    def _sends_changes(self) -> bool:
+        return self._broadcast is None and self._cfg.generator.weight_sync_mode == "delta"
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call(POLICY, "score", sequences))[0]
@@ -243,6 +269,10 @@ class RayWorkerDispatch(Dispatch):
         self._policy = groups[POLICY]
         workers = cfg.generator.own_engines * cfg.generator.devices_per_engine
         self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
+
+
+def _as_update(version: int, file: Published) -> WeightUpdate:
+    return WeightUpdate(version, "shared_memory", {"path": file.path}, file.content, file.base, file.metrics)
 
 
 def _arrived(folder: Path, ranks: Sequence[Saved | None]) -> Sums:

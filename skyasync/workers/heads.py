@@ -8,9 +8,11 @@ entry in the table names it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from copy import copy
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -37,7 +39,19 @@ from skyasync.workers.values import SCORE_LAYER, TokenValues
 
 
 class Head:
-    """A kind of model."""
+    """A kind of model.
+
+    Attributes:
+        config_kwargs: in place of what the models' own configurations say.
+    """
+
+    config_kwargs: Mapping[str, Any] = MappingProxyType({})
+
+    def told(self, config_kwargs: Mapping[str, Any]) -> Self:
+        """The same kind, of models that are configured so."""
+        other = copy(self)
+        other.config_kwargs = config_kwargs
+        return other
 
     def config(self, path: str) -> PreTrainedConfig:
         """The configuration of a folder or hub name for training, or what is wrong with it (``UserError``)."""
@@ -85,7 +99,7 @@ class VocabularyHead(Head):
     """A causal language model, asked for log-probabilities of tokens."""
 
     def config(self, path: str) -> PreTrainedConfig:
-        return training_config(path)
+        return training_config(path, self.config_kwargs)
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
         return AutoModelForCausalLM
@@ -103,7 +117,7 @@ class ValueHead(Head):
     """
 
     def config(self, path: str) -> PreTrainedConfig:
-        config = training_config(path)
+        config = training_config(path, self.config_kwargs)
         config.num_labels = 1
         return config
 

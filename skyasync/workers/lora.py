@@ -22,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
+from skyasync.weight_sync.adapter_file import Adapter, base_mark, with_added
+from skyasync.weight_sync.digests import digests_of
 from skyasync.workers.checkpoint import ADAPTER, full_weights, own_tensors
 from skyasync.workers.heads import load_causal_lm, put
 
@@ -46,7 +48,8 @@ class Adapters:
 
     def __init__(self, model: PreTrainedModel, settings: LoraConfig, path: str) -> None:
         peft = _peft()
-        self._model = model
+        self._model, self._base = model, ""
+        self.dtype = next(p.dtype for p in model.parameters())  # of what is frozen
         self.config: Any = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
@@ -137,6 +140,18 @@ class Adapters:
             for name, value in found.items()
         }
 
+    def alone(self) -> Adapter:
+        """For engines that have the frozen weights. All ranks call it; what is frozen is looked at once."""
+        if not self._base:
+            with self.aside():
+                frozen = full_weights(own_tensors(self._model), self.dtype, keep=True)
+            self._base = base_mark(self.dtype, digests_of(frozen))
+        settings: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
+        ends = {place.child for place in self._places}
+        scale = self._places[0].layer.scaling[NAME]
+        transposed = [place.name for place in self._places if getattr(place.layer, "fan_in_fan_out", False)]
+        return Adapter(self.own(), settings | {"target_modules": sorted(ends)}, scale, transposed, self._base)
+
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """What ``own`` gave, as a folder that peft loads."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,10 +186,8 @@ class Merged:
     def full_tensor(self) -> Tensor:
         """W + alpha / rank * B A, rounded to the weight's dtype once. All ranks call it."""
         first, second = (whole(half.weight) for half in _halves(self._layer))
-        added = second @ first
         transposed = getattr(self._layer, "fan_in_fan_out", False)
-        added = (added.T if transposed else added) * self._layer.scaling[NAME]
-        return (whole(self._weight) + added).to(self.dtype)
+        return with_added(whole(self._weight), (first, second), self._layer.scaling[NAME], transposed=transposed)
 
 
 def merge(

@@ -6,16 +6,17 @@ computed in float32 at least, whatever the weights' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.model_config import load_config
 from skyasync.workers.blocks import pack_rows
 from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.logits import logits_head
@@ -35,9 +36,13 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
-def training_config(path: str) -> PreTrainedConfig:
-    """The configuration of a folder or hub name, without dropout."""
-    config = AutoConfig.from_pretrained(path)
+def training_config(path: str, kwargs: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The configuration of a folder or hub name, without dropout.
+
+    Args:
+        kwargs: ``config_kwargs`` of its section.
+    """
+    config = load_config(path, kwargs or {})
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)

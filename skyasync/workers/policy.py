@@ -9,10 +9,11 @@ from torch import Tensor
 
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
-from skyasync.config.sampling import backend
-from skyasync.engines.protocol import ENGINES
 from skyasync.errors import NonFiniteError
+from skyasync.weight_sync.adapter_file import write_adapter
+from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kept_file import KeptFile
+from skyasync.weight_sync.lent import Lender
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
@@ -37,9 +38,9 @@ class PolicyWorker(TrainedWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.objective = Objective(self.cfg.trainer.algorithm)
-        engine = ENGINES.builtins().get(backend(self.cfg))  # one of the user's may be known to their program alone
-        self._may_write_over = engine is not None and bool(engine.can["copies_weights"])
+        self._lender = Lender()
         # What was published last, where that is wanted.
+        self._changed = ChangedWeights()
         self.kept = KeptFile(named=bool(self.cfg.generator.weight_sync_dir))
 
     def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
@@ -102,15 +103,50 @@ class PolicyWorker(TrainedWorker):
     def publish(self) -> str | None:
         """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it.
 
-        What has been kept is written over, or dropped before: there is room for one file.
+        What has been kept is dropped before: there is room for one file.
         """
         weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
         if self.rank != 0:
             return None
-        if self._may_write_over and (path := self.kept.write_over(weights)):
-            return path
         self.kept.drop()
         return write_weights(weights, self.cfg.generator.weight_sync_dir)
+
+    def lend(self) -> dict[str, Any] | None:
+        """As ``publish``, into memory that engines of this machine compute on; what they need to find it on rank 0."""
+        weights = self.weights()
+        whole = checkpoint.gathered(weights)
+        if self.rank != 0:
+            for _ in whole:  # each is one that all ranks gather
+                pass
+            return None
+        kinds = {
+            name: (self.dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape)) for name, w in weights.items()
+        }
+        return self._lender.write(kinds, whole)
+
+    def prove_lent(self) -> None:
+        """Raises WeightSyncError unless the memory holds what ``lend`` wrote."""
+        self._lender.prove()
+
+    def publish_changes(self) -> Published | None:
+        """As ``publish``, of what has changed since the last time, or of all. All ranks call it."""
+        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
+        return self._changed.publish(weights, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
+
+    def publish_adapter(self) -> Published | None:
+        """As ``publish``, of the adapters alone. All ranks call it."""
+        assert self.adapters is not None
+        adapter = self.adapters.alone()
+        return write_adapter(adapter, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
+
+    def publish_whole(self, fell_back: bool) -> Published:
+        """All of what ``publish_changes`` published last. Of rank 0.
+
+        Args:
+            fell_back: somebody could not take the changes.
+        """
+        publish = self._changed.fall_back if fell_back else self._changed.whole
+        return publish(self.cfg.generator.weight_sync_dir)
 
     def free_address(self) -> tuple[str, int]:
         """This node's address, and a port that is free at the moment."""
@@ -131,10 +167,11 @@ class PolicyWorker(TrainedWorker):
         self._sender.send()
 
     def release(self, path: str) -> None:
-        """Remove what ``publish`` wrote."""
-        self.kept.drop()
-        remove_weights(path)
+        """Remove what ``publish`` wrote; what was lent stays, as engines compute on it."""
+        if not self._lender.settle(path):
+            self.kept.drop()
+            remove_weights(path)
 
     def keep(self, path: str) -> str:
         """Instead of ``release``: where what ``publish`` wrote can be read until the next ``publish``."""
-        return self.kept.keep(path)
+        return path if self._lender.settle(path) else self.kept.keep(path)

@@ -66,7 +66,8 @@ class Role:
         if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):
             return False
         own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
-        return own.path in ("", policy.path) and own.dtype in ("auto", policy.dtype)
+        alike = own.path in ("", policy.path) and own.dtype in ("auto", policy.dtype)
+        return alike and self.config_kwargs(cfg) == policy.config_kwargs
 
     def shares(self, cfg: Config) -> bool:
         """Whether it is on the policy's devices."""
@@ -100,6 +101,13 @@ class Role:
         """The ``ModelConfig`` of what it loads."""
         own = self.own_model(cfg)
         return own if own is not None and own.path else ROLES[POLICY].own_model(cfg)
+
+    def config_kwargs(self, cfg: Config) -> dict[str, Any]:
+        """What its model's configuration is changed by: its own, or the policy's where the model is the policy's."""
+        own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
+        if own is not None and (own.config_kwargs or own.path not in ("", policy.path)):
+            return dict(own.config_kwargs)
+        return dict(policy.config_kwargs)
 
     def threads(self, cfg: Config) -> int:
         """CPU threads of each of its ranks; 0 where nothing says."""

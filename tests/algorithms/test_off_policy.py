@@ -131,3 +131,17 @@ def test_ratios_beyond_every_float_stay_finite() -> None:
     far = torch.tensor([[-1000.0]], dtype=torch.float32)
     metrics = off_policy_metrics(torch.zeros(1, 1), far, torch.ones(1, 1, dtype=torch.bool))
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_gap_by_position_counts_loss_tokens_alone() -> None:
+    drift = torch.zeros(2, 80)
+    drift[:, 20:36], drift[:, 36:] = -1.0, 3.0  # the first 20 are a prompt
+    mask = torch.ones(2, 80, dtype=torch.bool)
+    mask[:, :20] = False
+    mask[1, 30:] = False
+    found = off_policy_metrics(drift, torch.zeros(2, 80), mask)
+    assert {k: v for k, v in found.items() if "from_" in k} == {
+        "off_policy/from_0/abs_log_ratio": 1.0,
+        "off_policy/from_16/abs_log_ratio": 3.0,
+    }
+    assert not any("from_" in name for name in off_policy_metrics(drift[:, :30], torch.zeros(2, 30), mask[:, :30]))

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from skyasync.cluster.placement import plan_slots
 from skyasync.config.schema import Config
-from skyasync.engines.settings import chosen_backend, engine_config, engines_per_device, weight_sync_backend
+from skyasync.engines.settings import (
+    chosen_backend,
+    engine_config,
+    engines_per_device,
+    lends_weights,
+    weight_sync_backend,
+)
 from skyasync.errors import UserError
 from skyasync.workers.roles import wanted_roles
 
@@ -43,6 +49,24 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
     line = chosen_backend(cfg, gpus=gpus)
     assert said in line
     assert bool(line) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "rank", "sync", "lends"),
+    [
+        ("transformers", "full", 0, "merged", True),
+        ("transformers", "full", 4, "merged", True),
+        ("transformers", "delta", 0, "merged", False),
+        ("transformers", "full", 4, "adapter", False),
+        ("vllm", "full", 0, "merged", False),
+    ],
+)
+def test_weights_that_something_is_put_into_are_not_lent(
+    backend: str, mode: str, rank: int, sync: str, lends: bool
+) -> None:
+    cfg = config(backend=backend)
+    cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = mode, rank, sync
+    assert lends_weights(cfg) == lends
 
 
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())

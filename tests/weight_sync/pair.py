@@ -25,8 +25,19 @@ SWAPPED = ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.k
 class Pair:
     """Both ends, and the sync between them. ``step`` changes the policy as a small optimizer's step does."""
 
-    def __init__(self, backend: str, path: str, dtype: str, probe: list[list[int]], **engine: Any) -> None:
+    def __init__(
+        self,
+        backend: str,
+        path: str,
+        dtype: str,
+        probe: list[list[int]],
+        config_kwargs: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
         cfg = Config()
+        cfg.trainer.policy.model.config_kwargs = config_kwargs or {}
+        vars(cfg.trainer.policy.lora).update(lora or {})
         cfg.trainer.policy.model.path, cfg.trainer.policy.model.dtype, cfg.trainer.policy.threads = path, dtype, 1
         cfg.generator.backend = backend
         self.dispatch = LocalDispatch(cfg)
@@ -40,6 +51,8 @@ class Pair:
     @torch.no_grad()
     def step(self, size: float = STEP) -> None:
         for parameter in self.dispatch._policy.model.parameters():
+            if not parameter.requires_grad:
+                continue
             local = getattr(parameter, "_local_tensor", parameter)
             local += size * torch.randn(local.shape, generator=self._random).sign()
 
@@ -115,8 +128,9 @@ def arriving(model: Any, fault: Callable[..., dict[str, Tensor]]) -> Iterator[No
     """Inside, an embedded model loads what ``fault`` makes of the weights."""
     load = model.load_weights
 
-    def faulty(weights: dict[str, Tensor]) -> None:
-        load(fault(dict(weights), {name: tensor.clone() for name, tensor in model._model.state_dict().items()}))
+    def faulty(weights: dict[str, Tensor], **how: bool) -> None:
+        before = {name: tensor.clone() for name, tensor in model._model.state_dict().items()}
+        load(fault(dict(weights), before), **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "load_weights", faulty)

@@ -1,10 +1,13 @@
 """Faults of a weight sync into the embedded engine: each is found at once, also when a step changes almost nothing."""
 
+import asyncio
+
 import pytest
 import torch
 
+from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.errors import UserError
-from skyasync.weight_sync import kept_file
+from skyasync.weight_sync import kept_file, lent
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.engines.tiny_llama import save_tiny_llama
@@ -71,32 +74,69 @@ async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_
         await pair.verify()
 
 
-async def test_weights_that_are_written_over_the_kept_ones_are_proven_like_fresh_ones(pair, monkeypatch):
-    pair.sync.keeper = pair.dispatch
-    paths = set()
-    for _ in range(4):
+@pytest.mark.parametrize("kept", [True, False])
+async def test_weights_take_turns_in_two_places_where_the_engine_computes_on_them(pair, monkeypatch, kept):
+    pair.sync.keeper = pair.dispatch if kept else None
+    head, places = pair.engine._core._model._model.get_output_embeddings(), []
+    for _ in range(5):
         pair.step()
         await pair.hand_over()
         await pair.verify()
-        paths.add(pair.sync._kept.info["path"])
-    assert len(paths) == 1 and paths.pop().startswith("/proc/")
-    copy = kept_file._copy
+        places.append(head.weight.data_ptr())
+        assert head.weight is pair.engine._core._model._model.get_input_embeddings().weight
+    assert len(set(places)) == 2 and places[:3] == places[2:]
+    copy = lent._copy
 
     def loses_a_bit(into, sent):
         digest = copy(into, sent)
-        into[:1] ^= 1
+        into.view(-1)[:1].view(torch.int16)[:1] ^= 1
         return digest
 
-    monkeypatch.setattr(kept_file, "_copy", loses_a_bit)
+    monkeypatch.setattr(lent, "_copy", loses_a_bit)
     pair.step()
-    with pytest.raises(WeightSyncError, match="engine holds other weights"):
+    with pytest.raises(WeightSyncError, match="shared memory holds other weights"):
         await pair.hand_over()
     monkeypatch.undo()
     await pair.hand_over()
     await pair.verify()
 
 
-async def test_writing_over_the_kept_weights_changes_nothing_before_the_engine_is_told(pair):
+async def test_an_engine_that_computes_on_lent_weights_takes_a_file_as_well(pair):
+    for _ in range(2):
+        pair.step()
+        await pair.hand_over()
+    policy = pair.dispatch._policy
+    lent_ones = [tensor.clone() for tensor in policy._lender._buffers[1].tensors.values()]
+    pair.step(1e-2)
+    path = await asyncio.to_thread(policy.publish)
+    await pair.client.update_weights(WeightUpdate(7, "shared_memory", {"path": path}))
+    remove_weights(path)
+    await pair.verify()
+    assert all(map(torch.equal, lent_ones, policy._lender._buffers[1].tensors.values())), "others may compute on them"
+    await pair.hand_over()
+    await pair.verify()
+
+
+async def test_an_engine_that_comes_late_computes_on_what_was_lent_last(pair):
+    pair.sync.keeper = pair.dispatch
+    for _ in range(3):
+        pair.step()
+        await pair.hand_over()
+    late = TransformersEngine(pair.engine._config)
+    await late.start()
+    try:
+        async with pair.sync.between_syncs() as update:
+            await late.update_weights(update)
+        pair.step(1e-2)
+        await pair.dispatch.publish_weights(0)  # the next one is being written
+        assert await late.score(PROBE) == await pair.engine.score(PROBE)
+        ours, theirs = late._core._model.tensors(), pair.engine._core._model.tensors()
+        assert update.version == 3 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    finally:
+        await late.shutdown()
+
+
+async def test_writing_the_next_weights_changes_nothing_before_the_engine_is_told(pair):
     untold, told = await moved_by_writing_over(pair)
     assert untold < 1e-4 < 1e-2 < told
 

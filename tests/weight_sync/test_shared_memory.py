@@ -12,7 +12,7 @@ import torch
 from skyasync.errors import UserError
 from skyasync.weight_sync import shared_memory
 from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.kept_file import KeptFile, Mapped
+from skyasync.weight_sync.kept_file import KeptFile
 from skyasync.weight_sync.shared_memory import (
     read_digests,
     read_weights,
@@ -146,49 +146,3 @@ def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_
     kept.drop()
     with pytest.raises(FileNotFoundError):
         read_weights(other)
-
-
-def many(seed):
-    draw = torch.Generator().manual_seed(seed)
-    large = torch.randn(700, 500, generator=draw)  # of more than one piece, and no whole number of them
-    return {"l": large, "h": torch.randn(33, generator=draw).bfloat16(), "one": torch.tensor(float(seed)),
-            "n": torch.arange(seed, seed + 5), "none": torch.zeros(0, 3)}  # fmt: skip
-
-
-def test_a_kept_file_is_written_over_by_tensors_of_the_same_shapes(folder):
-    kept, mapped = KeptFile(), Mapped()
-    path = kept.keep(write_weights(many(0)))
-    for seed in range(1, 4):
-        weights = many(seed)
-        assert kept.write_over(weights) == kept.keep(path) == path
-        assert read_digests(path) == digests_of(weights)
-        for found in (read_weights(path), mapped.read(path, read_weights(path))):
-            assert found.keys() == weights.keys()
-            assert all(torch.equal(found[name], weights[name]) for name in weights)
-    assert not list(folder.iterdir())
-
-
-def test_a_file_of_other_tensors_is_not_written_over(folder):
-    kept = KeptFile()
-    assert kept.write_over(many(0)) is None, "there is none"
-    path, before = kept.keep(write_weights(many(0))), many(0)
-    for other in ({**before, "l": before["l"][:-1]}, {**before, "h": before["h"].float()}, {"l": before["l"]}):
-        assert kept.write_over(other) is None
-    assert read_digests(path) == digests_of(before)
-    named = KeptFile(named=True)
-    named.keep(write_weights(before))
-    assert named.write_over(before) is None, "another machine may still read it"
-
-
-def test_what_is_written_over_in_half_is_told_by_its_digests(folder, monkeypatch):
-    kept = KeptFile()
-    path = kept.keep(write_weights(many(0)))
-
-    def dies(into, sent):
-        into.copy_(sent.reshape(-1).view(torch.uint8))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("skyasync.weight_sync.kept_file._copy", dies)
-    with pytest.raises(KeyboardInterrupt):
-        kept.write_over(many(1))
-    assert digests_of(read_weights(path)) != read_digests(path)

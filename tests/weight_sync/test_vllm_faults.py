@@ -61,3 +61,22 @@ async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
 
 def checked(worker):
     return sorted(worker.weight_transfer_engine._held._checked)
+
+
+async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
+    """To the last bit of every log-probability; an engine that holds something else is sent all and goes on."""
+    generator = pair.dispatch._cfg.generator
+    generator.weight_sync_mode = "delta"
+    fallbacks = []
+    for wrong in (False, False, True, False):
+        pair.step()
+        if wrong:
+            pair.engine._held.content = "other"
+        await pair.hand_over()
+        fallbacks.append((await pair.verify())["sync/fallbacks"])
+    by_changes = await pair.client.score(PROBE)
+    generator.weight_sync_mode = "full"
+    await pair.hand_over()
+    assert await pair.client.score(PROBE) == by_changes
+    whole = pair.dispatch._policy.dtype.itemsize == 4  # a step changes nearly all of float32: sent whole anyway
+    assert fallbacks == ([0, 1, 2, 3] if whole else [0, 0, 1, 1])

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from skyasync.engines.embedded.adapted import AdaptedInPlace
+from skyasync.engines.embedded.changed import ChangedInPlace
 from skyasync.engines.embedded.decoder import Decoder, Row, cache_budget
 from skyasync.engines.embedded.logit_edits import Words, tokenised
 from skyasync.engines.embedded.model import EmbeddedModel
@@ -32,9 +34,10 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
-from skyasync.weight_sync.kept_file import Mapped
+from skyasync.weight_sync.changed_weights import read_about
+from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.update import Held, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +77,8 @@ class EmbeddedCore:
         self._decoder = Decoder(
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
-        self._mapped = Mapped()
+        self._borrower = Borrower()
+        self._has, self._changed, self._adapted = Held(), ChangedInPlace(self._model), AdaptedInPlace(self._model)
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, Row] = {}  # every request that has not been answered
         self._held: list[Row] = []  # accepted while not running
@@ -167,11 +171,25 @@ class EmbeddedCore:
             raise UserError(
                 unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
             )
-        path = update.info["path"]
-        weights = self._mapped.read(path, read_weights(path))
-        self._model.load_weights(weights)
-        self._model.check_held(weights, read_digests(path))
+        self._has.receive(update)
+        if "kinds" in update.info:
+            weights = self._borrower.read(update.info)
+            self._model.load_weights(weights, lent=True)
+            self._model.check_held(weights, update.info["digests"], lent=True)
+        else:
+            self._read(update.info["path"])
+        self._has.settle(update)
         self._decoder.version = update.version
+
+    def _read(self, path: str) -> None:
+        """A file of adapters, of changes, or of all weights."""
+        about = read_about(path)
+        if about.adapter:
+            self._adapted.take(path)
+        elif not self._changed.take(path, about):
+            weights = read_weights(path)
+            self._model.load_weights(weights)
+            self._model.check_held(weights, read_digests(path))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._model.score(sequences)

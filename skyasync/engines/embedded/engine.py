@@ -38,7 +38,13 @@ from skyasync.weight_sync.update import WakePart, WeightUpdate
 T = TypeVar("T")
 
 
-@ENGINES.register("transformers", sleeps_on=("cpu", "gpu"), copies_weights=True)
+@ENGINES.register(
+    "transformers",
+    sleeps_on=("cpu", "gpu"),
+    computes_on_lent_weights=True,
+    takes_changes=True,
+    takes_adapters=("layers", "head"),
+)
 class TransformersEngine:
     """An ``InferenceEngine`` in this process, on one GPU or on CPU threads.
 

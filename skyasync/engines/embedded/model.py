@@ -1,12 +1,14 @@
 """A transformers model as the embedded engine uses it: prefill, decode one token, score, swap weights.
 
-Invariant: weights are copied into the live parameters, and only after every name and shape has been checked,
-so a refused update leaves the model as it was. Tied weights stay tied because they are one parameter.
+Invariant: weights are changed only after every name and shape has been checked, so a refused update leaves the model
+as it was. They are copied into the live parameters, or, where they are lent, the parameters are what lies there. Tied
+weights stay tied because they are one parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Unpack
 
 import torch
@@ -27,6 +29,7 @@ from transformers.utils.generic import TransformersKwargs
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
+from skyasync.model_config import load_config
 from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.weight_sync.digests import holds, refuse
 
@@ -71,13 +74,16 @@ class EmbeddedModel:
         with ONE_AT_A_TIME:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 config.model_path,
+                config=load_config(config.model_path, config.extra.get("config_kwargs", {})),
                 dtype=_DTYPES.get(config.dtype, auto),
                 use_safetensors=True,
                 attn_implementation="skyasync_grouped",
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
+        self._lent = False  # weights lie in memory that is not the model's own
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
+        self.dtype: torch.dtype = self._model.dtype
         self.eos_ids = self._eos_ids()
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
@@ -121,13 +127,17 @@ class EmbeddedModel:
         return scores
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor], *, lent: bool = False) -> None:
         """Copy ``weights`` into the model. Of tied names any one suffices.
+
+        Args:
+            lent: they stay where they are, and are computed with there: nothing is copied that is of the model's dtype
+                and on its device.
 
         Raises:
             UserError: names that are missing, unexpected, or of another shape; nothing has been changed then.
         """
-        state = self._model.state_dict()
+        state = self._model.state_dict(keep_vars=True)
         aliases: dict[int, list[str]] = {}
         for name, tensor in state.items():
             aliases.setdefault(tensor.data_ptr(), []).append(name)
@@ -143,12 +153,39 @@ class EmbeddedModel:
         if shapes:
             raise UserError(f"weight update refused: {'; '.join(shapes)}")
         for names in aliases.values():
-            state[names[0]].copy_(next(weights[name] for name in names if name in weights))
+            held, new = state[names[0]], next(weights[name] for name in names if name in weights)
+            if lent and (held.dtype, held.device) == (new.dtype, new.device):
+                for name in names:
+                    state[name].data = new
+            else:
+                if self._lent:  # which cannot be written to
+                    own = torch.empty_like(held)
+                    for name in names:
+                        state[name].data = own
+                held.copy_(new)
+        self._lent = lent
 
-    def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
-        """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The living parameters and saved buffers, a tied one under each of its names."""
+        return dict(self._model.state_dict())
+
+    def own_names(self) -> list[str]:
+        """Names of parameters and saved buffers, a tied one once."""
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        return [name for name, _ in named if name in self._model.state_dict()]
+
+    def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str], *, lent: bool = False) -> None:
+        """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name.
+
+        Args:
+            lent: what lies where it is lent is known to be what was sent.
+        """
         state = self._model.state_dict()
-        wrong = [name for name, sent in digests.items() if not holds(state[name], weights[name], sent)]
+        wrong = [
+            name
+            for name, sent in digests.items()
+            if not (lent and state[name].is_set_to(weights[name])) and not holds(state[name], weights[name], sent)
+        ]
         refuse(wrong, "the transformers engine holds")
 
     def _score(self, sequences: list[Sequence[int]]) -> Tensor:

@@ -16,11 +16,13 @@ import numpy as np
 from skyasync.arrays import Ints, ints
 from skyasync.engines.process_guard import ProcessGuard
 from skyasync.engines.protocol import EngineConfig, EngineDiedError
+from skyasync.engines.vllm import adapter
 from skyasync.engines.vllm.setup import engine_arguments, prepare_environment
 from skyasync.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
@@ -39,6 +41,7 @@ class VLLMCore:
         self.cpu = True
         self._engine: AsyncLLM | None = None
         self._guard: ProcessGuard | None = None
+        self._adapter: LoRARequest | None = None  # that requests are computed with
         self._end = "it was not started"  # why it cannot be asked; empty while it can
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -112,6 +115,13 @@ class VLLMCore:
             raise self.died()
         return self._guard.mark
 
+    async def load_adapter(self, path: str, version: int) -> None:
+        """From now on requests are computed with a file's adapter; the scheduler is paused. See ``adapter``."""
+        folder = await asyncio.to_thread(adapter.make_folder, path)
+        await self.call(adapter.load(self.llm, folder, path))
+        self._adapter = adapter.requested()
+        await self.call(self.llm.update_weight_version(str(version)))
+
     async def call(self, answer: Awaitable[T]) -> T:
         """Await an answer of the core. vLLM itself would wait for a dead one for ever."""
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -142,7 +152,7 @@ class VLLMCore:
 
         prompt = tokens_input(tokens, cache_salt=f"version {self.version}")
         try:
-            async for output in self.llm.generate(prompt, parameters, name):
+            async for output in self.llm.generate(prompt, parameters, name, lora_request=self._adapter):
                 yield output
         except EngineDeadError as error:
             self._end = self._end or "its process died (its own messages say why)"

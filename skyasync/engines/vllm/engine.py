@@ -35,7 +35,8 @@ from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
 from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
-from skyasync.weight_sync.update import WakePart, WeightUpdate
+from skyasync.weight_sync.changed_weights import read_about
+from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
@@ -48,6 +49,9 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     "vllm",
     tensor_parallel=True,
     weight_sync=("shared_memory", "nccl"),
+    takes_changes=True,
+    takes_adapters=("layers",),
+    forgets_asleep=True,
     sleeps_on=("gpu",),
     sampling=("structured_outputs", "repetition_detection"),
     options="skyasync.engines.vllm.options:complaints",
@@ -73,6 +77,7 @@ class VLLMEngine:
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
         self._joined_group = False
+        self._held = Held()
         self._asleep = False  # as a whole or in part: nothing is scheduled
 
     async def start(self) -> None:
@@ -218,12 +223,14 @@ class VLLMEngine:
 
         Raises:
             ValueError: for a backend other than the one the engine was started with.
+            OtherWeightsError: for changes of weights that the engine does not hold; it goes on as before.
         """
         if update.backend != self.config.weight_sync_backend:
             raise ValueError(
                 f"the engine was started for weight sync by {self.config.weight_sync_backend!r}, "
                 f"and cannot take an update by {update.backend!r}"
             )
+        self._held.receive(update)
         async with self._control:
             was_paused = self._paused.on or self._asleep
             if not was_paused:
@@ -234,6 +241,7 @@ class VLLMEngine:
                 self._core.give_up(f"the update to version {update.version} failed: {error}")
                 raise
             self._core.version = update.version
+            self._held.settle(update)
             await self._restart_unbegun()
             if not was_paused:
                 await self._resume()
@@ -242,6 +250,9 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         core, info = self._core, update.info
+        if update.backend == "shared_memory" and (await asyncio.to_thread(read_about, info["path"])).adapter:
+            await core.load_adapter(info["path"], update.version)
+            return
         if update.backend == "nccl":
             await self._join_group(info)
             info = info["parameters"]

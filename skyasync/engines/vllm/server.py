@@ -46,13 +46,14 @@ from skyasync.engines.vllm.server_http import (
     versions_of,
 )
 from skyasync.errors import UserError
-from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import Held, WakePart, WeightSyncError, WeightUpdate
 
 AGAIN_S = 1.0  # between two looks whether a server has come back
 
 
 @ENGINES.register(
     "vllm_server",
+    takes_changes=True,
     sampling=("structured_outputs", "repetition_detection"),
 )
 class VLLMServerEngine:
@@ -69,6 +70,7 @@ class VLLMServerEngine:
         self._finished_tokens = self._cache_tokens = 0
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
+        self._held = Held()
         self._closing: asyncio.Future[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -233,12 +235,14 @@ class VLLMServerEngine:
         """As the protocol says; a server that is not paused is paused ("keep") for the update."""
         if update.backend != "shared_memory":
             raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
+        self._held.receive(update)
         async with self._control:
             was_paused = self._paused.on
             if not was_paused:
                 await self._pause("keep")
             await self._transfer(update)
             self.version = update.version
+            self._held.settle(update)
             self._outlive()
             if not was_paused:
                 await self._resume()

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError
+from skyasync.model_config import overrides_of
 
 BACKEND = "shared_memory"
 EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
@@ -109,6 +110,12 @@ def complaint(url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
             f"generator.engines: {url} has room for {model.get('max_model_len')} tokens per sequence, and "
             f"generator.max_model_len={config.max_model_len} needs more: start it with --max-model-len "
             f"{config.max_model_len}, or set generator.max_model_len"
+        )
+    asked = overrides_of(config.model_path, config.extra.get("config_kwargs", {}))
+    if asked != (model.get("hf_overrides") or {}):
+        return (
+            f"generator.engines: {url} was started with --hf-overrides {json.dumps(model.get('hf_overrides') or {})}, "
+            f"and trainer.policy.model.config_kwargs come to {json.dumps(asked)}: start it with that"
         )
     dtype = str(model.get("dtype")).removeprefix("torch.")
     if config.dtype not in ("auto", dtype):

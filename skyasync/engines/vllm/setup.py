@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
+from skyasync.engines.vllm.adapter import lora_arguments
 from skyasync.engines.vllm.options import devices
+from skyasync.model_config import overrides_of
 
 if TYPE_CHECKING:
     import vllm
@@ -57,7 +59,10 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "weight_transfer_config": {"backend": config.weight_sync_backend},
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
+        "hf_overrides": overrides_of(config.model_path, config.extra.get("config_kwargs", {})),
     }
+    if rank := config.extra.get("adapter_rank", 0):
+        arguments |= lora_arguments(rank, config.model_path)
     if devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size) > 1:
         # Within a placement group vLLM would choose its Ray executor, which refuses the engine's bundle of several
         # GPUs. The engine's actor has them all, so that its workers can be plain children of it.

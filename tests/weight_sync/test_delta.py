@@ -1,0 +1,139 @@
+"""What changed of weights: put back bit for bit, refused where it does not fit, sent whole where that is cheaper."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyasync.weight_sync import changed_weights
+from skyasync.weight_sync.changed_weights import ChangedWeights, KeptWeights, read_about
+from skyasync.weight_sync.delta import PIECE, Changes, changes, put
+from skyasync.weight_sync.digests import digest
+from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights, write_weights
+from skyasync.weight_sync.update import Held, OtherWeightsError, WeightSyncError, WeightUpdate
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool]
+SHARES = [0.0, 0.001, 0.06, 0.07, 0.5, 0.95, 1.0]
+SIZES = [0, 1, 7, PIECE - 1, PIECE, PIECE + 9, 3 * PIECE + 5]
+
+
+def flipped(tensor, share, seed):
+    """The tensor with the lowest bits of a share of its elements turned, in runs of pieces that differ in density."""
+    generator = torch.Generator().manual_seed(seed)
+    new = tensor.clone()
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    chosen = torch.rand(new.numel(), generator=generator) < share
+    flat = new.view(-1).view(width)
+    flat[chosen] ^= 1
+    return new, int(chosen.sum())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from(SIZES),
+    st.sampled_from(SHARES),
+    st.integers(0, 99),
+)
+def test_what_changed_is_put_back_bit_for_bit(dtype, size, share, seed):
+    old = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    new, count = flipped(old, share, seed)
+    copy, kept = old.clone(), old.clone()
+    sent, changed = changes(kept, new)
+    assert changed == count and digest(kept) == digest(new)
+    if sent is None:
+        assert digest(old) == digest(new)
+    else:
+        put(copy, sent)
+        assert digest(copy) == digest(new)
+        assert sent.values.nbytes + sent.where.nbytes <= new.nbytes
+
+
+def test_nans_and_signs_of_zeros_are_elements_like_others():
+    old, new = torch.tensor([0.0, float("nan"), 1.0, -0.0]), torch.tensor([-0.0, float("nan"), 1.0, 0.0])
+    sent, changed = changes(old.clone(), new)
+    put(old, sent)
+    assert changed == 2 and digest(old) == digest(new)
+
+
+def test_few_changes_take_four_bytes_each_and_many_an_eighth_of_a_byte_more():
+    old = torch.zeros(4 * PIECE, dtype=torch.bfloat16)
+    for share in (0.01, 0.2):
+        new, count = flipped(old, share, 0)
+        sent, _ = changes(old.clone(), new)
+        assert sent.nbytes == pytest.approx(16 + 2 * count + min(2 * count, old.numel() / 8), rel=0.01)
+
+
+@pytest.mark.parametrize("spoil", ["counts", "where", "values"])
+def test_changes_that_are_cut_short_are_refused(spoil):
+    old = torch.zeros(2 * PIECE)
+    sent, _ = changes(old.clone(), flipped(old, 0.01, 0)[0])
+    with pytest.raises(WeightSyncError, match="cut short"):
+        put(old, Changes(**(sent._asdict() | {spoil: getattr(sent, spoil)[:-1]})))
+
+
+@pytest.fixture
+def weights(monkeypatch, tmp_path):
+    """Some, whose files are in a folder of the test's."""
+    monkeypatch.setattr(
+        changed_weights, "write_weights", lambda found, folder, said: write_weights(found, str(tmp_path), said)
+    )
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a": torch.randn(300, 400, generator=generator).bfloat16(),
+        "b": torch.randn(7, generator=generator),
+        "never": torch.arange(5),
+    }
+
+
+def step(weights, share, seed=1):
+    return {n: flipped(t, share, seed)[0] if n != "never" else t for n, t in weights.items()}
+
+
+def test_both_ends_hold_the_same_after_every_step(weights):
+    sender, engine = ChangedWeights(), KeptWeights()
+    seen = []
+    for seed, share in enumerate([0, 0.01, 0.0, 0.2, 0.9, 0.01]):
+        weights = step(weights, share, seed)
+        sent = sender.publish(weights)
+        found, digests = engine.read(sent.path)
+        remove_weights(sent.path)
+        assert digests == {name: digest(tensor) for name, tensor in weights.items()}
+        assert {name: digest(tensor) for name, tensor in found.items()} == digests
+        seen.append((bool(sent.base), sent.metrics["sync/fallbacks"]))
+        if sent.base:
+            assert sent.metrics["sync/share_changed"] == pytest.approx(share, abs=0.01)
+    assert seen == [(False, 0), (True, 0), (True, 0), (True, 0), (False, 1), (True, 1)]
+
+
+def test_an_engine_that_holds_something_else_refuses_changes_and_takes_the_whole(weights):
+    sender, engine, late = ChangedWeights(), KeptWeights(), KeptWeights()
+    engine.read(sender.publish(weights).path)
+    changed = sender.publish(step(weights, 0.01))
+    with pytest.raises(OtherWeightsError):
+        late.read(changed.path)
+    whole = sender.fall_back()
+    assert late.read(whole.path)[1] == engine.read(changed.path)[1]
+    assert whole.content == changed.content and whole.metrics["sync/fallbacks"] == 1
+    for path in (changed.path, whole.path):
+        remove_weights(path)
+
+
+def test_a_file_says_what_it_is_of_and_its_digests_are_of_the_weights(weights):
+    sender = ChangedWeights()
+    whole, changed = sender.publish(weights), sender.publish(step(weights, 0.01))
+    assert read_about(whole.path).keep and not read_about(whole.path).base
+    assert read_about(changed.path).base == whole.content == changed.base
+    assert read_digests(changed.path).keys() == weights.keys() == read_weights(whole.path).keys()
+
+
+def test_an_engine_knows_what_it_holds_only_after_an_update():
+    held, whole = Held(), WeightUpdate(1, "shared_memory", {}, content="x")
+    changed = WeightUpdate(2, "shared_memory", {}, content="y", base="x")
+    with pytest.raises(OtherWeightsError, match="given none"):
+        held.receive(changed)
+    held.receive(whole)
+    held.settle(whole)
+    held.receive(changed)
+    with pytest.raises(OtherWeightsError):
+        held.receive(changed)

@@ -1,0 +1,43 @@
+"""Adapters alone, into a real vLLM engine: computed with, replaced under requests in flight, and faults found."""
+
+import asyncio
+
+import pytest
+
+from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.weight_sync import adapter_file
+from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.weight_sync.pair import running
+
+pytestmark = [pytest.mark.vllm, pytest.mark.recipe, pytest.mark.timeout(600)]
+
+PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
+LORA = {"rank": 4, "alpha": 8.0, "sync": "adapter"}
+
+
+async def test_the_newest_adapter_is_computed_with_and_another_one_is_found(tmp_path, monkeypatch):
+    model = save_tiny_llama(tmp_path, tied=True, head_dim=32)
+    async with running("vllm", model, "float32", PROBE, lora=LORA, extra={"adapter_rank": 4}) as pair:
+        await pair.hand_over()
+        (before,) = await pair.client.score(PROBE)
+        request = GenerationRequest("in flight", PROBE[0], SamplingParams(max_tokens=180, ignore_eos=True))
+        in_flight = asyncio.create_task(pair.client.generate(request))
+        await pair.client.generate(GenerationRequest("beside it", PROBE[1], SamplingParams(max_tokens=2)))
+        pair.step(2e-2)
+        await pair.hand_over()
+        metrics = await pair.verify()
+        assert metrics["sync/logprob_gap_mean"] <= metrics["sync/logprob_gap_limit"]
+        (after,) = await pair.client.score(PROBE)
+        assert max(abs(a - b) for a, b in zip(before[0], after[0], strict=True)) > 0.01
+        assert set((await in_flight).versions.tolist()) == {1, 2}
+        pair.step(2e-2)
+        sent = await pair.dispatch.publish_weights(3)
+        other = adapter_file.read_adapter(sent.info["path"])
+        name = next(iter(other.weights))
+        wrong = other._replace(weights={**other.weights, name: other.weights[name] + 1})
+        path = adapter_file.write_adapter(wrong).path
+        make_folder = pair.engine._core.__class__.load_adapter.__globals__["adapter"].make_folder
+        monkeypatch.setattr("skyasync.engines.vllm.adapter.make_folder", lambda _: make_folder(path))
+        with pytest.raises(WeightSyncError, match="holds another adapter than was sent in"):
+            await pair.client.update_weights(WeightUpdate(3, "shared_memory", sent.info))
