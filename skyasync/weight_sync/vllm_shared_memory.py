@@ -70,6 +70,8 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         weights, digests = self._sent(update_info.path)
+        if self.device.type == "cpu":
+            have_experts_packed(self.model)
         initialize_layerwise_reload(self.model)
         model: Any = self.model
         model.load_weights(as_sent(weights, digests))
@@ -114,6 +116,18 @@ def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
     head.weight = embedding.weight
     method: Any = head.quant_method
     method.process_weights_after_loading(head)
+
+
+def have_experts_packed(model: torch.nn.Module) -> None:
+    """Let the next load set the kernels of experts up anew.
+
+    vLLM packs experts for its CPU kernels where it makes such a kernel, and makes it once: weights that came later
+    would be put unpacked where packed ones are read.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 class WorkerExtension:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -19,6 +21,7 @@ from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
 from skyasync.workers.batch import TokenBatch, UpdateBatch
+from skyasync.workers.file_names import as_in_files, wants_file_names
 from skyasync.workers.model import TokenScores
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.trained import Totals, TrainedWorker
@@ -105,11 +108,19 @@ class PolicyWorker(TrainedWorker):
 
         What has been kept is dropped before: there is room for one file.
         """
-        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
+        weights = self._as_engines_load()
         if self.rank != 0:
             return None
         self.kept.drop()
         return write_weights(weights, self.cfg.generator.weight_sync_dir)
+
+    def _as_engines_load(self) -> Mapping[str, Tensor]:
+        """The full weights on rank 0, nothing on the others. All ranks call it."""
+        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
+        if self.rank != 0 or not wants_file_names(self.cfg):
+            return weights
+        with self.adapters.aside() if self.adapters else nullcontext():
+            return as_in_files(self.model.model, weights)
 
     def lend(self) -> dict[str, Any] | None:
         """As ``publish``, into memory that engines of this machine compute on; what they need to find it on rank 0."""
@@ -130,7 +141,7 @@ class PolicyWorker(TrainedWorker):
 
     def publish_changes(self) -> Published | None:
         """As ``publish``, of what has changed since the last time, or of all. All ranks call it."""
-        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
+        weights = self._as_engines_load()
         return self._changed.publish(weights, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
 
     def publish_adapter(self) -> Published | None:

@@ -49,6 +49,7 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     "vllm",
     tensor_parallel=True,
     weight_sync=("shared_memory", "nccl"),
+    loads_as_files=True,
     takes_changes=True,
     takes_adapters=("layers",),
     forgets_asleep=True,

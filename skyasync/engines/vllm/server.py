@@ -53,6 +53,7 @@ AGAIN_S = 1.0  # between two looks whether a server has come back
 
 @ENGINES.register(
     "vllm_server",
+    loads_as_files=True,
     takes_changes=True,
     sampling=("structured_outputs", "repetition_detection"),
 )
