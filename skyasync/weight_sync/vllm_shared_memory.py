@@ -125,7 +125,7 @@ def have_experts_packed(model: torch.nn.Module) -> None:
     would be put unpacked where packed ones are read.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
