@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyasync.weight_sync.adapter_file import read_adapter
-
 NUMBER = 1  # of the one adapter that an engine has, by which vLLM knows it
 
 
@@ -17,6 +15,8 @@ def differences(manager: Any, path: str) -> list[str]:  # noqa: ANN401  (vLLM's 
 
     Only where one worker has the whole layer.
     """
+    from skyasync.weight_sync.adapter_file import read_adapter  # with torch, which the engine's settings do without
+
     adapter = read_adapter(path)
     slot = manager.lora_index_to_id.index(NUMBER)
     places = {name: (module, 0) for name, module in manager.modules.items()}

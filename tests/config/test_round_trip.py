@@ -83,7 +83,8 @@ def consistent(config: Config) -> Config:
     trainer.algorithm.dynamic_sampling.early_end = False
     trainer.algorithm.overlong_buffer.len = 0
     trainer.critic.warmup_steps, trainer.reward.model.path, trainer.reward.models = 0, "", {}
-    trainer.parallel = plain.trainer.parallel
+    trainer.parallel, trainer.policy.fsdp_size = plain.trainer.parallel, 0
+    trainer.policy.torch_compile = False
     trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.vllm.engine import VLLMEngine
@@ -44,10 +47,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[VLLMEngine, list[str]]:
 
 
 async def test_weights_are_updated_between_the_two_steps_and_nothing_is_scheduled_before_the_second(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     engine, calls = recorded(monkeypatch)
-    update = WeightUpdate(1, "shared_memory", {"path": "somewhere"})
+    save_file({"weight": torch.ones(1)}, tmp_path / "weights")
+    update = WeightUpdate(1, "shared_memory", {"path": str(tmp_path / "weights")})
     await engine.sleep()
     await engine.wake("weights")
     await engine.update_weights(update)

@@ -32,6 +32,7 @@ from tests.workers.processes import Rank, Ranks
 
 def lora_config(path: str, **lora: Any) -> Config:
     cfg = config_for(path)
+    cfg.generator.backend = "transformers"  # which takes weights by the names of the model's parameters
     vars(cfg.trainer.policy.lora).update({"rank": 4, "alpha": 8.0} | lora)
     return cfg
 

@@ -37,6 +37,7 @@ ONE: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, float]]] = {}
 
 def parallel(path: str, **sizes: int) -> Config:
     cfg = settings(path)
+    cfg.generator.backend = "transformers"  # which takes weights by the names of the model's parameters
     cfg.trainer.parallel.context, cfg.trainer.parallel.tensor = sizes.get("context", 1), sizes.get("tensor", 1)
     cfg.trainer.algorithm.use_entropy_loss, cfg.trainer.algorithm.entropy_loss_coef = True, 0.01
     cfg.trainer.policy.optimizer_config.max_grad_norm = 0.1

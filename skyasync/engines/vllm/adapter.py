@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
 from skyasync.model_config import linear_layers
-from skyasync.weight_sync.adapter_file import read_adapter
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.vllm_adapter import NUMBER
 
@@ -49,6 +48,8 @@ def requested() -> LoRARequest:
 
 def make_folder(path: str) -> str:
     """A file of adapters as the folder that vLLM reads. Raises WeightSyncError for a file that is not what was sent."""
+    from skyasync.weight_sync.adapter_file import read_adapter  # with torch, which a plan of memory does without
+
     adapter = read_adapter(path)
     folder = Path(tempfile.mkdtemp(prefix="skyasync-adapter-"))
     (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
