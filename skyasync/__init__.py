@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 # The processes of a run share the cores, and a thread that waits for work by spinning takes them from the others
-# (nine of ten core seconds, measured on two cores). OpenMP reads the variable when torch is loaded.
+# (with more threads than cores that is most of the time). OpenMP reads the variable when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
