@@ -93,6 +93,8 @@ def consistent(config: Config) -> Config:
     trainer.policy.optimizer_config = plain.trainer.policy.optimizer_config
     trainer.sync_interval = 1
     generator.weight_sync_mode = "full"
+    if generator.backend == "vllm_server" and not generator.engines:
+        generator.backend = "auto"
     trainer.plan = "sync" if trainer.plan == "streamed" else trainer.plan
     trainer.resume_mode = "none"
     trainer.max_training_steps = max(trainer.max_training_steps, int(config.data.streaming))
