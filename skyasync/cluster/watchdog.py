@@ -11,7 +11,7 @@ noted therefore. ``folder`` is this user's alone: Ray makes everything inside it
 |--------------|-----------------------------------|----------------------------------------|
 | the watchdog | the program's end, or ``close``   | the kernel (pidfd, end of the pipe)    |
 | the watchdog | the marked processes' own end     | the clock, twice a second, ``GRACE_S`` |
-| ``close``    | the watchdog's end                | the end of its output                  |
+| ``close``    | the watchdog's end                | the end of its output, ``CLOSE_S``     |
 
 This file is also the watchdog's program: it runs by itself and imports little of the standard library.
 """
@@ -28,6 +28,7 @@ from collections.abc import Iterator
 
 VARIABLE = "SKYASYNC_STARTED_BY"
 GRACE_S = 10.0  # for processes that end by themselves, and release what they hold
+CLOSE_S = 30.0  # behind which a watchdog that is stopped or stuck is left alone
 SWEEPS, PAUSE_S = 20, 0.1
 LONGEST = 36  # characters of the folder: the addresses of Ray's sockets, of which it is a part, may have 107
 WEIGHTS = "skyasync-weights-"  # what files of shared weights are called, and then the writer's number
@@ -71,7 +72,7 @@ class Watchdog:
                 self._process.stdin.close()
             except BrokenPipeError:  # somebody has ended it
                 pass
-            self._process.stdout.read()
+            select.select([self._process.stdout], [], [], CLOSE_S)
             self._process.stdout.close()
 
 
