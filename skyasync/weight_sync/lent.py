@@ -20,6 +20,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from math import prod
 from typing import Any
 
@@ -89,19 +90,16 @@ class _Buffer:
     def __init__(self, kinds: Kinds) -> None:
         self.kinds = dict(kinds)
         places, size = _places(kinds)
-        self._file = os.memfd_create("skyasync-weights")
-        os.ftruncate(self._file, max(size, 1))
-        self.tensors = dict(_tensors(mmap.mmap(self._file, 0), kinds, places))
+        self._file = FileIO(os.memfd_create("skyasync-weights"), "r+")  # closed with this; engines keep what they map
+        self._file.truncate(max(size, 1))
+        self.tensors = dict(_tensors(mmap.mmap(self._file.fileno(), 0), kinds, places))
         self.digests: dict[str, str] = {}
 
     @property
     def info(self) -> dict[str, Any]:
         """Where it is, and what is in it."""
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return {"path": path, "file": _identity(path), "kinds": self.kinds, "digests": self.digests}
-
-    def __del__(self) -> None:
-        os.close(self._file)  # engines that have it mapped keep it
 
 
 class Borrower:
