@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from skyasync.cluster.logs import ProcessLogs, bring_to
 from skyasync.cluster.placement import missing, plan_slots, too_small
@@ -75,7 +75,7 @@ def start_on_loopback(
 
     keep_token_private()
     watchdog = _watched_by(Watchdog())
-    with _loopback_only(), _groups_of_their_own(), _marked(watchdog):
+    with _loopback_only(), _groups_of_their_own(), _without_idlers(), _marked(watchdog):
         ray.init(
             address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
             num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
@@ -181,6 +181,26 @@ def _groups_of_their_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextmanager
+def _without_idlers() -> Iterator[None]:
+    """What a run on one machine has no use for is not started: the autoscaler, the server behind a dashboard that is
+    switched off, and workers that wait for tasks where there are only actors. They are two fifths of Ray's start."""
+    from ray._private import parameter as ray_parameter
+    from ray._private import services as ray_services
+
+    parameter, services, name = cast(Any, ray_parameter), cast(Any, ray_services), "RAY_prestart_worker_first_driver"
+    params, server, before = parameter.RayParams, services.start_api_server, os.environ.get(name)
+    parameter.RayParams = partial(params, no_monitor=True)
+    services.start_api_server = lambda *args, **options: (None, None)  # neither an address nor a process
+    os.environ.setdefault(name, "0")
+    try:
+        yield
+    finally:
+        parameter.RayParams, services.start_api_server = params, server
+        if before is None:
+            del os.environ[name]
 
 
 @contextmanager

@@ -21,6 +21,15 @@ def test_the_cluster_listens_on_the_loopback_alone(ray_session: None) -> None:
     assert ray.util.get_node_ip_address() == "127.0.0.1"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_that_a_run_on_one_machine_has_no_use_for_are_not_started(ray_session: None) -> None:
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes().decode() for child in descendants(os.getpid())]
+    assert any("raylet" in command for command in commands)
+    idle = ("dashboard/dashboard.py", "autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py", "ray::IDLE")
+    assert [command for command in commands if any(name in command for name in idle)] == []
+
+
 @pytest.mark.parametrize(
     ("address", "problem"),
     [("127.0.0.1:1", "nothing answers there"), ("localhost", "neither 'auto' nor host:port")],
