@@ -87,7 +87,7 @@ CASES = (
 )
 
 
-def measured(case: Case, *, exact: bool = False) -> dict[str, int]:
+def measured(case: Case, *, exact: bool = False, python: str = sys.executable) -> dict[str, int]:
     """Peak bytes above the base line per phase, of the rank with the most.
 
     Args:
@@ -96,7 +96,7 @@ def measured(case: Case, *, exact: bool = False) -> dict[str, int]:
     """
     with tempfile.TemporaryDirectory() as folder:
         told = json.dumps(asdict(case))
-        command = [sys.executable, "-m", "benchmarks.memory", *["--exact"] * exact, "--rank", told, folder]
+        command = [python, "-m", "benchmarks.memory", *["--exact"] * exact, "--rank", told, folder]
         ranks = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(case.ranks)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +17,16 @@ from xdist.scheduler import LoadFileScheduling
 
 import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
 from skyasync.envs import ENVS
-from tests.warm import nursery, warm_engines, warm_workers
+from tests.warm import nursery, warm_children, warm_workers
 
 # How fast examples are drawn and run says more of the machine than of the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+
+# What a test imports is compiled once, not by each of the processes that tests start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Tests' folders live in memory where there is room: what is synced there is durable at once, and much is synced.
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
@@ -60,7 +65,7 @@ def warm_processes() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def engines_session(warm_processes: Path) -> Iterator[None]:
     """The processes of the vLLM engines that a test starts need not import vLLM."""
-    with warm_engines(warm_processes):
+    with warm_children(warm_processes, vllm=True):
         yield
 
 

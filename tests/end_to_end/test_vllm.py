@@ -16,7 +16,7 @@ def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Tra
         "trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.partial_rollout=recompute",
         "trainer.max_training_steps=6", "generator.backend=vllm", "generator.kv_cache_gb=0.2",
         "generator.max_num_seqs=128", "generator.sampling_params.max_generate_length=160",
-        "generator.sampling_params.min_tokens=160",
+        "generator.sampling_params.min_tokens=160", "generator.n_samples_per_prompt=2",
     )  # fmt: skip
     assert max(run.series("sync/logprob_gap")) <= 1e-4
     assert max(run.series("staleness/max")) <= 2

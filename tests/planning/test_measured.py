@@ -6,18 +6,20 @@ Without what allocators keep, which differs from run to run: it hides what the p
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.memory import CASES, Case, estimated, measured
+from tests.warm import program
 
 CHECKED = ("llama", "qwen3, tied", "qwen2, deep")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHECKED], ids=lambda case: case.name)
-def test_planned_peaks_are_within_10_percent_of_measured_ones(case: Case) -> None:
-    smaller = replace(case, rows=4, micro_batch_tokens=512)
-    found = measured(smaller, exact=True)
+def test_planned_peaks_are_within_10_percent_of_measured_ones(case: Case, warm_processes: Path) -> None:
+    smaller = replace(case, rows=2, micro_batch_tokens=256)
+    found = measured(smaller, exact=True, python=program(warm_processes))
     for phase, planned in estimated(smaller, exact=True).items():
         assert planned == pytest.approx(found[phase], rel=0.10), (phase, planned >> 20, found[phase] >> 20)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from skyasync.plans.admission import Admission, Limits
 
 #: Of these, two tests; a third has as many as both: ten thousand schedules.
-MANY = settings(max_examples=2500)
+MANY = settings(max_examples=1500)
 
 
 @st.composite
@@ -107,7 +107,7 @@ def drive(run: Run, data: st.DataObject, most_events: int = 10**9) -> None:
 
 
 @given(limits(), st.data())
-@settings(max_examples=5000)
+@settings(max_examples=3000)
 def test_every_prompt_is_trained_exactly_once_in_its_time_and_within_the_slots(
     limits: Limits, data: st.DataObject
 ) -> None:

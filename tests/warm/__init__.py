@@ -59,21 +59,21 @@ def warm_workers(door: Path) -> Iterator[None]:
 
 
 @contextmanager
-def warm_engines(door: Path) -> Iterator[None]:
-    """Inside, what this process starts by ``multiprocessing`` comes from the nursery: vLLM's core and its workers."""
+def warm_children(door: Path, *, vllm: bool = False) -> Iterator[None]:
+    """Inside, what this process spawns by ``multiprocessing`` comes from the nursery."""
     from multiprocessing import spawn
 
     before = spawn.get_executable()
-    multiprocessing.set_executable(str(interpreter(door)))
+    multiprocessing.set_executable(str(interpreter(door, vllm=vllm)))
     try:
         yield
     finally:
         multiprocessing.set_executable(os.fsdecode(before))
 
 
-def interpreter(door: Path) -> Path:
-    """What starts in place of a Python that would import vLLM."""
-    return door.with_name("python")
+def interpreter(door: Path, *, vllm: bool = False) -> Path:
+    """What starts in place of a Python that ``multiprocessing`` would start."""
+    return door.with_name("python" if vllm else "python.plain")
 
 
 def program(door: Path, *, vllm: bool = False) -> str:
@@ -88,7 +88,8 @@ def _write_interpreters(door: Path) -> None:
     command = shlex.join([sys.executable, "-I", "-S", str(HERE / "stand_in.py")])
     plain, vllm = shlex.quote(str(door)), shlex.quote(f"{door}.vllm")
     for path, settings in {
-        interpreter(door): f"SKYASYNC_NURSERY={vllm}",
+        interpreter(door): f"SKYASYNC_NURSERY={plain}",
+        interpreter(door, vllm=True): f"SKYASYNC_NURSERY={vllm}",
         Path(program(door)): f"SKYASYNC_PROGRAM=1 SKYASYNC_NURSERY={plain}",
         Path(program(door, vllm=True)): f"SKYASYNC_PROGRAM=1 SKYASYNC_NURSERY={vllm}",
     }.items():

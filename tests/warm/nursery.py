@@ -2,9 +2,10 @@
 
 Whoever knocks at its second door gets a fork of its child, which has vLLM imported as well.
 
-Invariant: this process never runs a thread or a tensor operation, nor imports Ray, whose workers would end at once. A
-fork has the arguments, environment, folder and open files of the process that asked for it (``stand_in.py``), which
-ends when the fork ends, as it did; a fork whose asker has ended is killed. All of them end with the tests.
+Invariant: this process never runs a thread of Python's or a tensor operation, nor imports Ray, whose workers would end
+at once. A fork has the arguments, environment, folder and open files of the process that asked for it
+(``stand_in.py``), which ends when the fork ends, as it did; a fork whose asker has ended is killed. All of them end
+with the tests.
 """
 
 from __future__ import annotations
@@ -24,22 +25,67 @@ import sys
 from pathlib import Path
 from typing import Any
 
-IMPORTED = (
+OF_RUNS = (
+    "logging.handlers",
     "omegaconf",
+    "pdb",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
+    "tracemalloc",
     "transformers.generation",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
+    "skyasync.algorithms.distillation",
+    "skyasync.algorithms.end_to_end",
+    "skyasync.algorithms.off_policy",
+    "skyasync.algorithms.values",
+    "skyasync.cluster.placement",
+    "skyasync.cluster.watch",
     "skyasync.controller",
     "skyasync.endpoint.server",
     "skyasync.engines.embedded.engine",
+    "skyasync.engines.membership",
+    "skyasync.envs.episodes",
+    "skyasync.envs.pool",
+    "skyasync.examples.tiny.tasks",
     "skyasync.experiment",
+    "skyasync.main",
+    "skyasync.plans.fully_async",
+    "skyasync.plans.one_step_off",
+    "skyasync.plans.streamed",
+    "skyasync.plans.synchronous",
     "skyasync.processes.host",
+    "skyasync.processes.transient",
+    "skyasync.rollout.collate",
+    "skyasync.rollout.generator",
+    "skyasync.rollout.judging",
+    "skyasync.weight_sync.nccl",
     "skyasync.workers.checkpoint",
+    "skyasync.workers.critic",
     "skyasync.workers.model",
+    "skyasync.workers.parallel",
+    "skyasync.workers.policy",
+    "skyasync.workers.reference",
 )
+OF_RAY = (  # what Ray imports in each of its workers: half of what their start takes
+    "cloudpickle",
+    "google.protobuf.json_format",
+    "google.protobuf.reflection",
+    "google.protobuf.timestamp_pb2",
+    "jsonschema",
+    "msgpack",
+    "pyarrow.ipc",
+    "pyarrow.json",
+    "pydantic.json_schema",
+    "pydantic.types",
+    "pydantic.v1",
+    "requests",
+    "starlette.datastructures",
+    "uvloop",
+    "wcwidth",
+)
+OF_TESTS = ("hypothesis", "pytest")  # whose modules have environments and rewards in them
 OF_ENGINES = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -55,7 +101,7 @@ def serve(path: str) -> None:
     """Answers whoever knocks at ``path`` or ``path.vllm`` until the input of this process is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     doors = {_open_door(f"{path}.vllm"): OF_ENGINES}
-    _import(IMPORTED)
+    _import((*OF_RUNS, *OF_RAY, *OF_TESTS))
     door = _open_door(path)
     while sys.stdin not in (ready := select.select([door, *doors, sys.stdin], [], [])[0]):
         for more in doors.keys() & ready:

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, without Ray, forked from a server that has imported the libraries once.
+"""Ranks in processes of their own, without Ray: forks of one that has imported the libraries (``tests.warm``).
 
 A function of a test module is called on all ranks at once, with the rank's ``Rank`` first. What one raises is raised
 here; the others, which may wait for it in a collective, are then killed, and the next call starts new ones.
@@ -11,16 +11,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from skyasync.config.schema import Config
 from skyasync.workers.base import LOOPBACK, ModelWorker
+from tests.warm import warm_children
 
-PRELOADED = ["skyasync.workers.policy", "skyasync.workers.reference",
-             "skyasync.workers.parallel", "tests.workers.calls", "torch._dynamo",
-             "torch.distributed.checkpoint.state_dict", "transformers.models.llama.modeling_llama"]  # fmt: skip
 ANSWER_S = 120.0
 LEFT_BEHIND_S = 2.0
 
@@ -36,10 +35,14 @@ class Rank:
 
 
 class Ranks:
-    """``count`` processes; started when first called."""
+    """``count`` processes; started when first called.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    Args:
+        door: of the nursery that they come from.
+    """
+
+    def __init__(self, count: int, door: Path) -> None:
+        self.count, self._door = count, door
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -89,12 +92,12 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("spawn")
         for rank in range(self.count):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, self.count), daemon=True)
-            process.start()
+            with warm_children(self._door):
+                process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)

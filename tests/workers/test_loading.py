@@ -74,7 +74,7 @@ LARGE = LlamaConfig(vocab_size=8_000, hidden_size=768, intermediate_size=2_048, 
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, warm_processes: Path) -> Iterator[dict[str, Any]]:
     """What four processes found, by name: on 4 ranks, then on 2 of them, then on 1."""
     folder = tmp_path_factory.mktemp("models")
     for name, (config, change) in MODELS.items():
@@ -82,7 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         if change is not None:
             change(folder / name)
-    ranks = Ranks(RANKS)
+    ranks = Ranks(RANKS, warm_processes)
     with TemporaryDirectory() as large:  # on the disk: what is read from memory would count as held
         AutoModelForCausalLM.from_config(LARGE, dtype=torch.bfloat16).save_pretrained(large)
         ranks.call(examine, folder, large)

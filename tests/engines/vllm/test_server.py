@@ -63,7 +63,7 @@ def free_port() -> int:
 def serving(door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     settings = ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "16", "--stream-interval", "4"]
     settings += ["--kv-cache-memory-bytes", "134217728", "--uvicorn-log-level", "error"]
-    command = [interpreter(door), "-c", SERVE, str(folder), *settings]
+    command = [interpreter(door, vllm=True), "-c", SERVE, str(folder), *settings]
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     process = subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL)
     try:
