@@ -29,20 +29,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class Parts(Protocol):
+    """What is made anew, and what lives on; see ``skyasync.assembly``."""
+
+    dispatch: Any
+    weight_sync: Any
+    revival: Revival | None
+
+    def make_trainer(self) -> RayPPOTrainer: ...
+    def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None: ...
+
+
 class Run(Protocol):
     """What is asked of an experiment, and set anew in it."""
 
     cfg: Config
     run_dir: RunDirectory | None
     placement_name: str
-    _dispatch: Any
-    _weight_sync: Any
-    _revival: Revival | None
+
+    @property
+    def parts(self) -> Parts: ...
 
     def engine_config(self) -> EngineConfig: ...
     def get_dispatch(self) -> RayWorkerDispatch: ...
-    def make_trainer(self) -> RayPPOTrainer: ...
-    def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None: ...
 
 
 class Restarting:
@@ -64,11 +73,11 @@ class Restarting:
     def lost_workers(self, step: int) -> bool:
         """Whether the run has failed since a worker's process died, and may start the workers again."""
         run = self._experiment
-        lost = getattr(run._dispatch, "lost", None)
+        lost = getattr(run.parts.dispatch, "lost", None)
         if lost is None or not self.possible:
             return False
         generator, together = run.engine_config(), run.cfg.trainer.placement.colocate_all
-        if together or generator.weight_sync_backend == "nccl" or not hasattr(run._weight_sync, "restart"):
+        if together or generator.weight_sync_backend == "nccl" or not hasattr(run.parts.weight_sync, "restart"):
             lost[1].add_note(
                 "workers are not started again with trainer.placement.colocate_all=true, nor with "
                 "generator.weight_sync_backend=nccl, whose group would have to be formed anew"
@@ -81,18 +90,18 @@ class Restarting:
         from skyasync.observe.timeline import Timeline, wall_clock
 
         run, began = self._experiment, wall_clock()
-        await run._dispatch.shutdown()
+        await run.parts.dispatch.shutdown()
         self._resume_anew()
-        run._dispatch = await asyncio.to_thread(run.get_dispatch)
-        trainer = await asyncio.to_thread(run.make_trainer)
-        await run._dispatch.start(trainer.total_updates)
-        run._weight_sync.restart(run._dispatch)
+        run.parts.dispatch = await asyncio.to_thread(run.get_dispatch)
+        trainer = await asyncio.to_thread(run.parts.make_trainer)
+        await run.parts.dispatch.start(trainer.total_updates)
+        run.parts.weight_sync.restart(run.parts.dispatch)
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())
-        if run._revival is not None:
-            run._revival.write_to(timeline)
-        run.attach(trainer, timeline)
+        if run.parts.revival is not None:
+            run.parts.revival.write_to(timeline)
+        run.parts.attach(trainer, timeline)
         log.warning("the workers are back after %.1f s", timeline.now() - began)
         return trainer
 

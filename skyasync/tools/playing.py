@@ -47,9 +47,9 @@ class Playing(BasePPOExp):
         check_parts(self.cfg, [])
         if held_out and not eval_sources(self.cfg.data):
             raise UserError("there are no held-out prompts: name data.val_data or data.val_sets")
-        check_data(self.cfg, self._rows, train=not held_out, held_out=held_out)
+        check_data(self.cfg, self.data_rows, train=not held_out, held_out=held_out)
         settle_models(self.cfg, [ROLES[POLICY]], own_tokenizer=False)
-        self._judge_keys = check_judges(self.cfg)
+        self.judge_keys = check_judges(self.cfg)
 
     def prompts(self, *, held_out: bool, most: int = 0) -> Sequence[Prompt]:
         """The prompts of the run, or the first ``most`` of them."""
@@ -71,12 +71,12 @@ class Playing(BasePPOExp):
     async def _play(self, prompts: Sequence[Prompt], held_out: bool, progress: Progress | None) -> list[Group]:
         cfg, groups = self.cfg, list[Group]()
         try:
-            self._placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
-            self._client = self.get_inference_client()
-            generator: Any = self.get_generator(cfg, self._tokenizer, self._client)
-            self._generator = generator
-            self._share_threads(False)
-            await self._client.start()
+            self.parts.placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
+            self.parts.client = self.get_inference_client()
+            generator: Any = self.get_generator(cfg, self.tokenizer, self.parts.client)
+            self.parts.generator = generator
+            self.parts.share_threads(False)
+            await self.parts.client.start()
             for some, request in eval_requests(prompts, cfg) if held_out else _train_requests(prompts, cfg):
                 groups += (await play(generator, request, some, version=0))[0]
                 if progress is not None:

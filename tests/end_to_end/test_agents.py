@@ -37,7 +37,7 @@ class PortIsClosed(BasePPOExp):
     """A run that fails if its endpoint still listens when it is over."""
 
     async def close(self) -> None:
-        endpoint = self._generator._endpoint
+        endpoint = self.parts.generator._endpoint
         was_open = endpoint.port > 0
         await super().close()
         assert was_open and endpoint.port == 0

@@ -94,13 +94,13 @@ class EnginesEnd(BasePPOExp):
     async def close(self) -> None:
         """When all live, ask each for a token, which it stamps with the version of its weights."""
         async with asyncio.timeout(60):
-            while self._client.roster.routes.dead:  # noqa: ASYNC110
+            while self.parts.client.roster.routes.dead:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         last = GenerationRequest("last", [1, 2], SamplingParams(max_tokens=1))
         versions = []
-        for engine in self._client.engines:
+        for engine in self.parts.client.engines:
             async for (output,) in engine.generate([last]):
                 versions += output.versions.tolist()
         assert self.run_dir is not None
-        (self.run_dir.path / FOUND).write_text(json.dumps({"versions": versions, "not_ended": self._client.ends}))
+        (self.run_dir.path / FOUND).write_text(json.dumps({"versions": versions, "not_ended": self.parts.client.ends}))
         await super().close()

@@ -91,7 +91,7 @@ class BasePPOExp(_BasePPOExp):
         client = super().get_inference_client()
         sampling = sampling_params(self.cfg.generator.sampling_params)
         length = self.engine_config().max_model_len
-        return InferenceEngineClient(client, lambda: self._tokenizer, sampling, length, _name(self.cfg))
+        return InferenceEngineClient(client, lambda: self.tokenizer, sampling, length, _name(self.cfg))
 
 
 def _name(cfg: Ours) -> str:

@@ -1,0 +1,201 @@
+"""The parts of a run in the process that trains: made in order, started together, shut down one before the other.
+
+Invariant: what has been made is shut down by ``close``, whatever failed in between. The processes of engines and models
+come first: importing their libraries takes each of them seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from skyasync.config.frozen import freeze
+from skyasync.config.schema import Config
+from skyasync.observe.run_dir import RunDirectory
+from skyasync.preflight.parts import check_callbacks
+from skyasync.trainer import RayPPOTrainer
+
+if TYPE_CHECKING:  # what these import is loaded where it is used
+    from skyasync.callbacks import TrainerCallback
+    from skyasync.cluster.placement import Placement
+    from skyasync.cluster.watch import Watch
+    from skyasync.engines.client import InferenceClient
+    from skyasync.engines.membership import Membership
+    from skyasync.engines.revival import Revival
+    from skyasync.observe.timeline import Timeline
+    from skyasync.observe.trackers import Tracker
+    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.tokenizer import Tokenizer
+    from skyasync.rollout.types import Prompt
+    from skyasync.training.parts import Client
+    from skyasync.weight_sync.sync import Destination, Source, WeightSync
+    from skyasync.weight_sync.turns import DeviceTurns
+    from skyasync.workers.dispatch import RayWorkerDispatch
+
+RELEASE_S = 10.0  # for the policy to remove the weights that it has kept
+PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
+
+
+class Factories(Protocol):
+    """Who makes the parts; see ``skyasync.experiment.BasePPOExp``."""
+
+    cfg: Config
+    run_dir: RunDirectory | None
+    began_s: float | None
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    def get_train_dataset(self) -> Sequence[Prompt]: ...
+    def get_eval_dataset(self) -> Sequence[Prompt] | None: ...
+    def get_tracker(self) -> Tracker: ...
+    def get_callbacks(self) -> list[TrainerCallback]: ...
+    def get_colocate_pg(self, timeout: float = ...) -> Placement: ...
+    def get_inference_client(self) -> InferenceClient: ...
+    def get_dispatch(self) -> RayWorkerDispatch: ...
+    def get_generator(
+        self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
+    ) -> Generator: ...
+    def get_weight_sync(
+        self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+    ) -> WeightSync: ...
+    def get_revival(self, weight_sync: WeightSync, timeline: Timeline) -> Revival | None: ...
+    def get_membership(self, weight_sync: WeightSync, revival: Revival) -> Membership: ...
+    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
+                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
+                    colocate_pg: object) -> RayPPOTrainer: ...  # fmt: skip
+
+
+class Assembly:
+    """Attributes: placement, client, dispatch, generator, weight_sync: the parts, None until they are made."""
+
+    def __init__(self, factories: Factories) -> None:
+        self._make = factories
+        self.placement: Any = None
+        self.client: Any = None
+        self.dispatch: Any = None
+        self.generator: Any = None
+        self.weight_sync: Any = None
+        self.revival: Revival | None = None
+        self._membership: Membership | None = None
+        self._watch: Watch | None = None
+        self._tracker: Tracker | None = None  # until a trainer runs, which closes it
+
+    def build(self) -> RayPPOTrainer:
+        """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
+        cfg = self._make.cfg
+        freeze(cfg)  # what comes to another process comes as a copy, which is free
+        self.placement = self._make.get_colocate_pg(cfg.trainer.placement.timeout_s)
+        self.client = self._make.get_inference_client()
+        self.dispatch = self._make.get_dispatch()
+        return self.make_trainer()
+
+    def make_trainer(self) -> RayPPOTrainer:
+        """A trainer of the parts that there are, which may have had another one before."""
+        from skyasync.data.datasets import warn_of_overlap
+
+        make = self._make
+        cfg, tokenizer = make.cfg, make.tokenizer
+        train_dataset, eval_dataset = make.get_train_dataset(), make.get_eval_dataset()
+        warn_of_overlap(train_dataset, eval_dataset or [])
+        tracker = self._tracker = make.get_tracker()
+        if self.generator is None:
+            self.generator = make.get_generator(cfg, tokenizer, self.client)
+        trainer = make.get_trainer(
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=self.client,
+            generator=self.generator,
+            colocate_pg=self.placement,
+        )
+        callbacks = make.get_callbacks()
+        check_callbacks([type(callback) for callback in callbacks])
+        trainer.callbacks.extend(callbacks)
+        self.share_threads(trainer.asynchronous)
+        return trainer
+
+    async def start(self, trainer: RayPPOTrainer) -> None:
+        """Load all models, at the same time unless they share devices, and hand them to the trainer."""
+        from skyasync.cluster.watch import watching
+        from skyasync.observe.timeline import Timeline
+
+        make, settings = self._make, self._make.cfg.trainer
+        turns = await self._load(trainer)
+        assert make.run_dir is not None
+        timeline = Timeline(make.run_dir.timeline, began=make.began_s)
+        timeline.add_span("start", "trainer", make.began_s or timeline.now(), timeline.now())
+        self._watch = watching(make.run_dir.path, settings.ckpt_path, copies=settings.ckpt_async)
+        self.revival = make.get_revival(self.weight_sync, timeline)
+        if self.revival is not None:
+            self._membership = make.get_membership(self.weight_sync, self.revival)
+        self.attach(trainer, timeline, turns)
+
+    async def _load(self, trainer: RayPPOTrainer) -> DeviceTurns | None:
+        """Models and the way between them; whose turn it is on devices that they share."""
+        from skyasync.together import run_together
+        from skyasync.weight_sync.turns import DeviceTurns
+
+        cfg, probe, turns = self._make.cfg, _probe(trainer, self._make.cfg), None
+        if cfg.trainer.placement.colocate_all:
+            turns = DeviceTurns(self.dispatch, self.client, probe if cfg.generator.verify_weight_sync else ())
+            await turns.start(trainer.total_updates)
+        else:
+            await run_together(self.client.start(), self.dispatch.start(trainer.total_updates))
+        source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
+        self.weight_sync = self._make.get_weight_sync(source, destination, probe)
+        async with asyncio.timeout(cfg.trainer.step_timeout_s):
+            if not cfg.generator.engines:  # else they have weights of a run before, perhaps
+                await self.weight_sync.measure_floor()
+        return turns
+
+    def attach(self, trainer: RayPPOTrainer, timeline: Timeline, turns: DeviceTurns | None = None) -> None:
+        """Give a trainer the models, which are up, and what watches over them."""
+        if self._watch is not None:
+            trainer.callbacks.insert(0, self._watch)  # those behind it see its metrics
+        trainer.callbacks.extend(part for part in (self.revival, self._membership) if part is not None)
+        trainer.attach(self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._make.run_dir, turns=turns)
+        self._tracker = None
+
+    async def close(self) -> None:
+        """Shut every part down; parts that were never made are skipped."""
+        if self._tracker is not None:
+            self._tracker.close()
+        if self._watch is not None:
+            self._watch.close()
+        if hasattr(self.generator, "close"):  # first: it still asks the engines
+            await self.generator.close()
+        if self._membership is not None:
+            await self._membership.close()
+        if self.revival is not None:  # before the engines: those that end now are not to be replaced
+            await self.revival.close()
+        if self._make.cfg.generator.weight_sync_dir and self.weight_sync is not None:
+            with contextlib.suppress(Exception):  # the run may have ended because the policy did
+                async with asyncio.timeout(RELEASE_S):
+                    await self.weight_sync.release_kept()
+        parts = [part for part in (self.client, self.dispatch) if part is not None]
+        await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
+
+    def share_threads(self, overlap: bool) -> None:
+        """Divide this machine's cores between policy and engines, which compute at the same time or in turns."""
+        from skyasync.cluster.placement import share_threads
+
+        policy, engine = share_threads(self._make.cfg, os.cpu_count() or 1, overlap=overlap)
+        parts = [(self.dispatch, policy), *((part, engine) for part in getattr(self.client, "engines", []))]
+        for part, threads in parts:
+            if hasattr(part, "set_threads"):
+                part.set_threads(threads)
+
+
+def _probe(trainer: RayPPOTrainer, cfg: Config) -> list[list[int]]:
+    """Prompts whose log-probabilities are compared."""
+    from skyasync.rollout.chat import ChatTokenizer
+    from skyasync.weight_sync.gaps import choose_probe
+
+    chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
+    prompts = (chat.prompt(trainer.prompts.prompt(place).messages).tolist() for place in range(trainer.prompts.rows))
+    return choose_probe(prompts, PROBE_TOKENS)

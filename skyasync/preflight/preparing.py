@@ -1,0 +1,112 @@
+"""What is settled and checked before any process starts, in the order in which a user would want to hear of it.
+
+Invariant: the first thing that is wrong is raised, in one line, and nothing is left behind: the run's folder is made
+last. From then on the configuration is read-only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from skyasync.config.check import config_warnings
+from skyasync.config.frozen import freeze
+from skyasync.config.load import dump_config
+from skyasync.config.paths import refuse_foreign_checkpoints
+from skyasync.config.resume import Resume, checkpoints_of, go_on_beside, settle_resume_mode
+from skyasync.config.schema import Config, TrainerConfig
+from skyasync.config.secrets import Secrets
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.settings import engine_config
+from skyasync.engines.vllm.server_check import check_servers
+from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
+from skyasync.plans import PLANS
+from skyasync.preflight.data import check_data, check_lengths
+from skyasync.preflight.devices import without_gpus
+from skyasync.preflight.folders import check_folders, check_resuming
+from skyasync.preflight.judges import check_judges
+from skyasync.preflight.parts import check_parts, plans_named_by
+from skyasync.preflight.settling import settle_models, settle_references
+from skyasync.rollout.tokenizer import quick_tokenizer, told
+from skyasync.workers.roles import Role
+
+
+class Unprepared(Protocol):
+    """What is asked of an experiment, and set in it."""
+
+    cfg: Config
+    data_rows: dict[str, Any]
+    judge_keys: dict[str, str]
+
+    @property
+    def get_trainer(self) -> Callable[..., object]: ...
+    def is_ours(self, factory: str) -> bool: ...
+    def roles(self) -> list[Role]: ...
+    def engine_config(self) -> EngineConfig: ...
+
+
+def prepare(experiment: Unprepared) -> RunDirectory:
+    """The folder of a run that may start.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
+    cfg = experiment.cfg
+    for line in config_warnings(cfg):
+        print(f"warning: {line}", file=sys.stderr)
+    settle_references(cfg)
+    _check_plan(experiment)
+    go_on_beside(cfg.trainer)
+    name = _check_places(cfg.trainer)
+    _check_engines(experiment)
+    _check_data_and_models(experiment)
+    check_resuming(cfg)
+    if experiment.is_ours("get_judges"):
+        experiment.judge_keys = check_judges(cfg)
+    if line := settle_resume_mode(cfg.trainer):
+        print(line)
+    return _make_folder(cfg, name)
+
+
+def _check_plan(experiment: Unprepared) -> None:
+    ours, plan = experiment.is_ours("get_trainer"), experiment.cfg.trainer.plan
+    check_parts(experiment.cfg, [PLANS.find(plan)] if ours else plans_named_by(type(experiment).get_trainer))
+
+
+def _check_places(trainer: TrainerConfig) -> str:
+    """The run's name."""
+    name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
+    check_name(trainer.runs_dir, name)
+    refuse_foreign_checkpoints(trainer)
+    check_folders(trainer)
+    return name
+
+
+def _check_engines(experiment: Unprepared) -> None:
+    cfg = experiment.cfg
+    if without_gpus(cfg.ray.address):
+        engine_config(cfg, gpus=False)
+    if cfg.generator.engines:
+        check_servers(cfg.generator.engines, experiment.engine_config(), cfg.generator.weight_sync_dir)
+
+
+def _check_data_and_models(experiment: Unprepared) -> None:
+    cfg, own_tokenizer = experiment.cfg, not experiment.is_ours("get_tokenizer")
+    train, held_out = experiment.is_ours("get_train_dataset"), experiment.is_ours("get_eval_dataset")
+    prompts = check_data(cfg, experiment.data_rows, train=train, held_out=held_out)
+    settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
+    path = cfg.trainer.policy.model.path
+    if not own_tokenizer and Path(path, "tokenizer.json").is_file():
+        tokenizer = told(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
+        check_lengths(prompts, tokenizer, cfg)
+
+
+def _make_folder(cfg: Config, name: str) -> RunDirectory:
+    resume = Resume.of(cfg.trainer).within(checkpoints_of(cfg.trainer))
+    folder = RunDirectory(cfg.trainer.runs_dir, name, resume=resume)
+    folder.secrets = Secrets.of(cfg)
+    folder.save_config(dump_config(cfg, secrets=False))
+    freeze(cfg)
+    return folder

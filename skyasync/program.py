@@ -1,0 +1,84 @@
+"""A run as the program sees it: its folder, Ray, the process that trains, and what is told when it has ended.
+
+Invariant: whatever ends a run, its status says how, its timeline is whole, its page is made; a run in which no process
+was started leaves no folder.
+"""
+
+from __future__ import annotations
+
+import time
+from traceback import format_exception
+from typing import Protocol
+
+from skyasync.config.schema import Config
+from skyasync.controller import Experiment, run_in_controller
+from skyasync.engines.settings import chosen_backend
+from skyasync.engines.wanted import FILE as ENGINES_FILE
+from skyasync.observe.run_dir import RunDirectory, shown
+from skyasync.restarting import Restarting, Run
+from skyasync.workers.roles import Role
+
+
+class Prepared(Experiment, Run, Protocol):
+    """An experiment whose run has a folder."""
+
+    gpus: bool
+    began_s: float | None
+
+    def roles(self) -> list[Role]: ...
+
+
+def run(experiment: Prepared, folder: RunDirectory) -> dict[str, float] | None:
+    """Train; the last metrics, or None if the run was stopped."""
+    from skyasync.observe.status import told
+    from skyasync.observe.timeline import to_the_end
+
+    experiment.began_s = time.time()
+    begun: list[bool] = []  # processes of the run's own have been started
+    try:
+        with told(folder.path), to_the_end(folder.timeline):
+            return _run(experiment, folder, begun)
+    except (Exception, KeyboardInterrupt) as error:
+        if not begun:
+            folder.discard()
+        elif isinstance(error, Exception) and not folder.error.exists():
+            folder.save_error("".join(format_exception(error)))
+        raise
+    finally:
+        _make_page(experiment.cfg, folder)
+
+
+def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[str, float] | None:
+    from skyasync.cluster.logs import ProcessLogs
+    from skyasync.cluster.ray_cluster import cluster
+
+    experiment.restarting = Restarting(experiment, folder.path)
+    (folder.path / ENGINES_FILE).unlink(missing_ok=True)  # of a run that was killed
+    logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
+    with cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
+        begun.append(True)
+        experiment.gpus = gpus
+        if line := chosen_backend(experiment.cfg, gpus=gpus):
+            print(line)
+        try:
+            return run_in_controller(experiment, logs)
+        finally:
+            _report(folder)
+
+
+def _report(folder: RunDirectory) -> None:
+    from skyasync.observe.plots import plot_reward
+    from skyasync.observe.summary import print_summary
+
+    if folder.metrics.exists():  # the run may have ended before its first step
+        plot_reward(folder.metrics, folder.reward_plot)
+        print_summary(folder.metrics)
+        print(f"run folder: {shown(folder.path)}")
+
+
+def _make_page(cfg: Config, folder: RunDirectory) -> None:
+    """Behind all else: what the page says of the run's end is then written down."""
+    from skyasync.observe.report.page import write_report
+
+    if cfg.trainer.report and folder.metrics.exists():
+        write_report(folder.path)
