@@ -22,6 +22,7 @@ from skyasync.cluster.logs import ProcessLogs, bring_to
 from skyasync.cluster.placement import missing, plan_slots, too_small
 from skyasync.cluster.watchdog import VARIABLE, Watchdog
 from skyasync.config.schema import Config
+from skyasync.engines.process_guard import PLACE
 from skyasync.errors import UserError
 from skyasync.workers.roles import Role
 
@@ -106,11 +107,11 @@ def _watched_by(watchdog: W) -> W:
 @contextmanager
 def _marked(watchdog: Watchdog) -> Iterator[None]:
     """Processes started inside, and their descendants, are the watchdog's."""
-    os.environ[VARIABLE] = watchdog.mark
+    os.environ |= {VARIABLE: watchdog.mark, PLACE: watchdog.folder}
     try:
         yield
     finally:
-        del os.environ[VARIABLE]
+        del os.environ[VARIABLE], os.environ[PLACE]
 
 
 def keep_token_private() -> None:

@@ -2,8 +2,8 @@
 
 Invariant: when the guard's standard input closes (its parent closed it, exited, or was killed with SIGKILL),
 every process that was started while the guard's mark stood in the environment is killed, and the shared memory that it
-had is removed. vLLM starts its engine core as a child, and that one its workers; none of them notices the death of the
-first.
+had is removed, with the folder where its sockets and temporary files are. vLLM starts its engine core as a child, and
+that one its workers; none of them notices the death of the first.
 
 This file is also the guard's program: it runs by itself and imports the standard library only.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ from pathlib import Path
 
 VARIABLE = "SKYASYNC_GUARDED_BY"
 NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
+PLACE = "SKYASYNC_TEMPORARY"  # names a folder that is removed with what the run has started
+SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM's processes meet, each under a name of 36 characters
+LONGEST = 107 - 37  # characters of the folder: the kernel takes no longer address
 SWEEPS, PAUSE_S = 20, 0.1  # a process being started shows its environment only after its exec
 
 
@@ -34,11 +39,14 @@ class ProcessGuard:
     >>> guard.close()  # or the end of this process
     >>> process.wait()
     -9
+
+    Attributes:
+        folder: for the guarded processes' temporary files; gone with them.
     """
 
     def __init__(self) -> None:
-        self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        command = [sys.executable, "-I", "-S", __file__, self.mark]
+        self.mark, self.folder = f"{os.getpid()}-{uuid.uuid4().hex}", short_folder()
+        command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder]
         # A session of its own: Ctrl-C in the terminal must not reach the guard before the guarded.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._process.wait()  # the guard goes on as a grandchild: Ray kills the children of an actor it kills
@@ -46,11 +54,16 @@ class ProcessGuard:
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
         """Processes started inside, and their descendants, are guarded."""
-        os.environ[VARIABLE] = self.mark
+        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")  # which is worth keeping
+        inside = {VARIABLE: self.mark, SOCKETS: self.folder, "TMPDIR": self.folder}
+        inside["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
+        before = {name: os.environ.get(name) for name in inside}
+        os.environ.update(inside)
         try:
             yield
         finally:
-            del os.environ[VARIABLE]
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def note_shared_memory(self) -> None:
         """Have the shared memory that the guarded processes use now removed after their end."""
@@ -66,6 +79,14 @@ class ProcessGuard:
             self._process.stdin.close()
             self._process.stdout.read()  # ends when the guard does
             self._process.stdout.close()
+
+
+def short_folder() -> str:
+    """A new one, this user's alone: where the user wants vLLM's sockets, or what the run removes at its end."""
+    wanted = [os.environ.get(SOCKETS, ""), os.environ.get(PLACE, ""), tempfile.gettempdir(), "/tmp", "/dev/shm"]
+    short = [place for place in wanted if place and len(place) + len("/vllm-12345678") <= LONGEST]
+    fit = [place for place in short if os.access(place, os.W_OK | os.X_OK)]
+    return tempfile.mkdtemp(prefix="vllm-", dir=fit[0] if fit else None)
 
 
 def guarded(mark: str) -> list[int]:
@@ -115,3 +136,4 @@ if __name__ == "__main__":
     noted = sys.stdin.read().split()
     for name in {*noted, *_kill_all(sys.argv[1])}:
         Path(name).unlink(missing_ok=True)
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

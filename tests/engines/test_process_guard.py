@@ -2,12 +2,24 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from skyasync.engines.process_guard import VARIABLE, ProcessGuard, guarded
+import pytest
+
+from skyasync.engines.process_guard import PLACE, VARIABLE, ProcessGuard, guarded, short_folder
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -103,3 +115,43 @@ def test_so_is_what_they_had_when_they_were_killed_and_nobody_had_noted() -> Non
     guard.close()
     owner.wait()
     assert not Path(name).exists()
+
+
+def test_files_of_the_guarded_lie_in_a_folder_that_goes_with_them(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_path))
+    before = dict(os.environ)
+    program = (
+        "import os, socket, tempfile\n"
+        "socket.socket(socket.AF_UNIX).bind(os.environ['VLLM_RPC_BASE_PATH'] + '/' + 36 * 'a')\n"
+        "tempfile.mkstemp()\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+    )
+    guard = ProcessGuard()
+    with guard.marking():
+        assert os.environ["VLLM_RPC_BASE_PATH"] == guard.folder, "this process binds some of the sockets itself"
+        owner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert dict(os.environ) == before and tempfile.gettempdir() != guard.folder
+    assert owner.stdout is not None and owner.stdout.readline()
+    assert len(os.listdir(guard.folder)) == 2 and os.listdir(short_path) == [Path(guard.folder).name]
+    assert stat.S_IMODE(os.stat(guard.folder).st_mode) == 0o700
+    guard.close()
+    owner.wait()
+    assert os.listdir(short_path) == []
+
+
+def test_that_folder_has_a_name_that_leaves_room_for_the_addresses_of_sockets(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    deep, run = short_path / ("x" * 50), short_path / "y"
+    deep.mkdir()
+    run.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(deep))
+    monkeypatch.setenv(PLACE, str(run))
+    folders = [short_folder(), short_folder()]
+    assert all(len(f"{folder}/{uuid.uuid4()}") <= 107 for folder in folders) and len(set(folders)) == 2
+    assert {Path(folder).parent for folder in folders} == {run}
+    for folder in folders:
+        os.rmdir(folder)

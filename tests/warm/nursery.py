@@ -22,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,7 @@ def _become(wish: dict[str, Any], files: dict[int, int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(wish["env"])
+    tempfile.tempdir = None  # it is asked for anew, as the environment says
     os.chdir(wish["cwd"])
     multiprocessing.set_executable(str(Path(os.environ["SKYASYNC_NURSERY"]).with_name("python")))
     if is_program:

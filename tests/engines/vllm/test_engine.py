@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -473,11 +475,15 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     await engine.until_running(1)
     await engine.pause("keep")
     draining = asyncio.create_task(engine.score([[2, 3, 4]]))
+    folder = Path(engine._core._guard.folder)
+    assert any(path.is_socket() for path in folder.iterdir())
     for process in guarded(engine._core.process_mark):
         os.kill(process, signal.SIGKILL)
     for waiting in (answers, draining, engine.resume(), engine.answer(request("next")), engine.score([[2, 3]])):
         with pytest.raises(EngineDiedError):
             await asyncio.wait_for(waiting, timeout=10)
+    await engine.shutdown()
+    assert not folder.exists(), "sockets and what else its processes had among the temporary files"
 
 
 async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: Path, warm_processes: Path) -> None:
@@ -489,21 +495,25 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
         "async def main():\n"
         f"    engine = VLLMEngine(EngineConfig({str(tmp_path)!r}, max_model_len=64, threads=1, kv_cache_gb=0.1))\n"
         "    await engine.start()\n"
-        "    print('mark', engine._core.process_mark, flush=True)\n"
+        "    print('mark', engine._core.process_mark, engine._core._guard.folder, flush=True)\n"
         "    await asyncio.sleep(1000)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"
     )
-    script = tmp_path / "parent.py"
+    script, temporary = tmp_path / "parent.py", tempfile.mkdtemp(prefix="t-")
     script.write_text(program)
-    python = warm.program(warm_processes, vllm=True)
-    parent = await asyncio.create_subprocess_exec(python, str(script), stdout=subprocess.PIPE)
+    python, environment = warm.program(warm_processes, vllm=True), {**os.environ, "TMPDIR": temporary}
+    parent = await asyncio.create_subprocess_exec(python, str(script), stdout=subprocess.PIPE, env=environment)
     assert parent.stdout is not None
     line = b""
     while not line.startswith(b"mark"):
         line = await asyncio.wait_for(parent.stdout.readline(), timeout=120)
-    mark = line.split()[1].decode()
+    mark, folder = line.decode().split()[1:]
+    assert folder.startswith(temporary) and any(path.is_socket() for path in Path(folder).iterdir())
     assert len(guarded(mark)) >= 2  # the core and its worker
     parent.kill()
     await parent.wait()
-    await until(lambda: not guarded(mark))
+    await until(lambda: not guarded(mark) and not os.path.exists(folder))
+    left = [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")]
+    shutil.rmtree(temporary)
+    assert left == []
