@@ -99,7 +99,7 @@ class MultiTracker:
         """What is known of a step that a checkpoint is about to have, for trackers in the run's own folder: ``log``
         follows."""
         plain = plain_metrics(metrics)
-        self._each(lambda tracker: tracker.log(plain, step) if isinstance(tracker, JsonlTracker) else None)
+        self._each(lambda tracker: tracker.keep(plain, step) if isinstance(tracker, JsonlTracker) else None)
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
@@ -145,6 +145,10 @@ class JsonlTracker:
             else:
                 self._before.append(self._last)
             self._write_last(news)
+
+    def keep(self, metrics: Metrics, step: int) -> None:
+        """As of ``MultiTracker``."""
+        self.log(metrics, step)
 
     def close(self) -> None:
         """Nothing is held back."""
