@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from skyasync.endpoint.agent_process import AgentError, AgentProcess, PassingAgentError, Score
-from skyasync.processes.calls import Worker
+from skyasync.processes.calls import Worker, key_of
 from skyasync.processes.host import CLOSE_S, HEARTBEAT_S
 from skyasync.processes.link import Link, ProcessLostError
 from skyasync.processes.pool import Pool
@@ -43,18 +43,18 @@ class AgentPool:
             AgentError: if it raises, takes too long, or returns no score.
             ProcessLostError: if its process dies.
         """
-        link = self.pool.take(episode)
+        link, key = self.pool.take(episode), key_of(episode)
         try:
             await link.load("program")
             async with asyncio.timeout(timeout_s or None):
-                score: Score = await link.post("play", episode, data, base_url, api_key, is_eval)
+                score: Score = await link.post("play", key, data, base_url, api_key, is_eval)
                 return score
         except TimeoutError:
-            _end(link, episode)
+            _end(link, key)
             problem = f"the program did not end within {timeout_s:g} s (generator.episode_timeout_s)"
             raise AgentError(f"{episode}: {problem}") from None
         except asyncio.CancelledError:
-            _end(link, episode)
+            _end(link, key)
             raise
         finally:
             self.pool.give_back(link, episode)
@@ -64,9 +64,9 @@ class AgentPool:
         self.pool.close()
 
 
-def _end(link: Link, episode: str) -> None:
+def _end(link: Link, key: str) -> None:
     """Have an episode cancelled without waiting for it, in a process that can still do so."""
-    link.post("close", episode).add_done_callback(
+    link.post("close", key).add_done_callback(
         lambda ended: link.kill() if not ended.cancelled() and ended.exception() else None
     )
 

@@ -105,14 +105,14 @@ class AgentProcess:
             task.cancel()
             self._playing.pop(call.key, None)
         if task.cancelled():
-            return Answer(call.number, None, AgentError(f"{call.key}: the program was cancelled from within"))
+            return Answer(call.number, None, AgentError(f"{call.name}: the program was cancelled from within"))
         if error := task.exception():
             kind = PassingAgentError if self._patience.marked(error) else AgentError
-            return Answer(call.number, None, kind(f"{call.key}: {_story(error)}"))
+            return Answer(call.number, None, kind(f"{call.name}: {_story(error)}"))
         return Answer(call.number, task.result())
 
     def overdue(self, call: Call) -> Exception:
-        return TimeoutError(f"the agent program of {call.key} could not be ended")
+        return TimeoutError(f"the agent program of {call.name} could not be ended")
 
     def give_up(self, key: str) -> None:
         self._playing.pop(key, None)

@@ -104,7 +104,7 @@ class Episodes:
         try:
             return Answer(call.number, await getattr(self, f"_{call.method}")(call.key, *call.args))
         except (Exception, SystemExit) as caught:
-            error = self._settings.patience.as_marked(_told(caught, call.key))
+            error = self._settings.patience.as_marked(_told(caught, call.name))
             if isinstance(error, TransientError) and call.method == "step":
                 return Answer(call.number, None, portable(error))  # it lives on, and is asked again or closed
             with contextlib.suppress(Exception):  # the first error is the one to tell
@@ -114,7 +114,7 @@ class Episodes:
     def overdue(self, call: Call) -> Exception:
         limit_s = self._settings.step_timeout_s
         return TimeoutError(
-            f"the environment of {call.key} did not answer within {limit_s:g} s (environment.step_timeout_s)"
+            f"the environment of {call.name} did not answer within {limit_s:g} s (environment.step_timeout_s)"
         )
 
     def give_up(self, name: str) -> None:

@@ -21,7 +21,7 @@ from skyasync.envs.episodes import EnvSettings, Episodes, Limits, StepResult
 from skyasync.envs.registry import EnvFactory, env_factory
 from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.errors import TransientError
-from skyasync.processes.calls import Answer, Call, Worker
+from skyasync.processes.calls import Answer, Call, Worker, key_of
 from skyasync.processes.host import HEARTBEAT_S, within
 from skyasync.processes.link import Link
 from skyasync.processes.local import LocalHost
@@ -44,6 +44,7 @@ class EnvPool:
         self._patience = settings.patience
         self._retries: dict[str, int] = {}  # by episode
         self._homes: dict[str, Link | None] = {}  # None: here
+        self._keys: dict[str, str] = {}  # by episode: what it is called where it lives
         self._running: set[asyncio.Task[Answer]] = set()  # here
         self._openings: dict[str, tuple[Any, ...]] = {}  # of episodes that begin with their first step
         self._factories: dict[str, EnvFactory] = {}
@@ -75,6 +76,7 @@ class EnvPool:
         """Begin an episode; returns the conversation (or text) it starts from."""
         factory = self._factory(env_class)
         home = self._homes[episode] = None if self._is_instant(factory, extras) else self.pool.take(episode)
+        self._keys[episode] = key_of(episode)
         if home is not None:
             try:
                 await home.load(env_class, env_class, factory)
@@ -108,11 +110,11 @@ class EnvPool:
         """Have an episode closed without waiting for it; for episodes that have failed or been cancelled."""
         if episode not in self._homes:
             return
-        home = self._homes[episode]
+        home, key = self._homes[episode], self._keys[episode]
         if home is None:
-            self._start(Call(0, "close", episode, ()))
+            self._start(Call(0, "close", key, ()))
         else:
-            future = home.post("close", episode)
+            future = home.post("close", key)
             future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
         self._leave(episode)
 
@@ -131,11 +133,11 @@ class EnvPool:
     async def _ask(self, method: str, episode: str, *args: object) -> Answer:
         """The answer. An error that does not pass has ended the episode where it lives; one whose caller is cancelled
         goes on."""
-        home = self._homes[episode]
+        home, key = self._homes[episode], self._keys[episode]
         try:
             if home is not None:
-                return Answer(0, await home.post(method, episode, *args))
-            call = Call(0, method, episode, args)
+                return Answer(0, await home.post(method, key, *args))
+            call = Call(0, method, key, args)
             waits = self._played_here.is_async(call)
             answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
             if answer.error is not None:
@@ -167,6 +169,7 @@ class EnvPool:
     def _leave(self, episode: str) -> None:
         self._openings.pop(episode, None)
         self._retries.pop(episode, None)
+        self._keys.pop(episode, None)
         link = self._homes.pop(episode, None)
         if link is not None:
             self.pool.give_back(link, episode)

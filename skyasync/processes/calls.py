@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 START_S = 120.0  # for a new process, and for what it imports before its first call
@@ -17,6 +18,23 @@ class Call(NamedTuple):
     method: str
     key: str
     args: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """Of what it is about, for people."""
+        return name_of(self.key)
+
+
+_keys = count()
+
+
+def key_of(name: str) -> str:
+    """A new one: an episode may begin anew while calls of the one before, of the same name, are on their way."""
+    return f"{name}#{next(_keys)}"
+
+
+def name_of(key: str) -> str:
+    return key.rpartition("#")[0] or key
 
 
 class Answer(NamedTuple):

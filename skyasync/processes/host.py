@@ -125,7 +125,7 @@ async def within(limit_s: float | None, service: Service, call: Call) -> Answer:
                 await service.run(call._replace(method="close", args=()))
         return Answer(call.number, None, service.overdue(call))
     except asyncio.CancelledError:
-        return Answer(call.number, None, RuntimeError(f"{call.key} cancelled itself"))
+        return Answer(call.number, None, RuntimeError(f"{call.name} cancelled itself"))
 
 
 def drive(call: Call, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
@@ -136,7 +136,7 @@ def drive(call: Call, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
         answer: Answer = ended.value
         return answer
     coroutine.close()
-    problem = f"the environment of {call.key} awaits, but its class has no async def among init, step and close"
+    problem = f"the environment of {call.name} awaits, but its class has no async def among init, step and close"
     return Answer(call.number, None, TypeError(problem))
 
 

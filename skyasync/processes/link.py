@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from skyasync.errors import UserError
-from skyasync.processes.calls import START_S, Answer, Call, Worker
+from skyasync.processes.calls import START_S, Answer, Call, Worker, name_of
 
 
 class ProcessLostError(RuntimeError):
@@ -143,7 +143,7 @@ class Link:
         self._on_news(self)
 
     def _loss(self, key: str) -> ProcessLostError:
-        found = ProcessLostError(f"the process that runs {self._what} of {key} is lost: {self.lost}")
+        found = ProcessLostError(f"the process that runs {self._what} of {name_of(key)} is lost: {self.lost}")
         found.__cause__ = self.lost
         return found
 

@@ -419,3 +419,36 @@ async def test_the_runs_env_config_reaches_every_environment():
 def test_the_base_class_asks_for_a_step():
     with pytest.raises(NotImplementedError, match=r"Mine must define step"):
         type("Mine", (BaseTextEnv,), {})().step("x")
+
+
+class Counting(BaseTextEnv):
+    """Begins with its first step."""
+
+    def step(self, action):
+        self.turns += 1
+        return {"observations": [], "reward": float(self.turns), "done": self.turns == 2, "metadata": {}}
+
+
+class Late(LocalHost):
+    """What ends an episode arrives behind what is said later."""
+
+    async def exchange(self, calls):
+        await asyncio.sleep(10.0 if any(call.method == "close" for call in calls) else 0.0)
+        return await super().exchange(calls)
+
+
+@virtual_time
+async def test_an_episode_that_begins_anew_has_nothing_of_the_one_before_whose_end_is_late():
+    ENVS["counting"] = Counting
+    own = EnvSettings({})
+    pool = EnvPool(lambda: Late(Episodes(own), own.step_timeout_s), 1, own)
+    await pool.init("a", "counting", {}, PROMPT)
+    assert (await pool.step("a", "x"))["reward"] == 1.0
+    pool.abandon("a")  # its run is cancelled; workers are started again, and the environments live on
+    await asyncio.sleep(1)
+    await pool.init("a", "counting", {}, PROMPT)
+    assert (await pool.step("a", "x"))["reward"] == 1.0
+    await asyncio.sleep(20)
+    assert (await pool.step("a", "x"))["reward"] == 2.0, "the one before is closed alone"
+    with pytest.raises(KeyError):
+        await pool.step("a", "x")

@@ -21,6 +21,17 @@ def test_no_prompt_is_lost_or_trained_twice_no_step_is_missing_and_nothing_hangs
     assert sum(each.restarts for each in plays) > 3 and sum(each.commands - 1 for each in plays) > 3
 
 
+@pytest.mark.parametrize(
+    "seed, plan",
+    [
+        (4318, "one_step_off"),  # ended between a checkpoint and its step's line in the metrics
+        (3039, "streamed"),  # an episode begins anew before the one of its name has been closed
+    ],
+)
+def test_what_was_broken_once(seed: int, plan: str) -> None:
+    assert play(seed, plan).wrong == []
+
+
 def test_the_same_seed_plays_the_same() -> None:
     assert play(11, "fully_async") == play(11, "fully_async")
 
