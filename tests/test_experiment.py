@@ -9,7 +9,10 @@ from skyasync.config.paths import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.experiment import BasePPOExp
+from skyasync.observe.claim import release
 from skyasync.rollout.types import Prompt, PromptId
+from skyasync.tools.runs import runs
+from tests.observe.test_claim import holder
 
 HERE = __name__
 ONE_PROMPT = [Prompt(PromptId(0, 0), [{"role": "user", "content": "x"}], "none")]
@@ -80,13 +83,42 @@ def test_an_error_of_the_function_is_raised_as_it_is():
         model_path(f"{__name__}:fails")
 
 
-def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
+def named_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.trainer.runs_dir, cfg.trainer.run_name = str(tmp_path), str(tmp_path), "mine"
-    cfg.trainer.ckpt_path, cfg.trainer.export_path = "checkpoints", "~/export"
     cfg.data.train_data, cfg.environment.env_class = [f"{__name__}:rows"], "gsm8k"
+    return cfg
+
+
+def again(tmp_path):
+    cfg = named_run(tmp_path)
+    cfg.trainer.resume_mode = "latest"
+    return cfg
+
+
+def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("before")
+    first = holder(folder)
+    try:
+        with pytest.raises(UserError, match=rf"mine is in use: process {first.pid} on "):
+            OwnTokenizer(again(tmp_path)).prepare()
+        assert (folder / "config.yaml").read_text() == "before"
+        runs([str(tmp_path)])  # who reads asks nobody
+    finally:
+        first.kill()
+        first.wait()
+    OwnTokenizer(again(tmp_path)).prepare()
+    assert "policy" in (folder / "config.yaml").read_text()
+    release(folder)
+
+
+def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
+    cfg = named_run(tmp_path)
+    cfg.trainer.ckpt_path, cfg.trainer.export_path = "checkpoints", "~/export"
     experiment = OwnTokenizer(cfg)
     experiment.prepare()
     assert "policy" in (tmp_path / "mine" / "config.yaml").read_text()

@@ -1,7 +1,7 @@
 """What is settled and checked before any process starts, in the order in which a user would want to hear of it.
 
 Invariant: the first thing that is wrong is raised, in one line, and nothing is left behind: the run's folder is made
-last. From then on the configuration is read-only.
+last, and changed only when this process has claimed it. From then on the configuration is read-only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from skyasync.config.secrets import Secrets
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import engine_config
 from skyasync.engines.vllm.server_check import check_servers
+from skyasync.observe.claim import claim
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
@@ -106,6 +107,7 @@ def _check_data_and_models(experiment: Unprepared) -> None:
 def _make_folder(cfg: Config, name: str) -> RunDirectory:
     resume = Resume.of(cfg.trainer).within(checkpoints_of(cfg.trainer))
     folder = RunDirectory(cfg.trainer.runs_dir, name, resume=resume)
+    claim(folder.path)
     folder.secrets = Secrets.of(cfg)
     folder.save_config(dump_config(cfg, secrets=False))
     freeze(cfg)

@@ -93,6 +93,10 @@ def request(name: str, prompt: list[int] | None = None, **sampling: object) -> G
     return GenerationRequest(name, prompt or [2, 3, 4, 5], SamplingParams(**sampling))  # type: ignore[arg-type]
 
 
+def has_sockets(folder: str) -> bool:
+    return any(path.is_socket() for path in Path(folder).iterdir())
+
+
 def gap(output: Listed, expected: torch.Tensor) -> float:
     assert len(output.logprobs) == len(expected)
     return (torch.tensor(output.logprobs) - expected).abs().max().item()
@@ -475,15 +479,15 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     await engine.until_running(1)
     await engine.pause("keep")
     draining = asyncio.create_task(engine.score([[2, 3, 4]]))
-    folder = Path(engine._core._guard.folder)
-    assert any(path.is_socket() for path in folder.iterdir())
+    folder = engine._core._guard.folder
+    assert has_sockets(folder)
     for process in guarded(engine._core.process_mark):
         os.kill(process, signal.SIGKILL)
     for waiting in (answers, draining, engine.resume(), engine.answer(request("next")), engine.score([[2, 3]])):
         with pytest.raises(EngineDiedError):
             await asyncio.wait_for(waiting, timeout=10)
     await engine.shutdown()
-    assert not folder.exists(), "sockets and what else its processes had among the temporary files"
+    assert not os.path.exists(folder), "sockets and what else its processes had among the temporary files"
 
 
 async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: Path, warm_processes: Path) -> None:
@@ -509,7 +513,7 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
     while not line.startswith(b"mark"):
         line = await asyncio.wait_for(parent.stdout.readline(), timeout=120)
     mark, folder = line.decode().split()[1:]
-    assert folder.startswith(temporary) and any(path.is_socket() for path in Path(folder).iterdir())
+    assert folder.startswith(temporary) and has_sockets(folder)
     assert len(guarded(mark)) >= 2  # the core and its worker
     parent.kill()
     await parent.wait()
