@@ -24,6 +24,7 @@ from skyasync.errors import UserError
 from skyasync.weight_sync.digests import digests_of
 
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
+OWNER_ALONE = 0o600
 ABOUT = ":about"  # what a file says of itself besides its digests; no tensor's name begins so
 
 
@@ -64,6 +65,7 @@ def write_weights(weights: Mapping[str, Tensor], folder: str = "", said: Mapping
     unfinished = path.with_suffix(".writing")
     try:
         save_file(dict(weights), unfinished, metadata=digests_of(weights) if said is None else dict(said))
+        unfinished.chmod(OWNER_ALONE)  # safetensors makes it so, some versions as the umask says
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Weights as files in shared memory: complete before they have a name, and never left behind."""
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -146,3 +147,18 @@ def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_
     kept.drop()
     with pytest.raises(FileNotFoundError):
         read_weights(other)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_weights_are_readable_by_their_owner_alone_also_where_several_machines_see_them(tmp_path, named):
+    (tmp_path / "seen").mkdir(mode=0o755)
+    before = os.umask(0)
+    try:
+        path = Path(write_weights(WEIGHTS, str(tmp_path / "seen") if named else ""))
+    finally:
+        os.umask(before)
+    assert path.parent == (tmp_path / "seen" if named else tmp_path)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in path.parent.glob("skyasync*")] == [0o600]
+    kept = KeptFile(named=named)
+    assert stat.S_IMODE(os.stat(kept.keep(str(path))).st_mode) == 0o600
+    kept.drop()
