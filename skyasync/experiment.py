@@ -197,7 +197,13 @@ class BasePPOExp:
             self.cfg,
             {role.name: self.parts.placement.ranks(role.name) for role in self.roles()},
             self.engine_config().weight_sync_backend,
+            self._living,
         )
+
+    def _living(self) -> list[int]:
+        """The places of the engines that live."""
+        roster = getattr(self.parts.client, "roster", None)  # a client of one's own has none
+        return roster.routes.living if roster else list(range(self.cfg.generator.own_engines))
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]

@@ -20,7 +20,6 @@ from skyasync.training.restarts import Restarts
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config
-    from skyasync.engines.protocol import EngineConfig
     from skyasync.engines.revival import Revival
     from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
@@ -50,7 +49,6 @@ class Run(Protocol):
     @property
     def parts(self) -> Parts: ...
 
-    def engine_config(self) -> EngineConfig: ...
     def get_dispatch(self) -> RayWorkerDispatch: ...
 
 
@@ -76,12 +74,8 @@ class Restarting:
         lost = getattr(run.parts.dispatch, "lost", None)
         if lost is None or not self.possible:
             return False
-        generator, together = run.engine_config(), run.cfg.trainer.placement.colocate_all
-        if together or generator.weight_sync_backend == "nccl" or not hasattr(run.parts.weight_sync, "restart"):
-            lost[1].add_note(
-                "workers are not started again with trainer.placement.colocate_all=true, nor with "
-                "generator.weight_sync_backend=nccl, whose group would have to be formed anew"
-            )
+        if run.cfg.trainer.placement.colocate_all or not hasattr(run.parts.weight_sync, "restart"):
+            lost[1].add_note("workers are not started again with trainer.placement.colocate_all=true")
             return False
         return self._budget.take(f"a process of the {lost[0]}", step, lost[1])
 

@@ -195,7 +195,10 @@ class InferenceClient:
         await self.roster.all("abort", request_ids)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self.roster.all("update_weights", update)
+        if "members" in update.info:  # both ends meet in a group
+            await self.roster.all_or_none(update.info["members"], "update_weights", update)
+        else:
+            await self.roster.all("update_weights", update)
 
     async def sleep(self) -> None:
         await self.roster.all("sleep")

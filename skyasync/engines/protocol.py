@@ -15,7 +15,7 @@ import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Floats, Ints, floats, ints
 from skyasync.registry import Registry
-from skyasync.weight_sync.update import WakePart, WeightUpdate
+from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "abort", "wait"]
@@ -122,7 +122,7 @@ def _unpacked(request_id: str, packed: bytes, finish_reason: FinishReason | None
     return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason)
 
 
-class EngineDiedError(RuntimeError):
+class EngineDiedError(TakerDiedError):
     """The engine can answer nothing any more; whatever it was computing is lost."""
 
 

@@ -66,6 +66,26 @@ class Roster:
         answers = await asyncio.gather(*(self.ask(index, method, *args) for index in living))
         return {index: answer[0] for index, answer in zip(living, answers, strict=True) if answer}
 
+    async def all_or_none(self, members: Sequence[int], method: str, *args: object) -> None:
+        """Call these engines, which wait for each other in it: where one of them is dead, or dies, so are the others.
+
+        Raises:
+            EngineDiedError: if one did.
+        """
+        if self.end is not None:
+            raise self.end
+        gone = [index for index in members if index in self.routes.dead]
+        calls = {i: asyncio.ensure_future(self.ask(i, method, *args)) for i in members if not gone}
+        waiting = set(calls.values())
+        while waiting and not gone:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            gone = [index for index, call in calls.items() if call.done() and call.result() is None]
+        if gone:
+            error = EngineDiedError(f"engine {gone[0]} has died in a call in which the others wait for it ({method})")
+            for index in [index for index, call in calls.items() if not call.done()]:
+                self.lose(index, error)
+            raise error
+
     def ask(self, index: int, method: str, *args: object) -> Coroutine[Any, Any, tuple[Any] | None]:
         """What one engine answers; None if it dies before.
 

@@ -155,6 +155,4 @@ def not_replaced(cfg: Config, *, gpus: bool) -> str:
     """A line that says why an engine that dies ends the run; empty where another takes its place."""
     if cfg.trainer.placement.colocate_all:
         return "engines that die are not replaced: with trainer.placement.colocate_all they take turns with the policy"
-    if weight_sync_backend(cfg, gpus=gpus) == "nccl":
-        return "engines that die are not replaced: with weight_sync_backend=nccl the group would have to be formed anew"
     return ""

@@ -12,7 +12,10 @@ here the controller hands them the message. Both ends meet inside NCCL, so they 
 | an engine's ``update_weights``              | ``send`` on rank 0              | rendezvous, for at most 5 minutes  |
 
 A policy worker makes one sender per rank and announces with ``update``; ``WeightSync`` runs ``send`` beside the
-engines' ``update_weights``. Ranks: 0 is the trainer; engine i has ``1 + i * workers_per_engine`` and the following.
+engines' ``update_weights``. Ranks: 0 is the trainer; the i-th of the message's ``members`` (all engines, where it names
+none) has ``1 + i * workers_per_engine`` and the following. A message with another rendezvous than the one before is of
+another group, which both ends form anew: they leave the former one first, also if others in it are dead (vLLM's way to
+leave is NCCL's to abort).
 """
 
 from __future__ import annotations
@@ -126,7 +129,9 @@ def parameter_info(parameters: list[ParameterMeta]) -> dict[str, Any]:
 
 def worker_info(info: dict[str, Any], engine_index: int, workers_per_engine: int) -> dict[str, Any]:
     """From a message's ``info`` the fields of vLLM's ``NCCLWeightTransferInitInfo`` for one engine."""
-    return info["rendezvous"] | {"rank_offset": 1 + engine_index * workers_per_engine}
+    members = info.get("members", range(engine_index + 1))
+    place = 0 if members is None else members.index(engine_index)  # None: a latecomer's, who is alone
+    return info["rendezvous"] | {"rank_offset": 1 + place * workers_per_engine}
 
 
 class _NoControl:

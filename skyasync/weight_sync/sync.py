@@ -29,14 +29,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from skyasync.cleanup import afterwards
 from skyasync.together import run_together, together
 from skyasync.weight_sync.gaps import FLOAT32, TIMES, Rounding, Scores, gap
-from skyasync.weight_sync.update import OtherWeightsError, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import (
+    OtherWeightsError,
+    TakerDiedError,
+    WeightsMovedError,
+    WeightSyncError,
+    WeightUpdate,
+)
 
 WITH_DIGESTS = ("shared_memory",)  # backends whose engines prove what they hold
 
@@ -91,6 +97,7 @@ class WeightSync:
     _kept: WeightUpdate | None = field(default=None, init=False)
     _said: dict[str, float] = field(default_factory=dict, init=False)  # by the last publishing
     _latecomer: bool = field(default=False, init=False)  # an engine that no probe has seen
+    _lost: bool = field(default=False, init=False)  # the source was given up
     _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # what is kept is the living source's
 
     def __post_init__(self) -> None:
@@ -101,7 +108,7 @@ class WeightSync:
 
         What was measured at start-up still holds: it is of the models and their dtypes.
         """
-        self.source, self._kept, self._latecomer = source, None, True
+        self.source, self._kept, self._latecomer, self._lost = source, None, True, False
         if self.keeper is not None:
             self.keeper = source  # type: ignore[assignment]  # whoever was one is of the same kind
             self._fresh.clear()
@@ -133,6 +140,9 @@ class WeightSync:
                     await run_together(self.source.send_weights(update), self.destination.update_weights(update))
                 except OtherWeightsError:
                     update = await self._whole(update)
+                except TakerDiedError as error:  # which the others wait for
+                    self._lost = hasattr(self.source, "give_up_sync") and self.source.give_up_sync(error)
+                    raise
                 self._said = update.metrics
             self._proven = update.backend in WITH_DIGESTS
             self._syncs += 1
@@ -144,16 +154,28 @@ class WeightSync:
         Raises:
             WeightSyncError: if nothing was kept: no engine has been given weights yet.
         """
-        await self._fresh.wait()
-        async with self._turn:
-            if self._kept is None:
-                raise WeightSyncError("no weights have been kept for an engine that comes late")
-            if self._kept.info:
-                yield self._kept
-            else:
-                async with self._written_whole(self._kept, fell_back=False) as update:
-                    yield update
+        async with AsyncExitStack() as stack:
+            yield await self._for_latecomer(stack)
             self._latecomer = True
+
+    async def _for_latecomer(self, stack: AsyncExitStack) -> WeightUpdate:
+        while True:
+            await self._fresh.wait()
+            async with AsyncExitStack() as turn:
+                await turn.enter_async_context(self._turn)
+                if not self._fresh.is_set():  # the source has died meanwhile
+                    continue
+                if self._kept is None:
+                    raise WeightSyncError("no weights have been kept for an engine that comes late")
+                try:
+                    update = self._kept
+                    if not update.info:
+                        update = await turn.enter_async_context(self._written_whole(update, fell_back=False))
+                except WeightsMovedError:
+                    self._fresh.clear()  # until the next sync
+                    continue
+                await stack.enter_async_context(turn.pop_all())
+                return update
 
     async def _whole(self, update: WeightUpdate) -> WeightUpdate:
         """Hand all weights to all engines, where one could not take what has changed."""
@@ -182,7 +204,9 @@ class WeightSync:
             update = await publishing
         except Exception:  # which the sync has raised: there is nothing to be freed
             return
-        if self.keeper is None:
+        if self._lost:
+            self._fresh.clear()  # latecomers wait for what comes in the source's place
+        elif self.keeper is None:
             await self.source.release_weights(update)
         else:
             self._kept = await self.keeper.keep_weights(update)

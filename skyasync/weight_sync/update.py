@@ -8,12 +8,20 @@ from typing import Any, Literal
 WakePart = Literal["weights", "cache"]
 
 
+class TakerDiedError(RuntimeError):
+    """Whoever was to take weights is no more."""
+
+
 class WeightSyncError(RuntimeError):
     """An engine does not hold, or does not compute, what the trainer does."""
 
 
 class OtherWeightsError(WeightSyncError):
     """An engine was sent changes of weights that it does not hold; it is as it was."""
+
+
+class WeightsMovedError(WeightSyncError):
+    """What an engine that comes late is to be given is not there any more: the next sync has to come first."""
 
 
 @dataclass(frozen=True)

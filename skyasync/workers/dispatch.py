@@ -12,7 +12,8 @@ into one shard per rank, and whatever comes back is in the batch's order; how th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +64,7 @@ class Dispatch:
     def __init__(self, cfg: Config, groups: Mapping[str, Group]) -> None:
         self._cfg, self._groups = cfg, Started(groups)
         self._broadcast: Broadcast | None = None
+        self._changing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # around what changes weights
 
     def set_threads(self, threads: int) -> None:
         """CPU threads of each policy rank; call before ``start``."""
@@ -108,7 +110,8 @@ class Dispatch:
     async def optimizer_step(
         self, schedule_step: int | None = None, scale: float = 1.0, role: str = POLICY
     ) -> dict[str, float]:
-        return (await self._groups[role].call("optimizer_step", schedule_step, scale))[0]
+        async with self._changing():
+            return (await self._groups[role].call("optimizer_step", schedule_step, scale))[0]
 
     async def examine(self, scale: float = 1.0, role: str = POLICY) -> str:
         found: list[str] = await self._groups[role].call("examine", scale)
@@ -150,12 +153,16 @@ class Dispatch:
             await self._groups[POLICY].call_first("prove_lent")
 
     async def release_weights(self, update: WeightUpdate) -> None:
-        if self._broadcast is None:
+        if self._broadcast is not None:
+            await self._broadcast.settle()
+        else:
             await self._groups[POLICY].call_first("release", update.info["path"])
 
     async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
-        """Instead of ``release_weights``, with shared memory: how an engine that comes late gets them, until the next
-        ``publish_weights``. Of changes nothing is kept: all weights are written when they are asked for."""
+        """Instead of ``release_weights``: how an engine that comes late gets them, until the next ``publish_weights``.
+        Of changes, and by NCCL, nothing is kept: all weights are written, or sent, when they are asked for."""
+        if self._broadcast is not None:
+            return replace(update, info={})
         if self._sends_changes:
             await self.release_weights(update)
             return replace(update, info={})
@@ -167,12 +174,22 @@ class Dispatch:
         return self._broadcast is None and lends_weights(self._cfg)
 
     async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
-        """The same weights, all of them, instead of what has changed; ``fell_back``: somebody could not take that."""
+        """The same weights, all of them, instead of what has changed; ``fell_back``: somebody could not take that. By
+        NCCL: for one engine that comes late; ``release_weights`` then awaits their end."""
+        if self._broadcast is not None:
+            return await self._broadcast.publish_alone(update.version)
         return _as_update(update.version, await self._groups[POLICY].call_first("publish_whole", fell_back))
 
     @property
     def _sends_changes(self) -> bool:
         return self._broadcast is None and self._cfg.generator.weight_sync_mode == "delta"
+
+    def give_up_sync(self, cause: BaseException) -> bool:
+        """An engine has died while weights were on their way to all: by NCCL the policy's ranks wait for it there, and
+        are lost. Whether they are."""
+        if self._broadcast is not None:
+            self._broadcast.give_up("an engine has died in a weight sync by NCCL, in which they wait for it", cause)
+        return self._broadcast is not None
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call(POLICY, "score", sequences))[0]
@@ -221,7 +238,8 @@ class Dispatch:
         for role in self._trained():
             if not (folder / role).is_dir():
                 raise UserError(f"{folder} holds no {role}: it was saved by a run without one")
-            await self.call(role, "load", str(folder / role))
+            async with self._changing():
+                await self.call(role, "load", str(folder / role))
 
     def _trained(self) -> list[str]:
         return [role for role in self._groups if ROLES[role].trains]
@@ -259,16 +277,23 @@ class RayWorkerDispatch(Dispatch):
     Args:
         placements: where the ranks of each role go, by its name; roles without an entry are not started.
         weight_sync_backend: how the engines expect the weights, ``shared_memory`` or ``nccl``.
+        living: the places of the engines that live, which meet in NCCL; all of them without it.
     """
 
     def __init__(
-        self, cfg: Config, placements: Mapping[str, WorkerPlacement], weight_sync_backend: str = "shared_memory"
+        self,
+        cfg: Config,
+        placements: Mapping[str, WorkerPlacement],
+        weight_sync_backend: str = "shared_memory",
+        living: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         groups = {role: RankGroup(ROLES[role], placement) for role, placement in placements.items()}
         super().__init__(cfg, groups)
         self._policy = groups[POLICY]
-        workers = cfg.generator.own_engines * cfg.generator.devices_per_engine
-        self._broadcast = Broadcast(self._policy, workers) if weight_sync_backend == "nccl" else None
+        if weight_sync_backend == "nccl":
+            every = range(cfg.generator.own_engines)
+            self._broadcast = Broadcast(self._policy, cfg.generator.devices_per_engine, living or (lambda: every))
+            self._changing = self._broadcast.changing
 
 
 def _as_update(version: int, file: Published) -> WeightUpdate:

@@ -166,7 +166,9 @@ class PolicyWorker(TrainedWorker):
             return host, listener.getsockname()[1]
 
     def open_broadcast(self, rendezvous: Rendezvous) -> None:
-        """Get ready to send weights by NCCL. All ranks call it, with the same rendezvous."""
+        """Get ready to send weights by NCCL, in a new group. All ranks call it, with the same rendezvous."""
+        if (former := getattr(self, "_sender", None)) is not None:
+            former.close()
         self._sender = NCCLSender(self.adapters or self.model.model, rendezvous, rank=self.rank, dtype=self.dtype)
 
     def announce(self, version: int) -> WeightUpdate:

@@ -172,6 +172,13 @@ class RankGroup:
             ray.kill(actor)
         self._actors = []
 
+    def give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        """They wait for somebody who will not come, and cannot be told: end them, as if they had died."""
+        if self._failure is None:
+            error = RankSilentError(f"the {self._role.name}'s processes were ended: {reason}")
+            error.__cause__ = cause
+            self._fail(error)
+
     def _alive(self) -> list[Any]:
         if not self._actors:
             raise RuntimeError("the workers have been stopped") from self._failure

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
 
 RENDEZVOUS = Rendezvous("127.0.0.1", 29500, engine_workers=6)
@@ -28,6 +31,13 @@ def test_message_and_iteration_enumerate_the_same_parameters() -> None:
         assert parameters["names"] == [name for name, _ in sent] == ["0.weight", "1.weight", "1.bias"]
         assert parameters["shapes"] == [list(tensor.shape) for _, tensor in sent]
         assert [getattr(torch, name) for name in parameters["dtype_names"]] == [tensor.dtype for _, tensor in sent]
+
+
+def test_of_the_engines_that_live_every_worker_has_a_rank_and_a_latecomer_is_alone() -> None:
+    info = NCCLSender(model(), Rendezvous("127.0.0.1", 29500, 4), rank=0).update(1).info
+    offsets = [worker_info(info | {"members": [0, 2]}, engine, 2)["rank_offset"] for engine in (0, 2)]
+    assert {0, *(offset + worker for offset in offsets for worker in range(2))} == set(range(5))
+    assert worker_info(info | {"members": None}, 2, 2)["rank_offset"] == 1
 
 
 def test_every_worker_of_every_engine_has_a_rank_of_its_own() -> None:
@@ -108,3 +118,38 @@ def test_what_the_optimizer_has_queued_is_done_before_vllm_reads_the_weights(mon
         order.clear()
         NCCLSender(model(), RENDEZVOUS, rank=rank).send()
         assert order == ["synchronize", "_broadcast", "_post_send_sync"]
+
+
+@pytest.mark.vllm
+async def test_an_engine_leaves_its_group_before_it_joins_another_and_asks_vllm_for_what_it_has() -> None:
+    told: list[Any] = []
+
+    class Core:
+        """Stands for vLLM's, which needs GPUs for it."""
+
+        llm: Any
+
+        async def call(self, answer: Any) -> None:
+            await answer
+
+        async def collective_rpc(self, method: str) -> None:
+            told.append(method)
+
+        async def init_weight_transfer_engine(self, request: Any) -> None:
+            told.append((request.init_info["master_port"], request.init_info["rank_offset"]))
+
+    engine = VLLMEngine(EngineConfig("model", max_model_len=8, extra={"engine_index": 1}))
+    engine._core = core = Core()  # type: ignore[assignment]
+    core.llm = core
+    for port, members in ((1, [0, 1]), (1, [0, 1]), (2, [1]), (3, None)):
+        info = NCCLSender(model(), Rendezvous("127.0.0.1", port, 2), rank=0).update(1).info
+        await engine._join_group(info | {"members": members})
+    leave = "shutdown_weight_transfer_engine"
+    assert told == [(1, 2), leave, (2, 1), leave, (3, 1)]
+    assert f"def {leave}(self)" in source_of_vllms_worker()
+
+
+def source_of_vllms_worker() -> str:
+    from vllm.v1 import worker
+
+    return Path(worker.__path__[0], "gpu_worker.py").read_text()

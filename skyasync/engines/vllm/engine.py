@@ -77,7 +77,7 @@ class VLLMEngine:
         self._told: dict[str, int] = {}  # tokens of unanswered requests that ``progress`` has given
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
-        self._joined_group = False
+        self._group: dict[str, Any] = {}  # the rendezvous of the NCCL group that it is in
         self._held = Held()
         self._asleep = False  # as a whole or in part: nothing is scheduled
 
@@ -262,16 +262,19 @@ class VLLMEngine:
         await core.call(core.llm.finish_weight_update(weight_version=str(update.version)))
 
     async def _join_group(self, info: dict[str, Any]) -> None:
-        """Meet the trainer in its NCCL group, before the first update."""
+        """Meet the trainer in its NCCL group, before the first update in it."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         from skyasync.weight_sync.nccl import worker_info
 
-        if not self._joined_group:
+        if info["rendezvous"] != self._group:
+            if self._group:  # whoever else was in it may be dead
+                self._group = {}
+                await self._core.call(self._core.llm.collective_rpc("shutdown_weight_transfer_engine"))
             index = self.config.extra.get("engine_index", 0)
             request = WeightTransferInitRequest(worker_info(info, index, self.config.tensor_parallel_size))
             await self._core.call(self._core.llm.init_weight_transfer_engine(request))
-            self._joined_group = True
+            self._group = info["rendezvous"]
 
     async def _restart_unbegun(self) -> None:
         """Have the requests that vLLM holds without a token computed from the start, by the new weights."""

@@ -97,6 +97,10 @@ def has_sockets(folder: str) -> bool:
     return any(path.is_socket() for path in Path(folder).iterdir())
 
 
+def is_there(path: str) -> bool:
+    return os.path.exists(path)
+
+
 def gap(output: Listed, expected: torch.Tensor) -> float:
     assert len(output.logprobs) == len(expected)
     return (torch.tensor(output.logprobs) - expected).abs().max().item()
@@ -487,7 +491,7 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
         with pytest.raises(EngineDiedError):
             await asyncio.wait_for(waiting, timeout=10)
     await engine.shutdown()
-    assert not os.path.exists(folder), "sockets and what else its processes had among the temporary files"
+    assert not is_there(folder), "sockets and what else its processes had among the temporary files"
 
 
 async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: Path, warm_processes: Path) -> None:
