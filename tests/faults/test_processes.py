@@ -30,10 +30,10 @@ SETTINGS = (
 )
 WORKER, HUNG, ENVIRONMENT, CONTROLLER = "PolicyWorker", "stop PolicyWorker", "_Host", "Controller"
 KILLS: dict[str, Kills] = {  # in turn, each plan something else
-    "sync": {3: WORKER, 5: CONTROLLER},
-    "one_step_off": {3: HUNG, 5: ENVIRONMENT},
+    "sync": {3: WORKER, 4: ENVIRONMENT, 5: CONTROLLER},
+    "one_step_off": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER},
     "streamed": {3: WORKER, 4: ENVIRONMENT, 5: CONTROLLER},
-    "fully_async": {3: WORKER, 5: CONTROLLER},
+    "fully_async": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER},
 }
 PROGRAM = """
 from skyasync import main

@@ -1,0 +1,170 @@
+"""Every kind of death at chosen moments, in all plans on virtual time; the plans' parts are those of a real run.
+
+A program or controller that is killed leaves what is on the disk at that moment, and nothing tidies up: the run's
+folder is copied in the middle of everything, and the same command goes on with the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyasync.config.schema import Config
+from skyasync.plans import PLANS
+from skyasync.rollout.types import Prompt, PromptId
+from skyasync.simulate.clock import run_virtual
+from skyasync.testing.chaos import virtual
+from skyasync.testing.chaos.events import FOREVER, Event
+from skyasync.testing.chaos.virtual import NAMES, Play
+from skyasync.testing.chaos.virtual_parts import Engine
+from skyasync.testing.chaos.virtual_ranks import Ranks
+from skyasync.testing.chaos.virtual_run import Command, Virtual
+
+pytestmark = pytest.mark.fault
+
+ROWS, POINTS, SEED = 8, 10, 7
+MOMENTS = ("rollout", "sync", "training", "saving")
+STRUCK = ("kill-engine", "freeze-engine", "kill-rank", "freeze-rank", "kill-environment", "freeze-environment")
+
+
+_drawn = virtual.settings_of
+
+
+def settings(seed: int, plan: str) -> tuple[Config, int]:
+    """Every step is saved, with what is in flight."""
+    cfg, _ = _drawn(SEED, plan)
+    trainer, generator = cfg.trainer, cfg.generator
+    trainer.train_batch_size, trainer.epochs, trainer.ckpt_interval, trainer.ckpt_keep = 2, 2, 1, 2
+    trainer.ckpt_rollouts, trainer.ckpt_async, trainer.max_staleness, trainer.sync_interval = True, False, 2, 1
+    trainer.async_queue_size, trainer.partial_rollout = 1, "keep"
+    generator.n_samples_per_prompt, generator.num_inference_engines, generator.max_concurrent_rollouts = 2, 2, 0
+    return cfg, ROWS
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Seen:
+    """When, in a run that nothing befalls, each moment came."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
+
+    def noting(self, moment: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def noted(*args: Any) -> Any:
+            self.at[moment].append(now() + 0.2)  # in its middle
+            return await call(*args)
+
+        return noted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_settings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched, virtual._quiet():
+        patched.setattr(virtual, "settings_of", settings)
+        yield
+
+
+@pytest.fixture(scope="module")
+def seen(same_settings: None) -> dict[str, Seen]:
+    return {plan: looked_at(plan) for plan in NAMES}
+
+
+def looked_at(plan: str) -> Seen:
+    found = Seen()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Engine, "update_weights", found.noting("sync", Engine.update_weights))
+        patched.setattr(Ranks, "train", found.noting("training", Ranks.train))
+        patched.setattr(Ranks, "save", found.noting("saving", Ranks.save))
+        assert played(plan, []).wrong == []
+    found.at["rollout"] = [at + 1.5 for at in found.at["sync"][2:-2]]
+    return found
+
+
+def played(plan: str, events: list[Event]) -> Play:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(virtual, "schedule", lambda *_: events)
+        return virtual.play(SEED, plan)
+
+
+@pytest.mark.parametrize("kind", STRUCK)
+@pytest.mark.parametrize("plan", NAMES)
+def test_each_process_may_die_or_hang_in_each_moment(plan: str, kind: str, seen: dict[str, Seen]) -> None:
+    chance = random.Random(f"{plan} {kind}")
+    for moment in MOMENTS:
+        at = chance.choice(seen[plan].at[moment])
+        lasts = FOREVER if kind.startswith("freeze") else 0.0
+        found = played(plan, [Event(1, at, kind, lasts, chance.random())])
+        assert (found.wrong, found.events[kind]) == ([], 1), f"{kind} in {moment}, at {at:g} s"
+
+
+@pytest.mark.parametrize("plan", NAMES)
+def test_a_command_goes_on_with_what_a_killed_one_left_at_any_moment(plan: str, tmp_path: Path) -> None:
+    copies = copied_while_it_runs(plan, tmp_path)
+    saving = [copy for copy in copies if any(copy.glob("run/checkpoints/*.unfinished/*"))]
+    assert saving, "some are of the middle of a save"
+    chance = random.Random(plan)
+    for copy in {*chance.sample(copies, POINTS), *chance.sample(saving, min(3, len(saving)))}:
+        run_virtual(command(plan, copy).run())
+        assert virtual._audited(Play(plan, SEED), copy / "run") == [], copy.name
+    assert len(copies) > 2 * POINTS
+
+
+def command(plan: str, folder: Path) -> Command:
+    cfg, rows = settings(SEED, plan)
+    said = [[{"role": "user", "content": chr(97 + row)}] for row in range(rows)]
+    prompts = [Prompt(PromptId(0, row), words, virtual._env()) for row, words in enumerate(said)]
+    return Command(cfg, type("Virtual", (Virtual, PLANS.find(plan)), {}), prompts, folder, seed=SEED)
+
+
+def copied_while_it_runs(plan: str, folder: Path) -> list[Path]:
+    """The folders of a run as it was at each second, and before and behind every change of a name in it."""
+    whole, copies = folder / "whole", list[Path]()
+
+    def copy() -> None:
+        copies.append(folder / f"copy-{len(copies)}")
+        shutil.copytree(whole, copies[-1])
+
+    async def scenario() -> None:
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(1.3)
+                copy()
+
+        watching = asyncio.create_task(watch())
+        assert await command(plan, whole).run()
+        watching.cancel()
+
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in ((os, "replace"), (os, "rename"), (Path, "rename"), (Path, "replace")):
+            patched.setattr(owner, name, around(getattr(owner, name), copy, whole))
+        whole.mkdir()
+        run_virtual(scenario())
+    return copies
+
+
+def around(change: Callable[..., Any], copy: Callable[[], None], whole: Path) -> Callable[..., Any]:
+    """A killed program has been killed before it, or behind it."""
+    inside: list[int] = []
+
+    def changing(path: Any, *args: Any, **options: Any) -> Any:
+        if inside or not str(path).startswith(f"{whole}{os.sep}"):
+            return change(path, *args, **options)
+        inside.append(1)
+        try:
+            copy()
+            result = change(path, *args, **options)
+            copy()
+        finally:
+            inside.pop()
+        return result
+
+    return changing
