@@ -78,6 +78,7 @@ class Assembly:
         self.dispatch: Any = None
         self.generator: Any = None
         self.weight_sync: Any = None
+        self.turns: DeviceTurns | None = None  # of engines and policy, where they share devices
         self.revival: Revival | None = None
         self._membership: Membership | None = None
         self._watch: Watch | None = None
@@ -125,24 +126,24 @@ class Assembly:
         from skyasync.observe.timeline import Timeline
 
         make, settings = self._make, self._make.cfg.trainer
-        turns = await self._load(trainer)
+        await self._load(trainer)
         assert make.run_dir is not None
         timeline = Timeline(make.run_dir.timeline, began=make.began_s)
         timeline.add_span("start", "trainer", make.began_s or timeline.now(), timeline.now())
         self._watch = watching(make.run_dir.path, settings.ckpt_path, copies=settings.ckpt_async)
         self.revival = make.get_revival(self.weight_sync, timeline)
-        if self.revival is not None:
+        if self.revival is not None and self.turns is None:
             self._membership = make.get_membership(self.weight_sync, self.revival)
-        self.attach(trainer, timeline, turns)
+        self.attach(trainer, timeline)
 
-    async def _load(self, trainer: RayPPOTrainer) -> DeviceTurns | None:
-        """Models and the way between them; whose turn it is on devices that they share."""
+    async def _load(self, trainer: RayPPOTrainer) -> None:
+        """Models and the way between them."""
         from skyasync.together import run_together
         from skyasync.weight_sync.turns import DeviceTurns
 
         cfg, probe, turns = self._make.cfg, _probe(trainer, self._make.cfg), None
         if cfg.trainer.placement.colocate_all:
-            turns = DeviceTurns(self.dispatch, self.client, probe if cfg.generator.verify_weight_sync else ())
+            turns = self.turns = DeviceTurns(self.dispatch, self.client, probe if cfg.generator.verify_weight_sync else ())
             await turns.start(trainer.total_updates)
         else:
             await run_together(self.client.start(), self.dispatch.start(trainer.total_updates))
@@ -151,14 +152,13 @@ class Assembly:
         async with asyncio.timeout(cfg.trainer.step_timeout_s):
             if not cfg.generator.engines:  # else they have weights of a run before, perhaps
                 await self.weight_sync.measure_floor()
-        return turns
 
-    def attach(self, trainer: RayPPOTrainer, timeline: Timeline, turns: DeviceTurns | None = None) -> None:
+    def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None:
         """Give a trainer the models, which are up, and what watches over them."""
         if self._watch is not None:
             trainer.callbacks.insert(0, self._watch)  # those behind it see its metrics
         trainer.callbacks.extend(part for part in (self.revival, self._membership) if part is not None)
-        trainer.attach(self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._make.run_dir, turns=turns)
+        trainer.attach(self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._make.run_dir, turns=self.turns)
         self._tracker = None
 
     async def close(self) -> None:

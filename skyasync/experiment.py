@@ -20,7 +20,7 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden
 from skyasync.engines.protocol import EngineConfig, InferenceEngine
-from skyasync.engines.settings import engine_config, engines_per_device, not_replaced, rounding
+from skyasync.engines.settings import engine_config, engines_per_device, rounding
 from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.engines.wanted import FILE as ENGINES_FILE
 from skyasync.observe.run_dir import RunDirectory
@@ -230,9 +230,6 @@ class BasePPOExp:
         ours = isinstance(self.parts.client, InferenceClient) and hasattr(weight_sync, "between_syncs")
         if not generator.max_engine_restarts or not ours:
             return None
-        if line := not_replaced(self.cfg, gpus=self.gpus):
-            print(line)
-            return None
         weight_sync.keeper = self.parts.dispatch
         return Revival(
             self.parts.client,
@@ -242,6 +239,7 @@ class BasePPOExp:
             heartbeat_timeout_s=generator.heartbeat_timeout_s,
             limit_s=self.cfg.trainer.step_timeout_s,
             timeline=timeline,
+            turns=self.parts.turns,
         )
 
     def get_membership(self, weight_sync: WeightSync, revival: Revival) -> Membership:

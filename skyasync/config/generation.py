@@ -228,7 +228,7 @@ class GeneratorConfig(Settings):
     max_engine_restarts: int = key(
         3,
         "Engines that may die in an hour and are started again, while the run goes on; at the next death, or with 0 at "
-        "the first, the run ends. Not with trainer.placement.colocate_all.",
+        "the first, the run ends.",
         low=0,
     )
     heartbeat_s: float = key(

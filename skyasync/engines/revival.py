@@ -13,6 +13,7 @@ then, or when a newcomer's weights are not what was sent, the run ends with the 
 | ``_listen``, one an engine | its news                           | the engine; ``heartbeat_timeout_s``, which ends it |
 | ``_revive``, one a death   | a newcomer: its start, its weights | the engine; ``engine_start_timeout_s``,``limit_s`` |
 | ``_revive``                | the end of a weight sync           | the sync; ``limit_s``                              |
+| ``_replace_in_turn``       | the engines' turn on the devices   | the sync behind the training step under way        |
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ log = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
 OWN_DELAY_S = 1.0  # an answer may be there, and this process have been too busy to read it
+
+
+class Turns(Protocol):
+    """Whose turn it is on devices that engines share with the policy; see ``skyasync.weight_sync.turns``."""
+
+    async def engines_turn(self) -> None: ...
+    def for_engines(self) -> AbstractAsyncContextManager[bool]: ...
 
 
 class Weights(Protocol):
@@ -73,6 +81,7 @@ class Revival(TrainerCallback):
         heartbeat_s: how often an engine is asked for its news.
         heartbeat_timeout_s: one that does not answer within that is dead.
         limit_s: how long a newcomer may take to be given its weights.
+        turns: of engines and policy, where they share devices.
     """
 
     def __init__(
@@ -85,7 +94,9 @@ class Revival(TrainerCallback):
         heartbeat_timeout_s: float,
         limit_s: float,
         timeline: Timeline | None = None,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns
         self.deaths = self.restarts = 0
         self._client, self._weights, self._limit_s = client, weights, limit_s
         self._heartbeat_s, self._timeout_s = heartbeat_s, heartbeat_timeout_s
@@ -163,7 +174,7 @@ class Revival(TrainerCallback):
         began, since = self._now(), self._timeline.now()
         while True:
             try:
-                version = await self._replace(index)
+                version = await (self._replace_in_turn(index) if self._turns else self._replace(index))
                 break
             except (WeightSyncError, UserError) as wrong:  # no death: it would come again
                 self._client.give_up(wrong)
@@ -197,6 +208,27 @@ class Revival(TrainerCallback):
             engine.kill()
             raise
         return update.version
+
+    async def _replace_in_turn(self, index: int) -> int:
+        """As ``_replace``, where there is room for an engine only while the policy is in host memory."""
+        old: Any = self._client.engines[index]
+        old.kill()
+        assert self._turns is not None
+        while True:
+            await self._turns.engines_turn()
+            async with self._weights.between_syncs() as update, self._turns.for_engines() as ours:
+                if not ours:  # it has ended while a sync was waited for
+                    continue
+                engine = old.successor()
+                try:
+                    await engine.start()
+                    async with asyncio.timeout(self._limit_s):
+                        await engine.update_weights(update)
+                        await self._client.admit(index, engine)
+                except BaseException:
+                    engine.kill()
+                    raise
+                return update.version
 
     async def _listen(self, index: int) -> None:
         while True:

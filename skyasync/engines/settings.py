@@ -149,10 +149,3 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     shared = cfg.trainer.placement.colocate_all
     why = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
     return f"generator.weight_sync_backend=auto is shared_memory: {why}"
-
-
-def not_replaced(cfg: Config, *, gpus: bool) -> str:
-    """A line that says why an engine that dies ends the run; empty where another takes its place."""
-    if cfg.trainer.placement.colocate_all:
-        return "engines that die are not replaced: with trainer.placement.colocate_all they take turns with the policy"
-    return ""

@@ -9,11 +9,16 @@ is on the devices, the engines sleep. At no time does a device hold the policy a
 
 ``source`` and ``destination`` are what a ``WeightSync`` is made of. The probe is scored by the policy before it leaves:
 a verification, which comes when the engines are awake, is told what was found then.
+
+An engine that is started in a dead one's place takes memory, so it is started in the engines' turn, which does not end
+before it is there (``for_engines``): the policy's turn waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from skyasync.weight_sync.sync import Destination, Source
@@ -44,7 +49,8 @@ class DeviceTurns:
     def __init__(self, policy: Policy, engines: Engines, probe: Sequences = ()) -> None:
         self._policy, self._engines, self._probe = policy, engines, [list(sequence) for sequence in probe]
         self._scores: list[list[float]] | None = None  # of the probe, by the weights that are on the host
-        self._policy_is_here, self.engines_are_awake = True, False
+        self._policy_is_here = True
+        self._awake, self._changing = asyncio.Event(), asyncio.Lock()
         self.source: Source = _PolicyInTurn(self)
         self.destination: Destination = _EnginesInTurn(self)
 
@@ -53,16 +59,31 @@ class DeviceTurns:
         await self._policy.start(total_steps)
         await self._make_way_for_engines()
         await self._engines.start()
-        self.engines_are_awake = True
+        self._awake.set()
+
+    @property
+    def engines_are_awake(self) -> bool:
+        return self._awake.is_set()
+
+    async def engines_turn(self) -> None:
+        """Wait for it; it may be over when this returns."""
+        await self._awake.wait()
+
+    @asynccontextmanager
+    async def for_engines(self) -> AsyncIterator[bool]:
+        """The turn does not change inside; whether it is the engines'."""
+        async with self._changing:
+            yield self.engines_are_awake
 
     async def make_way_for_policy(self) -> None:
         """Put the engines, which must be idle, to sleep, and bring the policy back; nothing if it is there."""
-        if self.engines_are_awake:
-            await self._engines.sleep()
-            self.engines_are_awake = False
-        if not self._policy_is_here:
-            await self._policy.onload()
-            self._policy_is_here, self._scores = True, None
+        async with self._changing:
+            if self.engines_are_awake:
+                await self._engines.sleep()
+                self._awake.clear()
+            if not self._policy_is_here:
+                await self._policy.onload()
+                self._policy_is_here, self._scores = True, None
 
     async def _make_way_for_engines(self) -> None:
         self._scores = await self._policy.score(self._probe) if self._probe else []
@@ -79,7 +100,7 @@ class DeviceTurns:
         await self._engines.wake("weights")
         await self._engines.update_weights(update)
         await self._engines.wake("cache")
-        self.engines_are_awake = True
+        self._awake.set()
 
     async def score_by_policy(self, sequences: Sequences) -> list[list[float]]:
         """Of anything but the probe: the policy comes back for it, beside engines that are awake if there is room."""
