@@ -7,6 +7,7 @@ import pytest
 from skyasync.arrays import TURN_TOKENS
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineStats, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.weight_sync.update import WeightUpdate
 from tests.virtual_time import virtual_time
 
 
@@ -225,10 +226,11 @@ async def test_every_engine_is_told_and_one_that_fails_is_heard():
 
     engines = [Engine(), Engine()]
     client = InferenceClient(engines)
+    update = WeightUpdate(1, "shared_memory", {})
     await client.pause("keep")
-    await client.update_weights("update")
+    await client.update_weights(update)
     await client.resume()
-    assert engines[0].calls == engines[1].calls == [("pause", "keep"), ("update_weights", "update"), ("resume",)]
+    assert engines[0].calls == engines[1].calls == [("pause", "keep"), ("update_weights", update), ("resume",)]
     assert len(await client.score([[1, 2]])) == len(await client.stats()) == 2
     with pytest.raises(ConnectionError, match="gone"):
         await InferenceClient([Engine(), Deaf()]).pause("keep")
