@@ -143,7 +143,8 @@ class Assembly:
 
         cfg, probe, turns = self._make.cfg, _probe(trainer, self._make.cfg), None
         if cfg.trainer.placement.colocate_all:
-            turns = self.turns = DeviceTurns(self.dispatch, self.client, probe if cfg.generator.verify_weight_sync else ())
+            asked = probe if cfg.generator.verify_weight_sync else ()
+            turns = self.turns = DeviceTurns(self.dispatch, self.client, asked)
             await turns.start(trainer.total_updates)
         else:
             await run_together(self.client.start(), self.dispatch.start(trainer.total_updates))
