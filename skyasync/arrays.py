@@ -6,11 +6,16 @@ between the engine and the loss. Arrays are replaced, never changed: several own
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Experts = NDArray[np.integer[Any]]
+"""``[tokens, layers, top_k]``: those that the routers of a mixture chose; the dtype's largest number: not known."""
 
 NO_INTS: Ints = np.zeros(0, dtype=np.int32)
 NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
@@ -26,6 +31,12 @@ def ints(values: ArrayLike) -> Ints:
 
 def floats(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float32)
+
+
+def joined_experts(parts: Iterable[Experts | None]) -> Experts | None:
+    """One behind the other; None where nothing is known at all."""
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if known else None
 
 
 def joined(*parts: Ints) -> Ints:

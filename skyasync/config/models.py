@@ -147,6 +147,12 @@ class PolicyConfig(Settings):
         "(HSDP), among which gradients alone travel. 0 shards over all ranks.",
         low=0,
     )
+    router_replay: str = key(
+        "none",
+        "Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated "
+        "(rollout routing replay), weighed by the trained router; none lets it choose itself.",
+        choices=("none", "R3"),
+    )
     threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
 
 

@@ -246,6 +246,27 @@ def check_adapters(cfg: Config) -> Iterator[str]:
         )
 
 
+def check_router_replay(cfg: Config) -> Iterator[str]:
+    """Experts that are to be replayed, and nobody says which, or nothing could listen."""
+    from skyasync.engines.protocol import ENGINES
+
+    policy, engine = cfg.trainer.policy, backend(cfg)
+    if policy.router_replay == "none":
+        return
+    key = f"trainer.policy.router_replay={policy.router_replay}"
+    if not ENGINES.about(engine).can["returns_experts"]:
+        able = [name for name, about in ENGINES.builtins().items() if about.can["returns_experts"]]
+        yield (
+            f"{key} needs generator.backend={'|'.join(able)}: generator.backend={engine} does not say which experts it "
+            f"chose (returns_experts): set trainer.policy.router_replay=none"
+        )
+    if policy.torch_compile:
+        yield (
+            f"{key} has routers choose what each batch says, which compiled layers "
+            f"(trainer.policy.torch_compile=true) would not hear: leave one of them out"
+        )
+
+
 def check_engine_kwargs(cfg: Config) -> Iterator[str]:
     """Arguments of the engine's own, which it judges itself (``options`` of its catalogue entry)."""
     from skyasync.engines.protocol import ENGINES

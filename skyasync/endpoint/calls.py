@@ -25,7 +25,7 @@ from skyasync.endpoint.recorder import Call
 from skyasync.endpoint.session import Session
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest
-from skyasync.rollout.types import Segment
+from skyasync.rollout.types import action_of
 
 LOOKING = 0.1  # most of the time that may go into reading what a reply says while it is made
 
@@ -183,7 +183,7 @@ class OneCall:
         self._recorded = True
         request = self.request
         for output, choice in zip(outputs, choices, strict=True):
-            action = Segment("action", output.token_ids, output.logprobs, output.versions)
+            action = action_of(output, [])
             call = Call(self.prompt, action, output.finish_reason or "stop", self.answer.id)
             messages = [*request.messages, choice.message]
             led_to = conversation(messages, request.tools) if request.prompt is None else ()

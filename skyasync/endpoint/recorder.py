@@ -13,7 +13,7 @@ sequence, as one action, behind exactly the tokens that the engine had read; not
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -102,6 +102,8 @@ def _segments(chain: list[Call]) -> list[Segment]:
         between = call.prompt[done:]
         if len(between):
             found.append(Segment("observation" if found else "prompt", between))
-        found.append(call.action)
+        known = sum(len(s.experts) for s in found if s.experts is not None)
+        experts = None if call.action.experts is None else call.action.experts[known:]
+        found.append(replace(call.action, experts=experts) if known else call.action)
         done = len(call.tokens)
     return found

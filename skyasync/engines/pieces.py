@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from skyasync.arrays import joined_experts
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest
 from skyasync.engines.routes import Charge
 from skyasync.errors import UserError
@@ -74,6 +75,7 @@ class Piece:
             np.concatenate([each.logprobs for each in news]),
             np.concatenate([each.versions for each in news]),
             "abort",
+            joined_experts(each.experts for each in news),
         )
         self._news = [whole]  # who asks often has it joined once
         return whole
@@ -130,13 +132,18 @@ def continuation(request: GenerationRequest, answer: GenerationOutput) -> Genera
 
 
 def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
-    """Both pieces as one, under the id and with the end of the second."""
+    """Both pieces as one, under the id and with the end of the second.
+
+    Of experts the first says what it knows: it is what its tokens were computed with.
+    """
+    again = 0 if answer.experts is None else len(answer.experts)
     return GenerationOutput(
         more.request_id,
         np.concatenate([answer.token_ids, more.token_ids]),
         np.concatenate([answer.logprobs, more.logprobs]),
         np.concatenate([answer.versions, more.versions]),
         more.finish_reason,
+        joined_experts([answer.experts, None if more.experts is None else more.experts[again:]]),
     )
 
 
@@ -159,13 +166,7 @@ class Ends:
         tokens: Sequence[int] = answer.token_ids.tolist()
         for count in range(max(seen, sampling.min_tokens) + 1, len(tokens) + 1):
             if self._stops(request).completed_by_last(tokens[:count]):
-                return GenerationOutput(
-                    answer.request_id,
-                    answer.token_ids[:count],
-                    answer.logprobs[:count],
-                    answer.versions[:count],
-                    "stop",
-                )
+                return answer.until(count, "stop")
         return answer
 
     def _stops(self, request: GenerationRequest) -> StopStrings:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from skyasync.arrays import NO_FLOATS, NO_INTS, Floats, Ints, floats, ints
+from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints
 from skyasync.registry import Registry
 from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
 
@@ -100,6 +100,9 @@ class GenerationOutput:
 
     With ``finish_reason == "abort"`` they hold what had been generated before the request was cut.
     A token that ended the response (end-of-sequence, stop token) is part of it.
+
+    ``experts``, from an engine that is asked for them: of each token that it has computed, from the prompt's first to
+    the last but one of the response; in ``progress`` of those that are new.
     """
 
     request_id: str
@@ -107,19 +110,31 @@ class GenerationOutput:
     logprobs: Floats = field(default_factory=lambda: NO_FLOATS)
     versions: Ints = field(default_factory=lambda: NO_INTS)
     finish_reason: FinishReason | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
 
-    def __reduce__(self) -> tuple[Callable[..., GenerationOutput], tuple[str, bytes, FinishReason | None]]:
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., GenerationOutput], tuple[str, bytes, FinishReason | None, Experts | None]]:
         """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
         parts = (self.token_ids, self.logprobs, self.versions)
-        return _unpacked, (self.request_id, b"".join(part.tobytes() for part in parts), self.finish_reason)
+        packed = b"".join(part.tobytes() for part in parts)
+        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts)
+
+    def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
+        """The same, ended behind its first ``count`` tokens."""
+        known = None if self.experts is None else self.experts[: len(self.experts) + count - len(self.token_ids)]
+        tokens, logprobs, versions = self.token_ids[:count], self.logprobs[:count], self.versions[:count]
+        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known)
 
 
-def _unpacked(request_id: str, packed: bytes, finish_reason: FinishReason | None) -> GenerationOutput:
+def _unpacked(
+    request_id: str, packed: bytes, finish_reason: FinishReason | None, experts: Experts | None
+) -> GenerationOutput:
     token_ids, logprobs, versions = np.frombuffer(packed, dtype=np.int32).reshape(3, -1)
-    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason)
+    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason, experts)
 
 
 class EngineDiedError(TakerDiedError):
@@ -235,6 +250,7 @@ ENGINES = Registry(
         "takes_changes": False,  # can be sent what has changed of weights alone
         "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights
         "forgets_asleep": False,  # its weights are gone after ``sleep``
+        "returns_experts": False,  # can say which experts a mixture's routers chose
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
         "sampling": (),  # settings of generator.sampling_params that not every engine has
         "options": "",  # module:function that says what is wrong with generator.engine_kwargs; none takes none

@@ -39,9 +39,15 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": _options(generator, gpus=gpus),
             "adapter_rank": adapter_rank(cfg),
+            "routed_experts": replays_routers(cfg),
             "config_kwargs": dict(trainer.policy.model.config_kwargs),
         },
     )
+
+
+def replays_routers(cfg: Config) -> bool:
+    """Whether engines say which experts they chose, for the trainer to choose the same."""
+    return cfg.trainer.policy.router_replay != "none"
 
 
 def adapter_rank(cfg: Config) -> int:

@@ -20,7 +20,7 @@ from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, learnt, publishing, scoring, updating
-from skyasync.planning.work import batch_bytes, largest_micro_batch
+from skyasync.planning.work import batch_bytes, expert_bytes, largest_micro_batch
 from skyasync.workers.roles import POLICY, ROLES, VOCABULARY, Role, wanted_roles
 
 CONTEXT = GIB
@@ -144,6 +144,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
     rank = Rank(
         ranks=sharing,
         replicas=axes.data * axes.context // sharing,
+        routed=expert_bytes(cfg, shape) if role.name == POLICY else 0,
         split=axes.tensor > 1,
         b=_bytes(role.model(cfg).dtype, gpus=gpus),
         work=work,
@@ -238,7 +239,7 @@ class _Parts:
         nodes, ranks = self.cfg.trainer.placement.policy_num_nodes, self.roles[POLICY]
         here = ranks // nodes
         processes = self._processes(here * (1 + len(self._beside_policy)), -(-self.roles[ENGINES] // nodes))
-        always = processes | {"batch": 2 * batch_bytes(self.cfg)}
+        always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
         if self.cfg.trainer.placement.colocate_all:
             always["offloaded policy"] = here * sum(held(self.own, self.rank).values())
         phases = {"training": always, "hand-over": always | self._hand_over()}
@@ -249,7 +250,7 @@ class _Parts:
         ranks, engines = self.roles[POLICY], self.roles[ENGINES]
         workers = sum(self.roles.values()) - engines
         always = self._processes(workers, engines) | _named(self.engine.lines, "engines", engines)
-        always["batch"] = 2 * batch_bytes(self.cfg)
+        always["batch"] = 2 * batch_bytes(self.cfg, self.shape)
         for other in self.others:
             always |= {what: other.ranks * size for what, size in other.held.items()}
         idle = held(self.own, self.rank)

@@ -44,6 +44,7 @@ class Rank:
         vocabulary: its head spans it; else it says one number.
         entropy, shaped: what the loss asks of the logits: their entropy; a temperature or filters.
         muon: matrices of layers have one moment instead of two.
+        routed: bytes of a token's experts, where they are replayed.
     """
 
     ranks: int
@@ -60,6 +61,7 @@ class Rank:
     shaped: bool = False
     muon: bool = False
     replicas: int = 1
+    routed: int = 0
     split: bool = False
 
     @property
@@ -96,6 +98,7 @@ def scoring(shape: ModelShape, rank: Rank) -> Lines:
         "activations": layer if in_a_layer else beside,
         "logits": 0 if in_a_layer else logits,
         "masks": mask_bytes(rank.work),
+        **_routed(rank),
     }
 
 
@@ -116,11 +119,17 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
         "activations": activations(shape, rank),
         "logits": logits_bytes(shape, rank, backward=True),
         "masks": mask_bytes(rank.work),
+        **_routed(rank),
     }
     end = own | {"gradients": share + embedded, "gathered": _gathered(shape, rank, reduced=root)}
     if rank.muon and not rank.adapters:
         end["orthogonalised"] = ORTHOGONALISED * shape.largest_matrix
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
+
+
+def _routed(rank: Rank) -> Lines:
+    """The experts of the micro-batch in hand."""
+    return {"replayed experts": rank.work.tokens * rank.routed} if rank.routed else {}
 
 
 def activations(shape: ModelShape, rank: Rank) -> int:

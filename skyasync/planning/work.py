@@ -70,7 +70,15 @@ def _rows_sharing_a_prompt(lengths: Lengths, shape: ModelShape, cap: int, rows_l
     return max(1, min(most, math.ceil(room / lengths.response)))
 
 
-def batch_bytes(cfg: Config) -> int:
+def batch_bytes(cfg: Config, shape: ModelShape) -> int:
     """A training batch as tensors."""
     lengths = Lengths.of(cfg)
-    return cfg.trainer.train_batch_size * lengths.samples * lengths.total * BYTES_PER_CELL
+    each = BYTES_PER_CELL + expert_bytes(cfg, shape)
+    return cfg.trainer.train_batch_size * lengths.samples * lengths.total * each
+
+
+def expert_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Of a token: the experts that are replayed, in every layer."""
+    if cfg.trainer.policy.router_replay == "none":
+        return 0
+    return shape.layers * shape.experts_per_token * (1 if shape.experts <= 255 else 2)  # of experts, else none known

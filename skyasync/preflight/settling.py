@@ -19,6 +19,7 @@ from skyasync.errors import UserError
 from skyasync.model_config import complaints
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
 from skyasync.preflight.parallel import check_axes
+from skyasync.preflight.routers import check_routers
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
 from skyasync.rollout.tokenizer import template_text
@@ -80,6 +81,8 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
             if role.as_the_policy(cfg):
                 check_axes(cfg.trainer.parallel, model.path, key)
+            if role.name == POLICY:
+                check_routers(cfg.trainer.policy.router_replay, model.path, key)
         if wrong := next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), ""):
             raise UserError(wrong)
         if own and role.head != VOCABULARY:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from skyasync.arrays import Ints, joined
+from skyasync.arrays import Ints, joined, joined_experts
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput
-from skyasync.rollout.types import Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import Trajectory, TrajectoryId, action_of
 
 
 class Turn(NamedTuple):
@@ -79,7 +79,7 @@ def _copy(trajectory: Trajectory, so_far: dict[str, GenerationOutput]) -> Trajec
     copy = Trajectory(trajectory.id, segments, trajectory.stop_reason, dict(trajectory.metrics), branches)
     wrote = so_far.get(request_id(trajectory.id, len(copy.actions)))
     if wrote is not None and len(wrote.token_ids):
-        segments.append(Segment("action", wrote.token_ids, wrote.logprobs, wrote.versions))
+        segments.append(action_of(wrote, segments))
         copy.stop_reason = "abort"
     return copy
 
@@ -92,6 +92,7 @@ def _turns(trajectory: Trajectory) -> Iterator[Turn]:
                 continue
             reason = "stop" if segment is not last else trajectory.stop_reason
             wrote = GenerationOutput("", segment.tokens, segment.logprobs, segment.versions)
+            wrote.experts = joined_experts(before.experts for before in sequence[: place + 1])
             if reason in ("stop", "length"):
                 wrote.finish_reason = "length" if reason == "length" else "stop"
             yield Turn(joined(*(before.tokens for before in sequence[:place])), wrote)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyasync.arrays import TURN_TOKENS
+from skyasync.arrays import TURN_TOKENS, Experts, joined_experts
 from skyasync.rollout.types import Group, Segment
 from skyasync.workers.batch import RolloutBatch
 
@@ -47,11 +47,13 @@ class _Columns:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     rewards: NDArray[np.float32]
+    experts: Experts | None  # [rows, length, layers, top_k]
 
     @staticmethod
     def blank(groups: Sequence[Group]) -> _Columns:
         lengths = [sum(len(s.tokens) for s in q) for g in groups for t in g.trajectories for q in t.sequences]
         shape = (len(lengths), max(lengths, default=0))
+        like = _experts_of(groups)
         return _Columns(
             tokens=np.zeros(shape, np.int64),
             attention_mask=np.zeros(shape, np.bool_),
@@ -59,6 +61,7 @@ class _Columns:
             logprobs=np.zeros(shape, np.float32),
             versions=np.zeros(shape, np.int32),
             rewards=np.zeros(shape, np.float32),
+            experts=None if like is None else np.empty(shape + like.shape[1:], like.dtype),
         )
 
     def fill(self, groups: Sequence[Group], pad_token_id: int) -> Iterator[None]:
@@ -77,6 +80,8 @@ class _Columns:
 
     def _put(self, row: int, sequence: Sequence[Segment], pad_token_id: int) -> None:
         self.versions[row] = -1
+        if self.experts is not None:
+            self._put_experts(self.experts[row], sequence)
         end = 0
         for segment in sequence:
             start, end = end, end + len(segment.tokens)
@@ -91,6 +96,13 @@ class _Columns:
         if pad_token_id:
             self.tokens[row, end:] = pad_token_id
 
+    def _put_experts(self, row: Experts, sequence: Sequence[Segment]) -> None:
+        known = joined_experts(segment.experts for segment in sequence)
+        count = 0 if known is None else len(known)
+        if known is not None:
+            row[:count] = known
+        row[count:] = np.iinfo(row.dtype).max
+
     def batch(self, groups: Sequence[Group]) -> RolloutBatch:
         trajectories = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
         owners = [(i, g, t) for i, (g, t) in enumerate(trajectories) for _ in t.sequences]
@@ -104,7 +116,14 @@ class _Columns:
             behaviour_logprobs=torch.from_numpy(self.logprobs),
             versions=torch.from_numpy(self.versions),
             rewards=torch.from_numpy(self.rewards),
+            routed_experts=None if self.experts is None else torch.from_numpy(self.experts),
         )
+
+
+def _experts_of(groups: Sequence[Group]) -> Experts | None:
+    """Those of any segment."""
+    actions = (s for group in groups for t in group.trajectories for s in t.actions)
+    return next((s.experts for s in actions if s.experts is not None), None)
 
 
 def _ids(numbers: Iterator[int]) -> Tensor:

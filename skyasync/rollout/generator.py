@@ -30,7 +30,7 @@ from skyasync.rollout.requests import request_seed
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_lost_process, tell_of_no_room
 from skyasync.rollout.spares import first_complete, with_spares
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 
@@ -229,7 +229,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         had = self._begun.turn(trajectory.id, turn, tokens, seeded=seed is not None)
         output = await (self._client.go_on(request, had) if had else self._client.generate(request))
         trajectory.stop_reason = output.finish_reason or "stop"
-        action = Segment("action", output.token_ids, output.logprobs, output.versions)
+        action = action_of(output, trajectory.segments)
         trajectory.segments.append(action)
         return action
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from safetensors.numpy import safe_open, save_file
 
-from skyasync.arrays import Floats, Ints, joined
+from skyasync.arrays import Experts, Floats, Ints, joined, joined_experts
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
 FILE = "rollouts.safetensors"
@@ -57,6 +57,8 @@ def write(file: Path, kept: Kept) -> None:
         "versions": joined(*(s.versions for s in segments)),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in segments)]),
     }
+    if (experts := joined_experts(s.experts for s in segments)) is not None:
+        arrays["experts"] = experts
     save_file(arrays, str(file), metadata={"index": json.dumps(index)})
 
 
@@ -69,6 +71,8 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> Kept:
     with safe_open(str(file), "np") as opened:
         index = json.loads(opened.metadata()["index"])
         pieces = _Pieces(*(opened.get_tensor(name) for name in ("tokens", "versions", "logprobs")))
+        if "experts" in opened.keys():  # noqa: SIM118  (it is no dictionary)
+            pieces.experts = opened.get_tensor("experts")
     groups = []
     for epoch, row, entries in index["groups"]:
         identity = PromptId(epoch, row)
@@ -79,7 +83,8 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> Kept:
 
 def _entry(trajectory: Trajectory) -> dict[str, Any]:
     sequences = [
-        [[KINDS.index(s.kind), len(s.tokens), s.reward] for s in sequence] for sequence in trajectory.sequences
+        [[KINDS.index(s.kind), len(s.tokens), s.reward, *_known(s)] for s in sequence]
+        for sequence in trajectory.sequences
     ]
     return {
         "repetition": trajectory.id.repetition,
@@ -89,20 +94,26 @@ def _entry(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+def _known(segment: Segment) -> list[int]:
+    return [] if segment.experts is None else [len(segment.experts)]
+
+
 class _Pieces:
     """The arrays of a file, handed out from their beginning."""
 
+    experts: Experts | None = None
+
     def __init__(self, tokens: Ints, versions: Ints, logprobs: Floats) -> None:
         self._tokens, self._versions, self._logprobs = tokens, versions, logprobs
-        self._token = self._action = 0  # how many have been handed out
+        self._token = self._action = self._routed = 0  # how many have been handed out
 
     def trajectory(self, prompt: PromptId, entry: Mapping[str, Any]) -> Trajectory:
         *branches, segments = [list(self._segments(sequence)) for sequence in entry["sequences"]]
         identity = TrajectoryId(prompt, entry["repetition"])
         return Trajectory(identity, segments, entry["stop_reason"], dict(entry["metrics"]), branches)
 
-    def _segments(self, sequence: Sequence[tuple[int, int, float]]) -> Iterator[Segment]:
-        for kind, length, reward in sequence:
+    def _segments(self, sequence: Sequence[Sequence[Any]]) -> Iterator[Segment]:
+        for kind, length, reward, *known in sequence:
             tokens = self._tokens[self._token : self._token + length]
             self._token += length
             if KINDS[kind] != "action":
@@ -110,4 +121,8 @@ class _Pieces:
                 continue
             own = slice(self._action, self._action + length)
             self._action += length
-            yield Segment("action", tokens, self._logprobs[own], self._versions[own], reward)
+            experts = None
+            if known and self.experts is not None:
+                experts = self.experts[self._routed : self._routed + known[0]]
+                self._routed += known[0]
+            yield Segment("action", tokens, self._logprobs[own], self._versions[own], reward, experts)

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
-from skyasync.arrays import NO_FLOATS, NO_INTS, Floats, Ints, floats, ints, joined
+from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints, joined
+from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, unknown
 
@@ -67,7 +68,8 @@ class Prompt:
 class Segment:
     """A run of tokens of one kind, int32 ``[tokens]``; lists become arrays.
 
-    ``logprobs`` (float32) and ``versions`` (int32), one per token, exist for actions only.
+    ``logprobs`` (float32) and ``versions`` (int32), one per token, exist for actions only. So do ``experts``: of the
+    tokens from the last of the action before it (else the sequence's first) to the last but one of its own.
     """
 
     kind: Literal["prompt", "action", "observation"]
@@ -75,6 +77,7 @@ class Segment:
     logprobs: Floats = field(default_factory=lambda: NO_FLOATS)
     versions: Ints = field(default_factory=lambda: NO_INTS)
     reward: float = 0.0  # earned by this action; lands on its last token
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         self.tokens, self.logprobs, self.versions = ints(self.tokens), floats(self.logprobs), ints(self.versions)
@@ -89,7 +92,15 @@ class Segment:
             return NotImplemented
         mine, theirs = ((s.tokens, s.logprobs, s.versions) for s in (self, other))
         same = all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        same = same and np.array_equal(self.experts, other.experts)  # type: ignore[arg-type]
         return same and (self.kind, self.reward) == (other.kind, other.reward)
+
+
+def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
+    """What a model wrote behind these segments."""
+    known = sum(len(s.experts) for s in before if s.experts is not None)
+    new = None if output.experts is None else output.experts[known:]
+    return Segment("action", output.token_ids, output.logprobs, output.versions, experts=new)
 
 
 @dataclass

@@ -79,6 +79,8 @@ class Learner:
         from skyasync.workers.batch import ScoredBatch
 
         batch = sampled.to_stage(ScoredBatch)
+        if self._cfg.policy.router_replay != "none":
+            check_experts(batch)
         groups = len(batch.group_ids.unique())
         needs, early = self.objective.needs, self.objective.needs_before_update
         if "behaviour" in needs:
@@ -263,6 +265,23 @@ def _foresight(batch: TrainingBatch) -> Metrics:
         return {}
     found = value_metrics(batch.values, batch.returns, batch.loss_mask)
     return {f"critic/{name}": value for name, value in found.items()}
+
+
+def check_experts(batch: RolloutBatch) -> None:
+    """Raises ``UserError`` unless the experts are known of every token that a loss token follows."""
+    from skyasync.routing import unknown_expert
+
+    experts = batch.routed_experts
+    if experts is None:
+        lacking = int(batch.loss_mask.sum())
+    else:
+        lacking = int((batch.loss_mask[:, 1:] & (experts[:, :-1, 0, 0] == unknown_expert(experts.dtype))).sum())
+    if lacking:
+        raise UserError(
+            f"trainer.policy.router_replay=R3 replays the experts that the engine chose, and of {lacking} generated "
+            f"tokens they are not known: trajectories must be the generator's own, not made of lists; else set "
+            f"trainer.policy.router_replay=none"
+        )
 
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:

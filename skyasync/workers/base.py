@@ -33,6 +33,7 @@ from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.worker import LOOPBACK, Worker
 
 if TYPE_CHECKING:
+    from skyasync.routing import Routers
     from skyasync.workers.lora import Adapters
     from skyasync.workers.parallel.context import Context
     from skyasync.workers.parallel.vocabulary import Vocabulary
@@ -100,6 +101,7 @@ class ModelWorker(Worker):
                 self.adapters = Adapters(model, lora, self.path)
             wrapper = head.wrap(model, self.cfg).eval()
             wrapper.context, wrapper.vocabulary = divided
+            wrapper.routers = self.replayed(model)
             return wrapper
 
         def shard(model: PreTrainedModel) -> Wrapped:
@@ -141,6 +143,10 @@ class ModelWorker(Worker):
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
             )
+
+    def replayed(self, model: PreTrainedModel) -> Routers | None:
+        """Those of its routers that choose what a batch says; None: they choose themselves."""
+        return None
 
     def _divide(self, model: PreTrainedModel) -> tuple[Context | None, Vocabulary | None]:
         """Split the model's matrices and let it attend in slices, where the mesh has such axes."""
@@ -261,7 +267,7 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
 def empty_micro_batch(like: B) -> MicroBatch[B]:
     """One row without a loss token: it takes part in every collective and adds nothing."""
 
-    row = like.each(lambda tensor: torch.zeros((1, 2) if tensor.dim() == 2 else (1,), dtype=tensor.dtype))
+    row = like.each(lambda t: torch.zeros((1, 2, *t.shape[2:]) if t.dim() >= 2 else (1,), dtype=t.dtype))
     row.attention_mask[:] = True
     (piece,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
     return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)

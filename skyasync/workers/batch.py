@@ -1,6 +1,6 @@
 """The tensors that training sees, in the stages that a step makes of them.
 
-Invariant: every per-token tensor is ``[batch, length]``, right-padded, aligned with ``tokens``: entry t
+Invariant: every per-token tensor is ``[batch, length, ...]``, right-padded, aligned with ``tokens``: entry t
 belongs to token t, and entry 0 (which nothing predicts) is never a loss token. Everything that needs the
 whole batch (loss weights, advantages) is computed before a batch is split, so that splitting it over
 micro-batches or ranks cannot change the gradient. A batch has all that its stage promises:
@@ -32,6 +32,9 @@ class TokenBatch:
     loss_mask: Tensor  # bool
     group_ids: Tensor  # int64 [batch]: samples of one prompt share one
     trajectory_ids: Tensor | None = None  # int64 [batch]: rows of one trajectory share one; None: a row each
+    routed_experts: Tensor | None = None
+    """``[batch, length, layers, top_k]``: those that the engine's routers chose, for the trained model to choose the
+    same; the dtype's largest number where they are not known. None: it chooses itself."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -55,7 +58,7 @@ class TokenBatch:
     def trim(self) -> Self:
         """Drop the columns in which every row is padding."""
         length = int(self.attention_mask.sum(1).max()) if len(self) else 0
-        return self.each(lambda tensor: tensor[:, :length] if tensor.dim() == 2 else tensor)
+        return self.each(lambda tensor: tensor[:, :length] if tensor.dim() >= 2 else tensor)
 
     def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[Self, int]]:
         """Pieces of whole groups, in order, and how many groups each has: ``first``, then ``size`` at a time.
@@ -147,4 +150,6 @@ def _apart(identities: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _padded(value: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(value, (0, length - value.shape[1])) if value.dim() == 2 else value
+    if value.dim() < 2:
+        return value
+    return torch.nn.functional.pad(value, (*[0, 0] * (value.dim() - 2), 0, length - value.shape[1]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,6 +94,8 @@ class Dispatch:
         They are sent tokens, masks and groups, and the columns that the role's entry names.
         """
         asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
+        if role == POLICY and method == "logprobs":  # as it was sampled; others choose experts of their own
+            asked.routed_experts = batch.routed_experts
         vars(asked).update({name: getattr(batch, name) for name in ROLES[role].columns})
         answer = await self._groups[role].on_rows(method, asked)
         assert answer is not None, f"{method} of the role {role} returns nothing"
@@ -103,7 +106,10 @@ class Dispatch:
         return await self._groups[role].call(method, *args)
 
     async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
-        before = await self._groups[role].on_rows("forward_backward", batch)
+        sent = copy(batch)
+        if role != POLICY:
+            sent.routed_experts = None
+        before = await self._groups[role].on_rows("forward_backward", sent)
         if role == POLICY and batch.proximal_logprobs is None:
             batch.proximal_logprobs = before
 

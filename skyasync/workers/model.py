@@ -23,6 +23,7 @@ from skyasync.workers.logits import logits_head
 from skyasync.workers.packing import Layout
 
 if TYPE_CHECKING:
+    from skyasync.routing import Routers
     from skyasync.workers.parallel.context import Context
     from skyasync.workers.parallel.vocabulary import Vocabulary
 
@@ -61,10 +62,11 @@ class Wrapped(nn.Module):
     """A model of transformers, ``model``, as a function from a :class:`Layout` to something per token.
 
     ``context``: this rank's slice of each row, where rows are split; ``vocabulary``: its part of the logits, where a
-    head is.
+    head is; ``routers``: of a mixture, where they choose what a layout says.
     """
 
     context: Context | None = None
+    routers: Routers | None = None
     vocabulary: Vocabulary | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -83,6 +85,8 @@ class Wrapped(nn.Module):
 
     def hidden(self, layout: Layout) -> Tensor:
         """``[n, hidden]``: the states that predict the n loss tokens."""
+        if self.routers:
+            self.routers.replay(layout.experts)
         hidden = self.model.base_model(
             input_ids=layout.tokens,
             attention_mask=layout.attention(),

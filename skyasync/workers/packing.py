@@ -39,6 +39,8 @@ class Layout:
 
     The n loss tokens: ``predictors`` (flat indices into ``tokens`` of the token before each), ``targets``
     (token ids), ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of the result).
+
+    ``experts``: ``[packed rows, width, layers, top_k]`` where a batch says which experts a mixture chooses.
     """
 
     tokens: Tensor
@@ -49,6 +51,7 @@ class Layout:
     cells: Tensor
     shape: tuple[int, int]
     blocks: tuple[Block, ...] = ()
+    experts: Tensor | None = None
 
     def to(self, device: torch.device) -> Layout:
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
@@ -200,6 +203,8 @@ def _common_prefix(batch: TokenBatch, lengths: Tensor, group: Tensor, first_of_g
     columns = torch.arange(batch.tokens.shape[1])
     same = batch.tokens == batch.tokens[first_of_group[group]]
     same &= (columns < lengths[:, None]) & ~batch.loss_mask.bool()
+    if batch.routed_experts is not None:  # what is computed once has one choice of experts
+        same &= (batch.routed_experts == batch.routed_experts[first_of_group[group]]).all(-1).all(-1)
     per_row = same.int().cumprod(1).sum(1)
     per_group = torch.full_like(first_of_group, batch.tokens.shape[1]).scatter_reduce(0, group, per_row, "amin")
     return per_group[group]
@@ -243,7 +248,8 @@ def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     lengths = batch.attention_mask.sum(1)
     counts = torch.bincount(bundle)
     if int(counts.max()) == 1:
-        return plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+        plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+        return replace(plain, experts=batch.routed_experts)
 
     rows, length = batch.tokens.shape
     columns = torch.arange(length)
@@ -266,6 +272,13 @@ def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     owners = torch.full((packed_size,), -1, dtype=torch.int32)
     owners[where] = torch.where(is_own, torch.arange(1, rows + 1, dtype=torch.int32)[:, None], 0)[valid]
 
+    experts = None
+    if batch.routed_experts is not None:
+        kind = batch.routed_experts.shape[2:]
+        experts = batch.routed_experts.new_zeros(packed_size, *kind)
+        experts[where] = batch.routed_experts[valid]
+        experts = experts.view(len(counts), width, *kind)
+
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     shape = (len(counts), width)
     return Layout(
@@ -276,6 +289,7 @@ def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
         targets=plain.targets,
         cells=plain.cells,
         shape=plain.shape,
+        experts=experts,
     )
 
 
@@ -290,5 +304,6 @@ def _end_to_end(layout: Layout, widths: Tensor, counts: Tensor) -> Layout:
         positions=(columns if layout.positions is None else layout.positions)[valid][None],
         owners=None,
         predictors=place[layout.predictors],
+        experts=None if layout.experts is None else layout.experts[valid][None],
         blocks=blocks_of(widths, (counts > 1).tolist(), layout.owners),
     )

@@ -8,10 +8,12 @@ from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.errors import NonFiniteError
+from skyasync.routing import Routers
 from skyasync.weight_sync.adapter_file import write_adapter
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kept_file import KeptFile
@@ -45,6 +47,9 @@ class PolicyWorker(TrainedWorker):
         # What was published last, where that is wanted.
         self._changed = ChangedWeights()
         self.kept = KeptFile(named=bool(self.cfg.generator.weight_sync_dir))
+
+    def replayed(self, model: PreTrainedModel) -> Routers | None:
+        return Routers(model) if self.cfg.trainer.policy.router_replay != "none" else None
 
     def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.

@@ -269,3 +269,14 @@ def test_muon_keeps_one_moment_of_the_layers_matrices() -> None:
     cfg.trainer.policy.optimizer_config.name = "muon"
     muon = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines["moments"]
     assert adam - muon == 4 * QWEN_7B.layers * QWEN_7B.layer
+
+
+def test_replayed_experts_are_counted_in_batches_and_micro_batches() -> None:
+    cfg, shape = settings(), shape_of(as_json(configuration("qwen3_moe")), "moe")
+    plain = make_plan(cfg, shape, EIGHT)
+    cfg.trainer.policy.router_replay = "R3"
+    found = make_plan(cfg, shape, EIGHT)
+    each = shape.layers * shape.experts_per_token
+    assert training_memory.scoring(shape, found.rank)["replayed experts"] == found.rank.work.tokens * each
+    before, after = (place(plan, "host").lines["batch"] for plan in (plain, found))
+    assert before * (work.BYTES_PER_CELL + each) == after * work.BYTES_PER_CELL

@@ -2,12 +2,17 @@
 
 import asyncio
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 
 from skyasync.arrays import TURN_TOKENS
+from skyasync.errors import UserError
 from skyasync.rollout.collate import collate, collate_in_turns
-from skyasync.rollout.types import Group, Segment, Trajectory
+from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.training.learner import check_experts
+from skyasync.workers.batch import RolloutBatch
 from tests.rollout.episodes import action, prompt, trajectory
 from tests.rollout.test_convert import groups
 from tests.virtual_time import virtual_time
@@ -88,3 +93,26 @@ def test_rows_say_exactly_what_the_trajectories_say(before):
         assert torch.isclose(found.rewards[row].sum(), torch.tensor(t.reward), atol=1e-5)
         logprobs = torch.tensor([p for s in t.actions for p in s.logprobs.tolist()])
         assert torch.equal(found.behaviour_logprobs[row][found.loss_mask[row]], logprobs)
+
+
+def test_experts_of_all_actions_are_one_row_and_what_is_not_known_is_marked() -> None:
+    def experts(*numbers: int) -> np.ndarray:
+        return np.array(numbers, np.uint8)[:, None, None]
+
+    def action(tokens: list[int], known: np.ndarray | None) -> Segment:
+        return Segment("action", tokens, [0.0] * len(tokens), [0] * len(tokens), experts=known)
+
+    two = [Segment("prompt", [1, 2]), action([3, 4], experts(0, 1, 2)), Segment("observation", [5])]
+    two += [action([6], experts(3, 4))]
+    trajectories = [
+        Trajectory(TrajectoryId(PromptId(0, 0), 0), two),
+        Trajectory(TrajectoryId(PromptId(0, 0), 1), [Segment("prompt", [1, 2]), action([3], None)]),
+    ]
+    batch = collate([Group(Prompt(PromptId(0, 0), [], "env"), trajectories)])
+    assert batch.routed_experts is not None
+    assert batch.routed_experts[..., 0, 0].tolist() == [[0, 1, 2, 3, 4, 255], [255] * 6]
+    longer = RolloutBatch.concatenate([batch, batch]).select(torch.tensor([3])).trim()
+    assert longer.routed_experts is not None and longer.routed_experts.shape == (1, 3, 1, 1)
+    with pytest.raises(UserError, match="of 1 generated tokens they are not known"):
+        check_experts(batch)
+    check_experts(batch.select(torch.tensor([0])))

@@ -22,7 +22,9 @@ def segments(draw: st.DrawFn) -> Segment:
     if draw(st.booleans()):
         return Segment("observation", tokens, reward=reward)
     logprobs = draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens)))
-    return Segment("action", tokens, logprobs, [draw(st.integers(0, 9))] * len(tokens), reward)
+    known = draw(st.none() | st.integers(0, 6))
+    experts = None if known is None else np.full((known, 2, 1), draw(st.integers(0, 255)), np.uint8)
+    return Segment("action", tokens, logprobs, [draw(st.integers(0, 9))] * len(tokens), reward, experts)
 
 
 @st.composite

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyasync.arrays import Experts, joined_experts
 from skyasync.engines.embedded.logit_edits import asks_for_edits
 from skyasync.engines.embedded.model import FORWARD_TOKENS, EmbeddedModel
 from skyasync.engines.embedded.sampling import BatchSampler
@@ -42,6 +43,7 @@ class Row:
     _logprobs: array[float] = field(default_factory=lambda: array("f"))
     _versions: array[int] = field(default_factory=lambda: array("i"))
     _told: int = 0  # tokens that have been given as news
+    experts: list[Experts] = field(default_factory=list)  # the prompt's, then of each token but the newest, if asked
 
     def __post_init__(self) -> None:
         self.sampling: SamplingParams = self.request.sampling
@@ -80,6 +82,7 @@ class Row:
             np.array(self._logprobs[start:]),
             np.array(self._versions[start:]),
             self.finish_reason,
+            joined_experts(self.experts[start:]),
         )
 
     def _finish_reason(self, token: int) -> FinishReason | None:
@@ -178,6 +181,10 @@ class Decoder:
         self._cache.fill(len(self._running), prefixes, which)
         self._running += rows
         self._changed = True
+        if (chosen := self.model.chosen()) is not None:
+            chosen = chosen.reshape(len(prompts), -1, *chosen.shape[1:])
+            for row, i in zip(rows, index, strict=True):
+                row.experts.append(chosen[i, : len(row.prompt)])
         sampler = BatchSampler(rows, self.model.device)
         return rows, *sampler(logits[which], np.zeros(len(rows), dtype=np.int64))
 
@@ -206,6 +213,9 @@ class Decoder:
         self._tokens, logprobs = self._sampler(logits, self._positions)
         self._lengths = self._lengths + 1
         self._positions = self._positions + 1
+        if (chosen := self.model.chosen()) is not None:
+            for i, row in enumerate(self._running):
+                row.experts.append(chosen[i : i + 1])
         return list(self._running), self._tokens, logprobs
 
     def _describe_rows(self) -> None:

@@ -44,6 +44,7 @@ T = TypeVar("T")
     computes_on_lent_weights=True,
     takes_changes=True,
     takes_adapters=("layers", "head"),
+    returns_experts=True,
 )
 class TransformersEngine:
     """An ``InferenceEngine`` in this process, on one GPU or on CPU threads.

@@ -26,11 +26,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import TransformersKwargs
 
+from skyasync.arrays import Experts
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
 from skyasync.model_config import load_config
 from skyasync.model_loading import ONE_AT_A_TIME
+from skyasync.routing import Routers
 from skyasync.weight_sync.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
@@ -80,6 +82,10 @@ class EmbeddedModel:
                 attn_implementation="skyasync_grouped",
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
+        self._routers: Routers | None = None
+        if config.extra.get("routed_experts"):
+            self._routers = Routers(self._model)
+            self._routers.record()
         self._lent = False  # weights lie in memory that is not the model's own
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
@@ -113,6 +119,10 @@ class EmbeddedModel:
             past_key_values=cache.at(lengths, width),
             use_cache=True,
         ).logits[:, -1]
+
+    def chosen(self) -> Experts | None:
+        """The experts of every token of the last forward pass, padding included; None where nobody asks for them."""
+        return None if self._routers is None else self._routers.chosen()
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -59,6 +59,9 @@ class Context:
             positions = torch.arange(width, device=tokens.device).expand(rows, width)
         positions = F.pad(positions, (0, missing))[:, first : first + share]
         owners = None if layout.owners is None else F.pad(layout.owners, (0, missing), value=-1)
+        experts = layout.experts
+        if experts is not None:
+            experts = F.pad(experts, (0, 0, 0, 0, 0, missing))[:, first : first + share].contiguous()
         row, column = layout.predictors // width, layout.predictors % width - first
         own = (column >= 0) & (column < share)
         return replace(
@@ -66,6 +69,7 @@ class Context:
             tokens=tokens.contiguous(),
             positions=positions.contiguous(),
             owners=owners,
+            experts=experts,
             predictors=(row * share + column)[own],
             targets=layout.targets[own],
             cells=layout.cells[own],
