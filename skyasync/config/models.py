@@ -216,6 +216,13 @@ class TeacherConfig(Settings):
         "estimator makes of rewards.",
         above=0.0,
     )
+    top_k: int = key(
+        0,
+        "Compare whole distributions instead of the sampled token alone: reverse KL over so many tokens that the "
+        "teacher finds likeliest and all others as one, in each token's loss, times the weight; 0 is the advantage.",
+        low=0,
+        when=TEACHER,
+    )
     threads: int = key(0, "CPU threads per rank of the teacher; 0 takes as many as a policy rank has.", low=0)
 
 

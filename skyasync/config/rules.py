@@ -329,9 +329,19 @@ def check_critic(cfg: Config) -> Iterator[str]:
 
 
 def check_teacher(cfg: Config) -> Iterator[str]:
-    """Advantages that would always be 0: neither rewards nor a teacher are asked."""
+    """Advantages that would always be 0: neither rewards nor a teacher are asked. And distributions with holes."""
     from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 
+    sampling, teacher = cfg.generator.sampling_params, cfg.trainer.teacher
+    filters = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    filters |= {name: bool(getattr(sampling, name)) for name in ("logit_bias", "allowed_token_ids")}
+    filter_of = next((name for name, there in filters.items() if there), "")
+    if teacher.model.path and teacher.top_k and filter_of and cfg.trainer.algorithm.filter_logprobs:
+        yield (
+            f"trainer.teacher.top_k={teacher.top_k} compares whole distributions, of which generator.sampling_params."
+            f"{filter_of}={written(getattr(sampling, filter_of))} leaves out tokens, others for the policy than for "
+            f"the teacher: leave one of them out, or set trainer.algorithm.filter_logprobs=false"
+        )
     estimator = cfg.trainer.algorithm.advantage_estimator
     if not cfg.trainer.teacher.model.path and not ADVANTAGE_ESTIMATORS.about(estimator).can["rewarded"]:
         yield (

@@ -87,6 +87,11 @@ METRICS = (
     Metric("critic/returns_mean", "Mean return, which the critic learns."),
     Metric("critic/grad_norm", "Norm of the critic's gradient before clipping."),
     Metric("critic/lr", "The critic's learning rate."),
+    Metric(
+        "policy/teacher_kl",
+        "Reverse KL over the trainer.teacher.top_k tokens and the rest.",
+        "nats per token",
+    ),
     Metric("teacher/kl", "Mean log policy - log teacher of the sampled tokens: the reverse KL.", "nats per token"),
     Metric("off_policy/ratio_mean", "Mean of w = proximal / behaviour probability of the trained tokens."),
     Metric("off_policy/ratio_max", "The largest w."),

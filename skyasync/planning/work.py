@@ -73,7 +73,7 @@ def _rows_sharing_a_prompt(lengths: Lengths, shape: ModelShape, cap: int, rows_l
 def batch_bytes(cfg: Config, shape: ModelShape) -> int:
     """A training batch as tensors."""
     lengths = Lengths.of(cfg)
-    each = BYTES_PER_CELL + expert_bytes(cfg, shape)
+    each = BYTES_PER_CELL + expert_bytes(cfg, shape) + 2 * 4 * cfg.trainer.teacher.top_k
     return cfg.trainer.train_batch_size * lengths.samples * lengths.total * each
 
 

@@ -93,9 +93,12 @@ class Learner:
                 batch.values = await self.dispatch.values(batch)
         if self._has_teacher:
             with self._phases.timed("teacher"):
-                batch.teacher_logprobs = await self.dispatch.ask(TEACHER_ROLE, "logprobs", batch)
+                if self._cfg.teacher.top_k:
+                    batch.teacher_top_k = await self.dispatch.ask(TEACHER_ROLE, "top_logprobs", batch)
+                else:
+                    batch.teacher_logprobs = await self.dispatch.ask(TEACHER_ROLE, "logprobs", batch)
         several = self._length.updates_per_batch(groups) > 1 and not self._approximates
-        if self._has_teacher or "proximal" in early or ("proximal" in needs and several):
+        if batch.teacher_logprobs is not None or "proximal" in early or ("proximal" in needs and several):
             if self.updates:
                 batch.proximal_logprobs = batch.behaviour_logprobs
                 return batch

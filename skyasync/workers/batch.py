@@ -111,12 +111,14 @@ class ScoredBatch(RolloutBatch):
 
     Without ``proximal_logprobs`` the current policy is the proximal one, and the update fills them in; without
     ``reference_logprobs`` nothing is compared with a reference model, without ``teacher_logprobs`` there is no teacher.
-    ``values`` are the critic's, before its update.
+    ``values`` are the critic's, before its update. ``teacher_top_k``, ``[batch, length, 2 k]``, has the k tokens that
+    the teacher finds likeliest, and behind them their log-probabilities.
     """
 
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_top_k: Tensor | None = None
     values: Tensor | None = None
 
 

@@ -35,6 +35,8 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None
+    others: Tensor | None = None
+    """``[rows, length, k]``: log-probabilities of the tokens that were asked about beside each loss token."""
 
 
 def training_config(path: str, kwargs: Mapping[str, Any] | None = None) -> PreTrainedConfig:
@@ -109,25 +111,57 @@ class TokenLogprobs(Wrapped):
         self.distribution = distribution or SampledDistribution()
 
     def forward(
-        self, layout: Layout, with_entropy: bool = False, plain: bool = False, entropy_gradient: bool = True
-    ) -> TokenScores:
+        self,
+        layout: Layout,
+        with_entropy: bool = False,
+        plain: bool = False,
+        entropy_gradient: bool = True,
+        others: Tensor | None = None,
+        likeliest: int = 0,
+    ) -> TokenScores | tuple[Tensor, Tensor]:
         """Entry t of a row is log p(token t | tokens < t).
 
         Args:
             with_entropy: also the entropy of the distribution that each loss token was drawn from.
             plain: of the model's own distribution, temperature 1 and nothing left out.
             entropy_gradient: the entropy is differentiable; else it costs no memory in the backward pass.
+            others: tokens (int64 ``[rows, length, k]``) that are asked about beside each loss token.
+            likeliest: in the place of all this, so many tokens and their log-probabilities, ``[rows, length, k]`` each.
         """
+        if likeliest:
+            return self._likeliest(layout, likeliest)
         distribution = SampledDistribution() if plain else self.distribution
         asked = _Asked(distribution, with_entropy, entropy_gradient, self.vocabulary)
         own = self.own(layout)
-        logprobs, entropy = self._score(self.hidden(own), own.targets, asked)
-        return TokenScores(self.rows(logprobs, own), None if entropy is None else self.rows(entropy, own))
+        targets = own.targets[:, None]
+        if others is not None:
+            targets = torch.cat([targets, others.flatten(0, 1)[own.cells]], 1)
+        logprobs, entropy = self._score(self.hidden(own), targets, asked)
+        return TokenScores(
+            self.rows(logprobs[:, 0], own),
+            None if entropy is None else self.rows(entropy, own),
+            None if others is None else self.rows(logprobs[:, 1:], own),
+        )
+
+    def _likeliest(self, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
+        """Of a distribution without filters, which may leave fewer than k."""
+        own = self.own(layout)
+        head, parts = logits_head(self.model), self.vocabulary
+        pieces = []
+        for hidden in self.hidden(own).split(self._piece(parts)):
+            logits = _logits(head, hidden) / self.distribution.temperature
+            pieces.append(parts.likeliest(logits, k) if parts else _likeliest(logits, k))
+        tokens, logprobs = (torch.cat([piece[i] for piece in pieces]) for i in (0, 1))
+        return self.rows(tokens, own), self.rows(logprobs, own)
+
+    def _piece(self, parts: Vocabulary | None) -> int:
+        """Loss tokens that are scored at once."""
+        return max(1, MAX_LOGITS // (parts.size if parts else self.model.config.vocab_size))
 
     def _score(self, hidden: Tensor, targets: Tensor, asked: _Asked) -> tuple[Tensor, Tensor | None]:
+        """``targets``: ``[n, 1 + k]``, the loss token first; log-probabilities of all of them, and the entropy."""
         head = logits_head(self.model)
-        parts = None if asked.distribution.filters else asked.vocabulary
-        piece = max(1, MAX_LOGITS // (parts.size if parts else self.model.config.vocab_size))
+        piece = self._piece(None if asked.distribution.filters else asked.vocabulary)
         if len(hidden) <= piece:
             return _head_scores(head, hidden, targets, asked)
         pieces = [
@@ -150,23 +184,35 @@ class _Asked(NamedTuple):
 def _head_scores(
     head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, asked: _Asked
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability and entropy, ``[n]`` each, from hidden states ``[n, hidden]``."""
-    logits = head(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    """Log-probabilities ``[n, 1 + k]`` and entropy ``[n]`` from hidden states ``[n, hidden]``."""
+    logits = _logits(head, hidden)
     parts = asked.vocabulary
     if parts and asked.distribution.filters:
         logits, parts = parts.gathered(logits), None
-    logits = asked.distribution(logits, targets)
+    logits = asked.distribution(logits, targets[:, 0])
     if parts:
         return parts.scores(logits, targets, entropy=asked.entropy, entropy_gradient=asked.entropy_gradient)
     if asked.entropy and asked.entropy_gradient:
         logprobs = logits.log_softmax(-1)
-        return logprobs.gather(1, targets[:, None]).squeeze(1), _entropy(logprobs)
-    chosen = -F.cross_entropy(logits, targets, reduction="none")
+        return logprobs.gather(1, targets), _entropy(logprobs)
+    if targets.shape[1] == 1:
+        chosen = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
+    else:
+        chosen = logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True)
     if not asked.entropy:
         return chosen, None
     with torch.no_grad():
         return chosen, _entropy(logits.log_softmax(-1))
+
+
+def _logits(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    logits = head(hidden)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    most, tokens = logits.topk(min(k, logits.shape[-1]))
+    return tokens, most - logits.logsumexp(-1, keepdim=True)
 
 
 def _entropy(logprobs: Tensor) -> Tensor:

@@ -67,10 +67,10 @@ class Layout:
         return None if self.owners is None else owners_mask(self.owners)
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """One value per loss token ``[n]`` as ``[rows, length]``, zero elsewhere; differentiable."""
+        """What there is per loss token, ``[n, ...]``, as ``[rows, length, ...]``, zero elsewhere; differentiable."""
         rows, length = self.shape
         where = (self.cells // max(1, length), self.cells % max(1, length))
-        return values.new_zeros(rows, length).index_put(where, values)
+        return values.new_zeros(rows, length, *values.shape[1:]).index_put(where, values)
 
 
 @dataclass

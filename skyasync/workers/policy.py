@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyasync.algorithms.distillation import top_k_reverse_kl
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.errors import NonFiniteError
@@ -68,8 +69,10 @@ class PolicyWorker(TrainedWorker):
     def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
         """Returns the current log-probabilities, ``[rows, length]``."""
         batch = micro.batch
+        taught = None if batch.teacher_top_k is None else self._here(batch.teacher_top_k).chunk(2, -1)
         scores: TokenScores = self.model(
             micro.layout.to(self.device),
+            others=taught[0].long() if taught else None,
             with_entropy="entropy" in self.objective.needs,
             entropy_gradient=self.objective.trains_entropy,
         )
@@ -86,6 +89,10 @@ class PolicyWorker(TrainedWorker):
             entropy=scores.entropy,
             selection=self._here(batch.selection),
         )
+        if taught and scores.others is not None:
+            kl = top_k_reverse_kl(scores.others, taught[1])
+            token_loss = token_loss + self.cfg.trainer.teacher.weight * kl
+            maps["teacher_kl"] = kl.detach()
         # Where there is no loss token the loss has no meaning, and may be anything.
         weights = self._here(batch.loss_weights).to(token_loss.dtype)
         loss = (weights * token_loss.where(mask, 0.0)).sum()

@@ -256,14 +256,14 @@ class RankGroup:
 
 
 def joined(batch: TokenBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
-    """Values of the shards in the batch's rows: per token, ``[batch, length]``, or per row, ``[batch]``, or several
-    per row, ``[batch, 1, n]``."""
-    if pieces[0].dim() != 2:
+    """Values of the shards in the batch's rows: per token, ``[batch, length]`` or ``[batch, length, n]``, or per row,
+    ``[batch]``, or several per row, ``[batch, 1, n]``."""
+    if pieces[0].dim() == 1 or (pieces[0].dim() == 3 and pieces[0].shape[1] == 1):
         scores = torch.zeros(len(batch), *pieces[0].shape[1:])
         for rows, piece in zip(shards, pieces, strict=True):
             scores[rows] = piece
         return scores
-    result = torch.zeros(batch.tokens.shape)
+    result = torch.zeros(*batch.tokens.shape, *pieces[0].shape[2:])
     for rows, piece in zip(shards, pieces, strict=True):
         result[rows, : piece.shape[1]] = piece
     return result

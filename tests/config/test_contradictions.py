@@ -55,6 +55,8 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["generator.agent_func_path=a.py", "environment.env_class=gsm8k", "leave one of them empty"]),
         (["generator.agent_program=a:b", "environment.env_class=gsm8k"],
          ["generator.agent_program=a:b", "environment.env_class=gsm8k", "leave one of them empty"]),
+        (["trainer.teacher.model.path=t", "trainer.teacher.top_k=8", "generator.sampling_params.top_p=0.9"],
+         ["trainer.teacher.top_k=8", "generator.sampling_params.top_p=0.9", "trainer.algorithm.filter_logprobs=false"]),
         (["trainer.policy.router_replay=R3", "generator.backend=vllm"],
          ["trainer.policy.router_replay=R3", "needs generator.backend=transformers", "backend=vllm does not"]),
         (["trainer.policy.router_replay=R3", "generator.backend=transformers", "trainer.policy.torch_compile=true"],

@@ -22,11 +22,13 @@ def teacher(ray_session: None, models: dict[str, str], tmp_path_factory: pytest.
     return str(folder / "model")
 
 
-@pytest.mark.parametrize("plan", ["sync", "one_step_off"])
+@pytest.mark.parametrize(("plan", "top_k"), [("sync", 0), ("one_step_off", 0), ("sync", 8), ("one_step_off", 8)])
 def test_a_few_steps_raise_the_held_out_score(
-    plan: str, ray_session: None, models: dict[str, str], teacher: str, tmp_path: Path
+    plan: str, top_k: int, ray_session: None, models: dict[str, str], teacher: str, tmp_path: Path
 ) -> None:
+    whole = [f"trainer.teacher.top_k={top_k}"] if top_k else []
     run = train_in(tmp_path / "runs", models["tied"])(
+        *whole,
         f"trainer.plan={plan}", "trainer.algorithm.preset=distill", f"trainer.teacher.model.path={teacher}",
         "trainer.max_training_steps=25", "trainer.policy.optimizer_config.lr=3e-3", "trainer.train_batch_size=32",
         "trainer.eval_before_train=true", f"data.val_data={PARTS}:val_prompts",
@@ -34,5 +36,5 @@ def test_a_few_steps_raise_the_held_out_score(
     before, *steps = read_lines(run.folder / "metrics.jsonl")
     assert before["eval/score"] < 0.2
     assert steps[-1]["eval/score"] > 0.6
-    kl = run.series("teacher/kl")
+    kl = run.series("policy/teacher_kl" if top_k else "teacher/kl")
     assert kl[-1] < 0.2 * kl[0]

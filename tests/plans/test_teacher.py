@@ -68,6 +68,40 @@ async def test_in_every_plan_an_advantage_is_what_the_teacher_would_rather_have_
     assert any(not torch.equal(now, first[name]) for name, now in run.dispatch.weights().items())
 
 
+@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer])
+async def test_whole_distributions_are_compared_where_that_is_asked_for(
+    model: str, teacher: str, plan: type[RayPPOTrainer]
+) -> None:
+    """The gradient of the first step is that of a plain formula on whole logits, in float64."""
+    cfg = distilled(model, teacher, steps=2)
+    cfg.trainer.teacher.top_k, cfg.trainer.teacher.weight = 8, 0.5
+    run = await LocalRun(plan, cfg).train()
+    batch = run.dispatch.batches[0]
+    assert batch.teacher_logprobs is None and not batch.advantages.any()
+    expected, plain_gradient = plainly(model, teacher, batch, k=8, weight=0.5)
+    row = run.tracker.rows[1]
+    assert row["policy/teacher_kl"] == pytest.approx(expected, rel=1e-5)
+    assert row["policy/grad_norm"] == pytest.approx(plain_gradient, rel=1e-4)
+    assert run.tracker.rows[2]["policy/grad_norm"] > 0
+
+
+def plainly(model: str, teacher: str, batch: Any, *, k: int, weight: float) -> tuple[float, float]:
+    """The mean KL over the loss tokens, and the norm of the gradient of what is made of it."""
+    student, taught = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, teacher))
+
+    def said(found: Any) -> torch.Tensor:
+        logits = found(batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1]
+        return logits.log_softmax(-1)[batch.loss_mask[:, 1:]]
+
+    mine, theirs = said(student), said(taught).detach()
+    top = theirs.topk(k).indices
+    rests = [1 - each.gather(-1, top).exp().sum(-1) for each in (mine, theirs)]
+    kl = (mine.gather(-1, top).exp() * (mine - theirs).gather(-1, top)).sum(-1) + rests[0] * (rests[0] / rests[1]).log()
+    (weight * kl.mean()).backward()
+    norm = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None]).norm()
+    return float(kl.detach().mean()), float(norm)
+
+
 async def test_rewards_and_a_teacher_add_up(model: str, teacher: str) -> None:
     cfg = distilled(model, teacher, steps=1)
     cfg.trainer.algorithm.advantage_estimator = "grpo"

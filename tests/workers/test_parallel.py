@@ -19,6 +19,7 @@ from skyasync.workers.critic import CriticWorker
 from skyasync.workers.parallel.styles import NormOfOwnHeads
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from skyasync.workers.teacher import TeacherWorker
 from tests.workers import calls
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS
@@ -129,6 +130,43 @@ def test_adapters_train_on_split_sequences(shapes: dict[str, str], ranks: Callab
     ranks(2).set_up(PolicyWorker, cfg)
     for _, _, found, _ in ranks(2).call(step):
         assert distance(torch.from_numpy(found), expected) < 1e-6
+
+
+def compared(rank: Rank) -> Any:
+    """What a teacher says of whole distributions, and the gradient of following it."""
+    worker, batch = rank.worker, ragged()
+    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
+    mine = batch.select(rows).trim()
+    mine.teacher_top_k = TeacherWorker.top_logprobs(worker, mine) * 1.1
+    mine.teacher_top_k[..., :4] /= 1.1
+    worker.forward_backward(mine)
+    return rows.numpy(), mine.teacher_top_k.numpy(), gradient(worker).numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}, {}], ids=str)
+def test_a_teachers_likeliest_tokens_are_one_ranks(
+    shapes: dict[str, str], sizes: dict[str, int], ranks: Callable[[int], Ranks]
+) -> None:
+    """Of a vocabulary in parts as well; in pieces, as long rows are."""
+    cfg = parallel(shapes["qwen3_tied"], **sizes)
+    cfg.trainer.teacher.model.path, cfg.trainer.teacher.top_k = shapes["qwen3_tied"], 4
+    alone = PolicyWorker(cfg, threads=1)
+    cfg.trainer.parallel.context = cfg.trainer.parallel.tensor = 1
+    alone.setup()
+    with patch("skyasync.workers.model.MAX_LOGITS", 96 * 5):
+        _, said, expected = compared(Rank(0, 1, alone))
+    ranks(2).set_up(PolicyWorker, parallel_of(cfg, sizes))
+    for rows, found, gradients in ranks(2).call(compared):
+        torch.testing.assert_close(
+            torch.from_numpy(found), torch.from_numpy(said)[rows, : found.shape[1]], atol=1e-5, rtol=0
+        )
+        assert distance(torch.from_numpy(gradients), torch.from_numpy(expected)) < 1e-6
+
+
+def parallel_of(cfg: Config, sizes: dict[str, int]) -> Config:
+    vars(cfg.trainer.parallel).update(sizes)
+    return cfg
 
 
 def forgetful(rank: Rank) -> str:

@@ -36,21 +36,42 @@ class Vocabulary:
     def scores(
         self, logits: Tensor, targets: Tensor, *, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of the targets, and entropy if asked, ``[n]``; ``logits``: ``[n, size]``, this rank's."""
-        most = logits.detach().amax(-1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        """Log-probabilities of the targets ``[n, m]``, and entropy ``[n]`` if asked.
+
+        Args:
+            logits: ``[n, size]``, this rank's.
+        """
+        most = self._most(logits)
         own = targets - self.first
         others = (own < 0) | (own >= self.size)
-        chosen = logits.gather(1, own.masked_fill(others, 0)[:, None]).squeeze(1).masked_fill(others, 0.0)
+        chosen = logits.gather(1, own.masked_fill(others, 0)).masked_fill(others, 0.0)
         powers = (logits - most[:, None]).exp()
-        total, target = summed(torch.stack([powers.sum(-1), chosen]), self.group)
+        found = summed(torch.cat([powers.sum(-1, keepdim=True), chosen], 1), self.group)
+        total = found[:, 0]
         normalizer = most + total.log()
-        logprobs = target - normalizer
+        logprobs = found[:, 1:] - normalizer[:, None]
         if not entropy:
             return logprobs, None
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             mean = summed((powers * logits).sum(-1), self.group) / total
             return logprobs, normalizer - mean
+
+    def likeliest(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest tokens and their log-probabilities, ``[n, k]``; no gradient."""
+        most = self._most(logits)
+        total = summed((logits - most[:, None]).exp().sum(-1), self.group)
+        own, tokens = logits.topk(min(k, self.size))
+        parts = [[torch.empty_like(part) for _ in range(self.ranks)] for part in (own, tokens)]
+        for part, mine in zip(parts, (own, tokens + self.first), strict=True):
+            dist.all_gather(part, mine.contiguous(), group=self.group)
+        values, tokens = (torch.cat(part, 1) for part in parts)
+        found, which = values.topk(min(k, values.shape[1]))
+        return tokens.gather(1, which), found - (most + total.log())[:, None]
+
+    def _most(self, logits: Tensor) -> Tensor:
+        most = logits.detach().amax(-1)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return most
 
     def gathered(self, logits: Tensor) -> Tensor:
         """``[n, vocabulary]`` of all ranks' parts; differentiable."""
