@@ -128,8 +128,8 @@ class _TopK(TorchFunctionMode):
 
 def _routers(model: PreTrainedModel) -> list[nn.Module]:
     """By the class that transformers records router logits of."""
-    recorded = next((m._can_record_outputs for m in model.modules() if _records(m)), {}) or {}
-    recorder = recorded.get("router_logits")
+    known = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+    recorder: Any = next((each["router_logits"] for each in known if "router_logits" in each), None)
     kind = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
     found = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
     if not found:
@@ -138,7 +138,3 @@ def _routers(model: PreTrainedModel) -> list[nn.Module]:
             f"trainer.policy.router_replay=none"
         )
     return found
-
-
-def _records(module: nn.Module) -> bool:
-    return "router_logits" in (getattr(module, "_can_record_outputs", None) or {})

@@ -234,6 +234,12 @@ class ParallelConfig(Settings):
         low=0,
     )
     context: int = key(1, "Ranks that split each sequence of the same rows, for long ones (Ulysses).", low=1)
+    context_kind: str = key(
+        "ulysses",
+        "How they attend: ulysses exchanges columns for heads, which the axis must divide; ring passes keys and values "
+        "on from rank to rank, for any number of heads (on CPUs; prompts are not shared, and there are no windows).",
+        choices=("ulysses", "ring"),
+    )
     tensor: int = key(1, "Ranks that split the matrices of the same rows, by transformers' plan for the model.", low=1)
     expert: int = key(
         0, "Ranks that divide a mixture's experts, whole: those of the tensor axis, as many as it has (0).", low=0

@@ -34,6 +34,11 @@ def check_parallel(cfg: Config) -> Iterator[str]:
             f"divided among the ranks of the tensor axis, which see the same tokens: set trainer.parallel.expert=0, "
             f"and trainer.parallel.tensor={parallel.expert} for as many"
         )
+    if parallel.context_kind != "ulysses" and parallel.context == 1:
+        yield (
+            f"trainer.parallel.context_kind={parallel.context_kind} has no effect with trainer.parallel.context=1, "
+            f"which splits no sequences: raise it, or leave the kind at ulysses"
+        )
     if parallel.tensor > 1 and cfg.trainer.policy.lora.rank:
         yield (
             f"trainer.parallel.tensor={parallel.tensor} splits the matrices that trainer.policy.lora.rank="

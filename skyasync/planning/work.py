@@ -50,7 +50,8 @@ def largest_micro_batch(
     cap = context * (trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"])
     prompts = trainer.policy_mini_batch_size or trainer.train_batch_size
     rows = max(1, math.ceil(prompts * lengths.samples / ranks))
-    together = _rows_sharing_a_prompt(lengths, shape, cap, rows_limit)
+    rings = context > 1 and trainer.parallel.context_kind == "ring"  # whose pieces know no mask
+    together = 1 if rings else _rows_sharing_a_prompt(lengths, shape, cap, rows_limit)
     width = lengths.prompt + together * lengths.response
     in_all = math.ceil(rows / together)
     at_once = min(in_all, max(1, cap // width), max(1, rows_limit // together) if rows_limit else in_all)

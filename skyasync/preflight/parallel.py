@@ -30,7 +30,7 @@ def check_axes(parallel: ParallelConfig, path: str, key: str) -> None:
         raise UserError(f"{key}, and {path} has layers of another kind than attention ({kinds[0]}): set it to 1")
     for name in (_HEADS, _KEYS, *_EXPERTS) if tensor > 1 else ():
         _check_divides(f"{_TENSOR}={tensor}", tensor, shape.get(name), name, path)
-    if context > 1:
+    if context > 1 and parallel.context_kind == "ulysses":
         both = f"{_CONTEXT}={context}" + (f" times {_TENSOR}={tensor}" if tensor > 1 else "")
         _check_divides(both, context * tensor, shape.get(_HEADS), _HEADS, path)
     family = shape.get("model_type")

@@ -154,7 +154,7 @@ class ModelWorker(Worker):
             return None, None
         from skyasync.workers.parallel import divide
 
-        return divide(model, self.mesh)
+        return divide(model, self.mesh, self.cfg.trainer.parallel.context_kind)
 
     def _shard(self, wrapper: Wrapped) -> Wrapped:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
@@ -211,7 +211,7 @@ class ModelWorker(Worker):
             batch,
             max_tokens=tokens * self.axes.context,
             max_rows=max_rows,
-            share_prefixes=can_share_prefixes(self.model.model.config),
+            share_prefixes=can_share_prefixes(self.model.model.config) and not self._rings,
             hidden_size=self.model.model.config.hidden_size,
             end_to_end=self.model.packs and self.axes.context == 1,
         )
@@ -219,6 +219,11 @@ class ModelWorker(Worker):
         yield from pieces
         for _ in range(missing):
             yield empty_micro_batch(batch)
+
+    @property
+    def _rings(self) -> bool:
+        """Rows are attended to in pieces that know no mask."""
+        return self.axes.context > 1 and self.cfg.trainer.parallel.context_kind == "ring"
 
     def agree_on_most(self, count: int) -> int:
         """The largest ``count`` of all ranks."""

@@ -61,6 +61,8 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["trainer.policy.router_replay=R3", "needs generator.backend=transformers", "backend=vllm does not"]),
         (["trainer.policy.router_replay=R3", "generator.backend=transformers", "trainer.policy.torch_compile=true"],
          ["trainer.policy.router_replay=R3", "trainer.policy.torch_compile=true", "leave one of them out"]),
+        (["trainer.parallel.context_kind=ring"],
+         ["trainer.parallel.context_kind=ring", "trainer.parallel.context=1", "leave the kind at ulysses"]),
         (["trainer.parallel.tensor=2"],
          ["trainer.parallel.tensor=2", "the 1 ranks of", "policy_num_gpus_per_node=1", "make them 2"]),
         (["trainer.placement.policy_num_gpus_per_node=4", "trainer.parallel.context=2", "trainer.parallel.data=4"],

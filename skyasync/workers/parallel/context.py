@@ -23,7 +23,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from skyasync.errors import UserError
+from skyasync.workers.model import can_share_prefixes
 from skyasync.workers.packing import Layout
+from skyasync.workers.parallel import ring
 from skyasync.workers.parallel.collectives import summed
 
 KEY = "trainer.parallel.context"
@@ -79,15 +81,19 @@ class Context:
         """What every rank says of its own loss tokens, ``[rows, length]`` with zeros elsewhere, on all of them."""
         return summed(rows, self.group)
 
-    def install(self, model: PreTrainedModel) -> None:
+    def install(self, model: PreTrainedModel, kind: str = "ulysses") -> None:
         """Let the model's attention be this axis's."""
         for module in model.modules():
             setattr(module, _PLACE, self)
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(ATTENTION if kind == "ulysses" else ring.ATTENTION)
 
 
-def check(config: PreTrainedConfig, size: int, tensor: int = 1) -> None:
+def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = "ulysses") -> None:
     """Raises ``UserError`` for a model whose heads or layers cannot be divided so."""
+    if kind == "ring":
+        if not can_share_prefixes(config):
+            raise UserError(f"{ring.KEY} has no sliding windows, which {config.model_type} has: use ulysses")
+        return
     text, key = config.get_text_config(), KEY + f"={size}" + (f" times trainer.parallel.tensor={tensor}" * (tensor > 1))
     heads = text.num_attention_heads
     if heads % (size * tensor):
