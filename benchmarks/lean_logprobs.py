@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 GIB = 1 << 30
-PASSES = ("log-probabilities", "with their gradient", "with entropy and gradient")
+PASSES = ("log-probabilities", "with their gradient", "with entropy and gradient", "with 16 others and gradient")
 
 
 def peak_of(way: str, what: str, tokens: int, vocabulary: int) -> int:
@@ -34,11 +34,14 @@ def peak_of(way: str, what: str, tokens: int, vocabulary: int) -> int:
     model = LlamaForCausalLM(config)
     states = torch.randn(tokens, hidden_size, requires_grad=what != PASSES[0])
     targets = torch.randint(0, vocabulary, (tokens,))
+    others = torch.randint(0, vocabulary, (1, tokens, 16)) if what == PASSES[3] else None
     rows, mask = targets.view(1, -1), torch.ones(1, tokens, dtype=torch.bool)
 
     def plain() -> tuple[Tensor, ...]:
         logprobs = model.lm_head(states[:-1]).log_softmax(-1)
         chosen = logprobs.gather(1, targets[1:, None]).squeeze(1)
+        if others is not None:
+            return chosen, logprobs.gather(1, others[0, 1:])
         return (chosen, -(logprobs.exp() * logprobs).sum(-1)) if what == PASSES[2] else (chosen,)
 
     class Given(TokenLogprobs):
@@ -46,7 +49,7 @@ def peak_of(way: str, what: str, tokens: int, vocabulary: int) -> int:
             return states[:-1]
 
     def lean() -> tuple[Tensor, ...]:
-        scores = Given(model)(plain_layout(rows, mask, mask.clone()), with_entropy=what == PASSES[2])
+        scores = Given(model)(plain_layout(rows, mask, mask.clone()), with_entropy=what == PASSES[2], others=others)
         return tuple(score for score in scores if score is not None)
 
     return _peak({"plain": plain, "lean": lean}[way], gradient=what != PASSES[0])
