@@ -44,6 +44,8 @@ class Case:
     micro_batch_tokens: int = 1024
     rows: int = field(default=ROWS)
     lora: int = 0
+    optimizer: str = "adamw"
+    rounded: bool = False
 
 
 LLAMA = {
@@ -76,6 +78,10 @@ CASES = (
     Case("llama", LLAMA),
     Case("llama, checkpointing", LLAMA, checkpointing=True),
     Case("llama, bfloat16", LLAMA, dtype="bfloat16"),
+    Case("llama, 8-bit moments", LLAMA, optimizer="adamw_8bit"),
+    Case("llama, rounded by chance", LLAMA, dtype="bfloat16", rounded=True),
+    Case("llama, both", LLAMA, dtype="bfloat16", rounded=True, optimizer="adamw_8bit"),
+    Case("llama, muon", LLAMA, optimizer="muon"),
     Case("llama, two ranks", LLAMA, ranks=2),
     Case("llama, adapters", LLAMA, lora=16),
     Case("llama, adapters, bfloat16", LLAMA, lora=16, dtype="bfloat16"),
@@ -115,7 +121,7 @@ def run_rank(case: Case, folder: str, rank: int, *, exact: bool) -> dict[str, in
         _make(case, folder)
     else:
         _wait_for(Path(folder, "made"))
-    toy = replace(TOY, lora=case.lora)
+    toy = replace(TOY, lora=case.lora, dtype=case.dtype, optimizer=case.optimizer, rounded=case.rounded)
     _phases(PolicyWorker(_config(toy, f"{folder}/toy"), 0, 1, "cpu", 1), toy, {}, "", 0)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -186,6 +192,8 @@ def _config(case: Case, path: str) -> Any:
     cfg.trainer.policy.model.dtype = case.dtype
     cfg.trainer.policy.gradient_checkpointing = case.checkpointing
     cfg.trainer.policy.lora.rank = case.lora
+    cfg.trainer.policy.optimizer_config.name = case.optimizer
+    cfg.trainer.policy.optimizer_config.bf16_stochastic_round = case.rounded
     cfg.trainer.micro_batch_tokens = case.micro_batch_tokens
     cfg.trainer.placement.policy_num_gpus_per_node = case.ranks
     cfg.trainer.max_prompt_length = PROMPT

@@ -16,6 +16,7 @@ from skyasync.config.endless import check_streamed_data
 from skyasync.config.evaluation import check_evaluation, eval_sources
 from skyasync.config.groups import check_groups
 from skyasync.config.judges import check_judges
+from skyasync.config.optimizers import check_optimizers
 from skyasync.config.parallel import check_parallel
 from skyasync.config.resume import Resume, keeps_checkpoints
 from skyasync.config.rules import (
@@ -37,7 +38,7 @@ from skyasync.config.rules import (
     weighs_by_behaviour,
 )
 from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
-from skyasync.config.schema import SCHEDULES, Config, EnvironmentConfig, OptimizerConfig, TrainerConfig
+from skyasync.config.schema import Config, EnvironmentConfig, TrainerConfig
 from skyasync.config.secrets import check_hidden
 from skyasync.config.streaming import check_streaming
 from skyasync.config.unread import check_unread
@@ -97,7 +98,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *_check_algorithm(cfg),
         *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),
-        *_check_optimizer("trainer.policy.optimizer_config", cfg.trainer.policy.optimizer_config),
+        *check_optimizers(cfg),
         *_check_replicas(cfg.trainer),
         *_check_axes(cfg.trainer),
         *_check_compiled(cfg.trainer),
@@ -288,35 +289,6 @@ def _check_axes(trainer: TrainerConfig) -> Iterator[str]:
         yield f"trainer.policy.fsdp_size={policy.fsdp_size} and {split[0]} both cut the ranks into groups: choose one"
     if policy.torch_compile:
         yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: leave one of them out"
-    if axes.tensor > 1 and policy.optimizer_config.name == "muon":
-        yield (
-            f"trainer.policy.optimizer_config.name=muon turns whole matrices, and trainer.parallel.tensor="
-            f"{axes.tensor} splits them: choose adamw, or leave tensor at 1"
-        )
-
-
-def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
-    if len(optimizer.adam_betas) != 2:
-        yield f"{name}.adam_betas has {len(optimizer.adam_betas)} entries: AdamW takes two, [0.9,0.999]"
-    if optimizer.name != "muon" and optimizer.muon_momentum != OptimizerConfig().muon_momentum:
-        yield f"{name}.muon_momentum={optimizer.muon_momentum} has no effect with {name}.name={optimizer.name}"
-    if optimizer.num_warmup_steps and optimizer.warmup_ratio:
-        yield (
-            f"{name}.num_warmup_steps={optimizer.num_warmup_steps} and {name}.warmup_ratio={optimizer.warmup_ratio} "
-            f"both say how long the warm-up is: set one of them to 0"
-        )
-    allowed, given = SCHEDULES[optimizer.scheduler], optimizer.scheduler_kwargs
-    for word in given:
-        if word not in allowed:
-            what = unknown("setting", str(word), allowed) if allowed else f"{optimizer.scheduler} takes none"
-            yield f"{name}.scheduler_kwargs.{word} has no effect with {name}.scheduler={optimizer.scheduler}: {what}"
-    if optimizer.scheduler == "cosine_with_min_lr" and ("min_lr" in given) == ("min_lr_rate" in given):
-        yield (
-            f"{name}.scheduler=cosine_with_min_lr ends at a rate that must be said once: "
-            f"{name}.scheduler_kwargs={{min_lr_rate: 0.1}} (of lr) or {{min_lr: 1e-7}}"
-        )
-    if optimizer.scheduler == "warmup_stable_decay" and "num_decay_steps" not in given:
-        yield f"{name}.scheduler=warmup_stable_decay needs {name}.scheduler_kwargs={{num_decay_steps: 100}}"
 
 
 def _check_lists(cfg: Config) -> Iterator[str]:

@@ -59,8 +59,14 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 class OptimizerConfig(Settings):
     name: str = key(
         "adamw",
-        "adamw, or muon: the matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
-        choices=("adamw", "muon"),
+        "adamw; adamw_8bit: moments of matrices in eight bits, in blocks with a scale each; or muon: the matrices of "
+        "decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
+        choices=("adamw", "adamw_8bit", "muon"),
+    )
+    bf16_stochastic_round: bool = key(
+        False,
+        "Keep no float32 masters: weights (and moments, but for adamw_8bit's) are bfloat16, each step rounded up or "
+        "down by chance, so that small ones are not lost. Needs model.dtype=bfloat16 (on a GPU auto is that).",
     )
     muon_momentum: float = key(0.95, "Muon's momentum; read with name=muon.", low=0.0, below=1.0)
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)

@@ -15,6 +15,7 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
 from skyasync.planning.adapters import adapter_parameters
+from skyasync.planning.activations import FLOAT32
 from skyasync.planning.axes import divided, filters
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
@@ -139,6 +140,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
     )
     lora = getattr(role.settings(cfg), "lora", None)
+    optimizer = role.settings(cfg).optimizer_config
     asked = str(role.settings(cfg).gradient_checkpointing).lower()
     sharing = getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
     rank = Rank(
@@ -156,7 +158,9 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         vocabulary=role.head == VOCABULARY,
         entropy=trainer.algorithm.use_entropy_loss,
         shaped=sampling.temperature not in (0.0, 1.0),
-        muon=role.settings(cfg).optimizer_config.name == "muon",
+        muon=optimizer.name == "muon",
+        master=2 if optimizer.bf16_stochastic_round else FLOAT32,
+        eight_bits=optimizer.name == "adamw_8bit",
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from skyasync.planning.activations import FLOAT32, Pass, final_norm_bytes, kept_bytes, layer_bytes, mask_bytes
 from skyasync.planning.shape import ModelShape
-from skyasync.workers.limits import MAX_LOGITS
+from skyasync.workers.limits import MAX_LOGITS, STEPPED_AT_ONCE
 
 Lines = dict[str, int]
 """Bytes by what takes them."""
@@ -24,6 +24,13 @@ KEPT = 1.2
 
 ORTHOGONALISED = 4 * FLOAT32 + 3 * 2
 """Bytes per number of a matrix while Muon turns it: what is gathered, Muon's own copies, and three in bfloat16."""
+
+
+COPIED = 40
+"""Bytes per number while an optimizer with a short state steps: float32 copies, codes, bits of chance."""
+
+IN_BLOCKS = 1 + FLOAT32 / 256
+"""Bytes of a moment of eight bits, with its share of a scale. Vectors', which are in float32, are few."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Rank:
         entropy, shaped: what the loss asks of the logits: their entropy; a temperature or filters.
         muon: matrices of layers have one moment instead of two.
         routed: bytes of a token's experts, where they are replayed.
+        master: bytes of a trained weight between steps, and of its moments.
+        eight_bits: but these, where they are codes.
     """
 
     ranks: int
@@ -63,10 +72,21 @@ class Rank:
     replicas: int = 1
     routed: int = 0
     split: bool = False
+    master: int = FLOAT32
+    eight_bits: bool = False
 
     @property
     def sharded(self) -> bool:
-        return self.ranks * self.replicas > 1 or self.split or (self.trained and self.b != FLOAT32)
+        return self.ranks * self.replicas > 1 or self.split or (self.trained and self.b != self.master)
+
+    @property
+    def short(self) -> bool:
+        """Whether what is kept between steps is copied for a step."""
+        return self.trained and (self.eight_bits or self.master != FLOAT32)
+
+    def moments(self, numbers: int) -> int:
+        """Bytes of both."""
+        return int(2 * numbers * (IN_BLOCKS if self.eight_bits else self.master))
 
 
 def held(shape: ModelShape, rank: Rank) -> Lines:
@@ -77,7 +97,7 @@ def held(shape: ModelShape, rank: Rank) -> Lines:
     if rank.adapters:
         return {"weights": share * rank.b} | learnt(shape, rank)
     turned = -(-shape.layers * shape.layer_matrices // rank.ranks) if rank.muon else 0
-    return {"weights": share * FLOAT32, "moments": (2 * share - turned) * FLOAT32}
+    return {"weights": share * rank.master, "moments": rank.moments(share) - turned * FLOAT32}
 
 
 def learnt(shape: ModelShape, rank: Rank) -> Lines:
@@ -85,7 +105,7 @@ def learnt(shape: ModelShape, rank: Rank) -> Lines:
     if not rank.adapters:
         return held(shape, rank)
     share = -(-rank.adapters // rank.ranks)
-    return {"adapters": share * FLOAT32, "moments": 2 * share * FLOAT32}
+    return {"adapters": share * FLOAT32, "moments": rank.moments(share)}
 
 
 def scoring(shape: ModelShape, rank: Rank) -> Lines:
@@ -108,7 +128,7 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
     own = held(shape, rank)
     share = -(-(rank.adapters or shape.parameters) // rank.ranks) * FLOAT32
     # The gradient of the head, or, at the end, of the embeddings: none where they are frozen.
-    row = 0 if rank.adapters else shape.hidden * (rank.b if rank.sharded else FLOAT32)
+    row = 0 if rank.adapters else shape.hidden * rank.b
     whole, embedded = shape.vocabulary * row, max(shape.vocabulary, shape.embedded) * row
     if rank.reduced_once and rank.sharded and rank.micro_batches > 1:
         share = (rank.adapters or shape.parameters) * FLOAT32  # of all that is trained, until the last micro-batch
@@ -124,6 +144,8 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
     end = own | {"gradients": share + embedded, "gathered": _gathered(shape, rank, reduced=root)}
     if rank.muon and not rank.adapters:
         end["orthogonalised"] = ORTHOGONALISED * shape.largest_matrix
+    if rank.short:
+        end["copies"] = COPIED * min(STEPPED_AT_ONCE, -(-shape.largest_tensor // rank.ranks))
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
 
 
@@ -166,7 +188,7 @@ def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
 def publishing(shape: ModelShape, rank: Rank, *, first: bool) -> Lines:
     """Whole weights on the CPU of the first rank; the others take part one tensor at a time."""
     gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 or rank.split else 0
-    copied = shape.parameters if rank.sharded or rank.b != FLOAT32 else 0  # else they are the model's own
+    copied = shape.parameters if rank.sharded or rank.b != rank.master else 0  # else they are the model's own
     if rank.adapters:
         copied = max(copied, shape.layers * shape.layer)  # but for what has been added to
     whole = copied * rank.b if first else 0

@@ -161,7 +161,7 @@ class ModelWorker(Worker):
         assert self.mesh is not None
         mesh = self.mesh.shard
         precision = MixedPrecisionPolicy(
-            param_dtype=None if self.dtype == self.master_dtype() else self.dtype, reduce_dtype=self.master_dtype()
+            param_dtype=None if self.dtype == self.master_dtype() else self.dtype, reduce_dtype=torch.float32
         )
         layers = set(wrapper.model._no_split_modules or ())
         for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:

@@ -12,5 +12,8 @@ MIN_SAVED_TOKENS = 0.2
 MAX_LOGITS = 1 << 27
 """Most logits held at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in pieces."""
 
+STEPPED_AT_ONCE = 1 << 22
+"""Numbers of which an optimizer with a short state makes float32 copies at once."""
+
 MAX_PADDING = 0.05
 """Share of padding up to which rows stand one below the other; with more they stand end to end, where a model can."""

@@ -1,4 +1,5 @@
-"""What changes weights by their gradient: AdamW, or Muon for the matrices of a model's layers and AdamW for all else.
+"""What changes weights by their gradient: AdamW, in full or with a short state (``short_adamw``), or Muon for the
+matrices of a model's layers and AdamW for all else.
 
 Invariant: Muon turns a matrix whole, whatever its shards: every rank gathers it, does the same with it, and keeps its
 own part, so one gradient makes the same weights bit for bit on any number of ranks. The arithmetic is torch's own Muon,
@@ -16,16 +17,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyasync.config.schema import OptimizerConfig
+from skyasync.errors import UserError
 from skyasync.workers.layers import decoder_layers
 from skyasync.workers.model import Wrapped
+from skyasync.workers.short_adamw import ShortAdamW
 
 MOMENTUM = "momentum_buffer"
 
 
-def make_optimizer(wrapper: Wrapped, learnt: Iterable[nn.Parameter], settings: OptimizerConfig) -> torch.optim.AdamW:
+def make_optimizer(
+    wrapper: Wrapped, learnt: Iterable[nn.Parameter], settings: OptimizerConfig, seed: int = 0
+) -> torch.optim.AdamW:
     """For the parameters ``learnt`` of a model; vectors have no weight decay.
 
     Muon has the two-dimensional weights of decoder layers: neither embeddings nor a head, nor stacked experts.
+
+    Args:
+        seed: of weights that are rounded by chance.
     """
     learnt = list(learnt)
     turned: set[nn.Parameter] = set()
@@ -42,7 +50,44 @@ def make_optimizer(wrapper: Wrapped, learnt: Iterable[nn.Parameter], settings: O
     if settings.name == "muon":
         groups = [{"muon": False, **group} for group in groups]
         return MuonAdamW(groups, momentum=settings.muon_momentum, **options)
+    if settings.name == "adamw_8bit" or settings.bf16_stochastic_round:
+        for parameter in learnt:
+            if parameter.dtype == torch.bfloat16:
+                _add_up_in_float32(parameter)
+        return ShortAdamW(groups, eight_bits=settings.name == "adamw_8bit", seed=seed, **options)
     return torch.optim.AdamW(groups, **options)
+
+
+def master_dtype(settings: OptimizerConfig, computing: torch.dtype, section: str) -> torch.dtype:
+    """Dtype of the weights between steps.
+
+    Args:
+        computing: dtype of the role's model.
+        section: the role's, for errors.
+
+    Raises:
+        UserError: if weights are to be rounded to a dtype that is not the model's.
+    """
+    if not settings.bf16_stochastic_round:
+        return torch.float32
+    if computing != torch.bfloat16:
+        raise UserError(
+            f"{section}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and here they are "
+            f"{str(computing).removeprefix('torch.')}: set {section}.model.dtype=bfloat16, or leave it out"
+        )
+    return torch.bfloat16
+
+
+def _add_up_in_float32(parameter: nn.Parameter) -> None:
+    """Its gradient over micro-batches: FSDP2 and autograd add what comes to what is there."""
+
+    def longer(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad.dtype != torch.float32:
+            parameter.grad = parameter.grad.float()
+
+    parameter.grad_dtype = None  # of any dtype
+    parameter.register_post_accumulate_grad_hook(longer)
 
 
 class MuonAdamW(torch.optim.AdamW):

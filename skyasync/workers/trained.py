@@ -27,7 +27,7 @@ from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
 from skyasync.workers.offload import move_moments
-from skyasync.workers.optimizers import make_optimizer
+from skyasync.workers.optimizers import make_optimizer, master_dtype
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
 from skyasync.workers.saved import Saved
@@ -73,8 +73,8 @@ class TrainedWorker(ModelWorker):
         return False
 
     def master_dtype(self) -> torch.dtype:
-        """Small learning rates vanish in bfloat16, so the optimizer always sees float32 weights."""
-        return torch.float32
+        """Small steps vanish in bfloat16, so the optimizer sees float32 weights, unless it rounds by chance."""
+        return master_dtype(self.settings.optimizer_config, self.dtype, self.role.section)
 
     def build(self) -> Wrapped:
         wrapper = super().build()
@@ -100,7 +100,7 @@ class TrainedWorker(ModelWorker):
     def _make_optimizer(self, wrapper: Wrapped) -> torch.optim.AdamW:
         # A weight that is frozen only while it is looked at is the optimizer's all the same; one under adapters is not.
         learnt = [p for p in wrapper.parameters() if p.requires_grad or self.adapters is None]
-        return make_optimizer(wrapper, learnt, self.settings.optimizer_config)
+        return make_optimizer(wrapper, learnt, self.settings.optimizer_config, self.cfg.trainer.seed)
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         """Add the gradient of this rank's rows to what has been added up since the last optimizer step.
