@@ -39,9 +39,3 @@ def check_parallel(cfg: Config) -> Iterator[str]:
             f"trainer.parallel.context_kind={parallel.context_kind} has no effect with trainer.parallel.context=1, "
             f"which splits no sequences: raise it, or leave the kind at ulysses"
         )
-    if parallel.tensor > 1 and cfg.trainer.policy.lora.rank:
-        yield (
-            f"trainer.parallel.tensor={parallel.tensor} splits the matrices that trainer.policy.lora.rank="
-            f"{cfg.trainer.policy.lora.rank} puts adapters beside: leave one of them out; adapters train over "
-            f"trainer.parallel.data and trainer.parallel.context"
-        )

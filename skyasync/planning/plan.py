@@ -14,8 +14,8 @@ from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
-from skyasync.planning.adapters import adapter_parameters
 from skyasync.planning.activations import FLOAT32
+from skyasync.planning.adapters import adapter_parameters
 from skyasync.planning.axes import divided, filters
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine

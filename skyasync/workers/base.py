@@ -99,6 +99,8 @@ class ModelWorker(Worker):
                 from skyasync.workers.lora import Adapters
 
                 self.adapters = Adapters(model, lora, self.path)
+                if self.mesh and self.mesh.tensor:
+                    self.adapters.split(self.mesh.tensor)
             wrapper = head.wrap(model, self.cfg).eval()
             wrapper.context, wrapper.vocabulary = divided
             wrapper.routers = self.replayed(model)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from peft.tuners.lora import LoraLayer
+    from torch.distributed.device_mesh import DeviceMesh
 
 KEY = "trainer.policy.lora"
 ALL = "all-linear"
@@ -66,6 +67,12 @@ class Adapters:
         ]
         for half in self._halves():
             half.to(torch.float32)  # masters, as of any weights that are trained
+
+    def split(self, mesh: DeviceMesh) -> None:
+        """Over the tensor axis, as the layers that they lie beside."""
+        from skyasync.workers.parallel.tensor import split_adapters
+
+        split_adapters(((place.name, place.layer) for place in self._places), self._model, mesh)
 
     def begin(self, seed: int, device: torch.device) -> None:
         """Give them memory and their first numbers: A is uniform as peft's, B is 0."""

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.workers.checkpoint import full_weights
 from skyasync.workers.critic import CriticWorker
+from skyasync.workers.heads import put
 from skyasync.workers.model import training_config
 from skyasync.workers.parallel.context import check
 from skyasync.workers.parallel.styles import NormOfOwnHeads
@@ -138,18 +140,49 @@ def test_a_critic_beside_the_policy_is_divided_like_it(
         torch.testing.assert_close(torch.from_numpy(said), expected[rows, : said.shape[1]], atol=2e-6, rtol=0)
 
 
+def begun(rank: Rank) -> None:
+    """B of each adapter is no longer 0, so that A has a gradient; the same on any ranks."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in rank.worker.model.named_parameters():
+        if ".lora_B." in name:
+            put(parameter, torch.randn(parameter.shape, generator=generator) / 10)
+
+
+def merged(rank: Rank) -> dict[str, Any]:
+    weights = full_weights(rank.worker.weights(), torch.float32, keep=True)
+    return {name: weight.numpy() for name, weight in weights.items()}
+
+
 @pytest.mark.slow
-def test_adapters_train_on_split_sequences(shapes: dict[str, str], ranks: Callable[[int], Ranks]) -> None:
-    cfg = parallel(shapes["llama"])
+@pytest.mark.parametrize(
+    ("name", "count", "sizes"),
+    [("llama", 2, {"context": 2}), ("qwen3_tied", 2, {"tensor": 2}), ("qwen3_moe", 4, {"tensor": 2})],
+    ids=str,
+)
+def test_adapters_train_beside_what_is_split(
+    shapes: dict[str, str], name: str, count: int, sizes: dict[str, int], ranks: Callable[[int], Ranks]
+) -> None:
+    cfg = parallel(shapes[name])
     cfg.trainer.policy.lora.rank = 4
-    worker = PolicyWorker(cfg, threads=1)
-    worker.setup()
-    worker.forward_backward(ragged())
-    expected = gradient(worker)
-    cfg.trainer.parallel.context = 2
-    ranks(2).set_up(PolicyWorker, cfg)
-    for _, _, found, _ in ranks(2).call(step):
+    alone = Rank(0, 1, PolicyWorker(cfg, threads=1))
+    alone.worker.setup()
+    begun(alone)
+    logprobs = alone.worker.logprobs(ragged())
+    alone.worker.forward_backward(ragged())
+    expected = gradient(alone.worker)
+    metrics = alone.worker.optimizer_step()
+    cfg = parallel(shapes[name], **sizes)
+    cfg.trainer.policy.lora.rank = 4
+    ranks(count).set_up(PolicyWorker, cfg)
+    ranks(count).call(begun)
+    for rows, said, found, told in ranks(count).call(step):
+        torch.testing.assert_close(torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0)
         assert distance(torch.from_numpy(found), expected) < 1e-6
+        assert told == pytest.approx(metrics, rel=1e-5)
+    expected_weights = merged(alone)
+    for weights in ranks(count).call(merged):
+        assert weights.keys() == expected_weights.keys()
+        assert all(abs(weights[n] - expected_weights[n]).max() < 1e-5 for n in weights)
 
 
 def compared(rank: Rank) -> Any:

@@ -7,6 +7,9 @@ where the axis divides it, and answers with this rank's part of the logits; embe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -16,6 +19,9 @@ from skyasync.errors import UserError
 from skyasync.workers.parallel.context import ATTENDING
 from skyasync.workers.parallel.styles import EMBEDDING, EXPERTS, NORM
 from skyasync.workers.parallel.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 KEY = "trainer.parallel.tensor"
 _OWN_PIECES = {
@@ -29,6 +35,10 @@ _OWN_PIECES = {
     EMBEDDING,
 }
 """Styles whose parts are single pieces of a weight; packed ones are not, and checkpoints of shards hold pieces."""
+
+
+_ADAPTED = {"colwise": "lora_B", "rowwise": "lora_A"}
+"""The half of an adapter that is split as the layer beside it."""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
@@ -52,6 +62,35 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     if tied:
         head.weight = embeddings.weight
     return Vocabulary.of(mesh, head.out_features) if by_vocabulary else None
+
+
+def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split the halves of low-rank adapters that lie beside what is split: B with the outputs, A with the inputs.
+
+    The other half is whole on every rank, which finds the whole of its gradient.
+
+    Args:
+        layers: peft's, by the names that the linear layers in them have in the plan.
+
+    Raises:
+        UserError: naming a layer that is split in a way which adapters do not follow.
+    """
+    from peft.tuners.lora.model import add_lora_tp_hooks_dtensor
+
+    plan = _plan(model)
+    for name, layer in layers:
+        style = plan.get(str(replace_layer_number_by_wildcard(name)))
+        if layer.get_base_layer() is model.get_output_embeddings():
+            style = "colwise" if layer.get_base_layer().out_features % mesh.size() == 0 else None
+        if style is None:
+            continue
+        if style not in _ADAPTED:
+            raise UserError(
+                f"{KEY}={mesh.size()} splits {name} of {type(model).__name__} by {style}, which adapters do not follow "
+                f"here: add it to trainer.policy.lora.exclude_modules, or set {KEY}=1"
+            )
+        (half,) = getattr(layer, _ADAPTED[style]).values()
+        add_lora_tp_hooks_dtensor(half, style, mesh, base_layer=layer.get_base_layer(), module_name=name)
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
