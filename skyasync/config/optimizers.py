@@ -36,11 +36,10 @@ def _check_section(name: str, section: PolicyConfig | CriticConfig, tensor: int)
             f"{name}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and {name}.model.dtype="
             f"float32: set that to bfloat16, or leave it out"
         )
-    if tensor > 1 and optimizer.name != "adamw":
-        does = {"muon": "turns whole matrices", "adamw_8bit": "has blocks within whole rows of matrices"}
+    if tensor > 1 and optimizer.name == "adamw_8bit":
         yield (
-            f"{name}.optimizer_config.name={optimizer.name} {does[optimizer.name]}, and trainer.parallel.tensor="
-            f"{tensor} splits them: choose adamw, or leave tensor at 1"
+            f"{name}.optimizer_config.name=adamw_8bit has blocks within whole rows of matrices, and "
+            f"trainer.parallel.tensor={tensor} splits them: choose adamw or muon, or leave tensor at 1"
         )
 
 

@@ -30,10 +30,10 @@ class Pass:
     context: int = 1
 
 
-def layer_bytes(shape: ModelShape, work: Pass, b: int) -> int:
-    """Saved by one decoder layer."""
-    per_token = _norms(shape, b) + _attention(shape, b, masked=work.masked)
-    per_token += _experts(shape, b) if shape.experts else _mlp(shape, shape.intermediate, b)
+def layer_bytes(shape: ModelShape, work: Pass, b: int, *, frozen: bool = False) -> int:
+    """Saved by one decoder layer; by one whose own weights are ``frozen``, under adapters of all linear layers."""
+    per_token = _norms(shape, b, frozen=frozen) + _attention(shape, b, masked=work.masked)
+    per_token += _experts(shape, b, frozen=frozen) if shape.experts else _mlp(shape, shape.intermediate, b)
     if work.masked:
         per_token += work.context * work.width * b  # the mask as numbers, once more in every layer
     return work.tokens * per_token
@@ -54,11 +54,12 @@ def mask_bytes(work: Pass) -> int:
     return work.tokens * work.context * work.width if work.masked else 0
 
 
-def _norms(shape: ModelShape, b: int) -> int:
+def _norms(shape: ModelShape, b: int, *, frozen: bool = False) -> int:
     h, family = shape.hidden, shape.family
     if family.norm == "layer":
         return 2 * (2 * h * b + 2 * b)
     normed = FLOAT32 if family.norm == "gemma" else b
+    normed = 0 if frozen else normed  # it is the gradient of the norm's weight that takes it
     before = 2 * (h * (FLOAT32 + normed + b) + FLOAT32)
     behind = 2 * (h * (FLOAT32 + normed) + FLOAT32) if family.post_norms else 0
     of_heads = (shape.heads + shape.kv_heads) * (shape.head_dim * (FLOAT32 + normed) + FLOAT32)
@@ -76,16 +77,22 @@ def _mlp(shape: ModelShape, width: int, b: int) -> int:
     return (4 if shape.family.gated else 5) * width * b
 
 
-def _experts(shape: ModelShape, b: int) -> int:
-    """Each of a token's experts has its own copy of the token, before and after, and of the MLP's insides."""
-    k = shape.experts_per_token
+def _experts(shape: ModelShape, b: int, *, frozen: bool = False) -> int:
+    """Each of a token's experts has its own copy of the token, before and after, and of the MLP's insides.
+
+    Frozen ones, which have no adapters, keep neither the token nor the product: these are for their matrices' gradient.
+    """
+    k, shared = shape.experts_per_token, shape.shared_intermediate
     routed = k * (2 * shape.hidden + 4 * shape.intermediate + 1) * b + 4 * k * INT64 + shape.experts * FLOAT32
-    shared = shape.shared_intermediate
+    if frozen:
+        routed -= (k * (shape.hidden + shape.intermediate) + (0 if shared else shape.hidden)) * b
     return routed + ((4 * shared + shape.hidden + 1) * b if shared else 0)
 
 
-def final_norm_bytes(shape: ModelShape, work: Pass, b: int) -> int:
-    """The last norm, and the hidden states that the head reads."""
+def final_norm_bytes(shape: ModelShape, work: Pass, b: int, *, frozen: bool = False) -> int:
+    """The last norm, and the hidden states that the head reads; a frozen head keeps none."""
+    if frozen and shape.family.norm != "layer":
+        return work.tokens * shape.hidden * FLOAT32
     normed = FLOAT32 if shape.family.norm == "gemma" else b
     upcast = b if shape.family.norm == "layer" else FLOAT32
     return work.tokens * shape.hidden * (upcast + normed + b) + work.loss_tokens * shape.hidden * b

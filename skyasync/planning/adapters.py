@@ -17,6 +17,11 @@ def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
     return lora.rank * shape.layers * sum(inputs + outputs for inputs, outputs in chosen)
 
 
+def between_halves(shape: ModelShape, lora: LoraConfig) -> int:
+    """Numbers per token that A gives B, in a decoder layer."""
+    return lora.rank * sum(_chosen(name, lora) for name, _ in _layers(shape))
+
+
 def _chosen(name: str, lora: LoraConfig) -> bool:
     def among(names: list[str]) -> bool:
         return any(f".{name}".endswith(f".{asked.rpartition('.')[2]}") for asked in names)

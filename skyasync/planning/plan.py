@@ -15,7 +15,7 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
 from skyasync.planning.activations import FLOAT32
-from skyasync.planning.adapters import adapter_parameters
+from skyasync.planning.adapters import adapter_parameters, between_halves
 from skyasync.planning.axes import divided, filters
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
@@ -152,6 +152,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         work=work,
         micro_batches=count,
         adapters=adapter_parameters(shape, lora) if lora and lora.rank else 0,
+        between=between_halves(shape, lora) if lora and lora.rank else 0,
         checkpointing=gpus if asked == "auto" else asked != "false",
         selective=asked == "selective",
         reduced_once=getattr(role.settings(cfg), "reduce_gradients", "") == "update",

@@ -46,6 +46,7 @@ class Rank:
         micro_batches: per optimizer step; from the second on there are gradients already.
         trained: it has an optimizer, whose weights are float32; a reference has neither.
         adapters: numbers that are trained beside frozen weights; 0: the weights themselves are.
+        between: numbers per token between the halves of a layer's adapters.
         selective: with checkpointing, what matrices and attention gave is kept.
         reduced_once: gradients are added up over the ranks once per update.
         vocabulary: its head spans it; else it says one number.
@@ -62,6 +63,7 @@ class Rank:
     micro_batches: int = 1
     trained: bool = True
     adapters: int = 0
+    between: int = 0
     checkpointing: bool = False
     selective: bool = False
     reduced_once: bool = False
@@ -158,10 +160,12 @@ def activations(shape: ModelShape, rank: Rank) -> int:
     """Saved for the backward pass; with checkpointing each layer's input, what is kept of it besides, and one layer's
     while it is recomputed."""
     b, work = rank.b, rank.work
-    layer, inputs = layer_bytes(shape, work, b), work.tokens * shape.hidden * b
+    frozen = rank.adapters > 0
+    layer = layer_bytes(shape, work, b, frozen=frozen) + work.tokens * rank.between * b
+    inputs = work.tokens * shape.hidden * b
     kept = inputs + (kept_bytes(shape, work, b) if rank.selective else 0)
     layers = shape.layers * kept + layer if rank.checkpointing else shape.layers * layer
-    return layers + final_norm_bytes(shape, work, b)
+    return layers + final_norm_bytes(shape, work, b, frozen=frozen)
 
 
 def logits_bytes(shape: ModelShape, rank: Rank, *, backward: bool) -> int:
@@ -193,7 +197,7 @@ def publishing(shape: ModelShape, rank: Rank, *, first: bool) -> Lines:
         copied = max(copied, shape.layers * shape.layer)  # but for what has been added to
     whole = copied * rank.b if first else 0
     if rank.adapters:
-        gathered = 2 * shape.largest_tensor * FLOAT32  # a weight and what is added to it
+        gathered = max(gathered, 2 * shape.largest_matrix * FLOAT32)  # a weight and what is added to it
     kept = int(KEPT * _one_layer(shape, rank))
     return held(shape, rank) | {"gathered": gathered, "whole weights": whole, "fragmentation": kept}
 

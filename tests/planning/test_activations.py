@@ -7,9 +7,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from skyasync.config.schema import LoraConfig
 from skyasync.planning.activations import Pass, layer_bytes
+from skyasync.planning.adapters import between_halves
 from skyasync.planning.families import FAMILIES
 from skyasync.planning.shape import shape_of
+from skyasync.workers.lora import Adapters
 from tests.planning.models import as_json, layer_counts
 
 ROWS, WIDTH = 2, 96
@@ -25,11 +28,24 @@ def test_a_layer_saves_what_autograd_saves(name: str, dtype: torch.dtype, masked
     assert layer_bytes(shape_of(as_json(two), name), work, dtype.itemsize) == pytest.approx(saved, rel=0.01)
 
 
-def _saved(config: PreTrainedConfig, dtype: torch.dtype, masked: bool) -> int:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_frozen_layer_with_adapters_saves_what_autograd_saves(name: str) -> None:
+    two, four = layer_counts(name)
+    lora = LoraConfig(rank=8)
+    saved = (_saved(four, torch.bfloat16, False, lora) - _saved(two, torch.bfloat16, False, lora)) / 2
+    shape, work = shape_of(as_json(two), name), Pass(ROWS * WIDTH, WIDTH, loss_tokens=0)
+    planned = layer_bytes(shape, work, 2, frozen=True) + work.tokens * between_halves(shape, lora) * 2
+    assert planned == pytest.approx(saved, rel=0.02)
+
+
+def _saved(config: PreTrainedConfig, dtype: torch.dtype, masked: bool, lora: LoraConfig | None = None) -> int:
     """Bytes of different storages, parameters aside."""
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[0]] * len(config.layer_types)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    if lora:
+        Adapters(model, lora, "").begin(0, torch.device("cpu"))
+        model.to(dtype)  # as FSDP2 computes
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
@@ -76,20 +77,23 @@ def matrix(rank: Rank, update: Any) -> Any:
     """Of a step by a given gradient: a matrix that rows of two ranks make up."""
     parameter = rank.worker.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
     whole = torch.from_numpy(update)
-    parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+    parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     rank.worker.optimizer.step()
     result: Tensor = parameter.full_tensor()
     return result.detach().numpy()
 
 
-def test_of_one_gradient_two_ranks_make_the_weights_of_one_bit_for_bit(
-    tied_model: str, ranks: Callable[[int], Ranks]
+@pytest.mark.parametrize(("count", "tensor"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_of_one_gradient_ranks_make_the_weights_of_one_bit_for_bit(
+    count: int, tensor: int, tied_model: str, ranks: Callable[[int], Ranks]
 ) -> None:
     alone = PolicyWorker(muon(tied_model), threads=1)
     alone.setup()
     parameter = alone.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
     parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    ranks(2).set_up(PolicyWorker, muon(tied_model))
-    found = ranks(2).call(matrix, parameter.grad.numpy())
+    cfg = muon(tied_model)
+    cfg.trainer.parallel.tensor = tensor
+    ranks(count).set_up(PolicyWorker, cfg)
+    found = ranks(count).call(matrix, parameter.grad.numpy())
     alone.optimizer.step()
     assert all(torch.equal(torch.from_numpy(one), parameter.detach()) for one in found)

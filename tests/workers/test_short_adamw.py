@@ -125,10 +125,25 @@ def of_one_gradient(rank: Rank, seeds: list[int]) -> list[Any]:
             whole = torch.randn(parameter.shape, generator=generator)
             parameter.grad_dtype = None
             if isinstance(parameter, DTensor):
-                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.grad = whole
         rank.worker.optimizer.step()
     return [tensor.float().numpy() for tensor in calls.whole_weights(rank.worker).values()]
+
+
+@pytest.mark.parametrize(("count", "tensor", "fsdp_size"), [(2, 2, 0), pytest.param(4, 2, 0, marks=pytest.mark.slow),
+                                                         pytest.param(4, 1, 2, marks=pytest.mark.slow)])  # fmt: skip
+def test_chance_is_the_same_for_split_matrices_and_for_replicas(
+    count: int, tensor: int, fsdp_size: int, untied_model: str, ranks: Callable[[int], Ranks]
+) -> None:
+    cfg = short(untied_model, "bfloat16")
+    alone = Rank(0, 1, PolicyWorker(cfg, threads=1))
+    alone.worker.setup()
+    expected = of_one_gradient(alone, [1, 2])
+    cfg.trainer.parallel.tensor, cfg.trainer.policy.fsdp_size = tensor, fsdp_size
+    ranks(count).set_up(PolicyWorker, cfg)
+    for found in ranks(count).call(of_one_gradient, [1, 2]):
+        assert all((one == other).all() for one, other in zip(found, expected, strict=True))
 
 
 def on(rank: Rank, folder: str) -> tuple[str, str]:
