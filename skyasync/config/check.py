@@ -17,7 +17,7 @@ from skyasync.config.evaluation import check_evaluation, eval_sources
 from skyasync.config.groups import check_groups
 from skyasync.config.judges import check_judges
 from skyasync.config.optimizers import check_optimizers
-from skyasync.config.parallel import check_parallel
+from skyasync.config.parallel import check_parallel, check_replicas
 from skyasync.config.resume import Resume, keeps_checkpoints
 from skyasync.config.rules import (
     Plan,
@@ -99,8 +99,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_groups(cfg.trainer.algorithm),
         *_check_intervals(cfg.trainer.algorithm),
         *check_optimizers(cfg),
-        *_check_replicas(cfg.trainer),
-        *_check_axes(cfg.trainer),
+        *check_replicas(cfg),
         *_check_compiled(cfg.trainer),
         *_check_lists(cfg),
         *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
@@ -265,30 +264,6 @@ def _check_compiled(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer.policy.torch_compile=true and trainer.policy.lora.rank={policy.lora.rank}: adapters step aside "
             f"for the reference and for engines, and compiled layers would not see it: leave one of them out"
         )
-
-
-def _check_replicas(trainer: TrainerConfig) -> Iterator[str]:
-    placement, size = trainer.placement, trainer.policy.fsdp_size
-    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    if size and ranks % size:
-        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-        yield (
-            f"trainer.policy.fsdp_size={size} makes no groups of equal size of the policy's {ranks} ranks "
-            f"(trainer.placement): it is one of {', '.join(fitting)}, or 0 for all of them"
-        )
-
-
-def _check_axes(trainer: TrainerConfig) -> Iterator[str]:
-    """What has been tried with ranks that share rows, and what has not."""
-    policy, axes = trainer.policy, trainer.parallel
-    split = [f"trainer.parallel.{name}={size}" for name, size in (("context", axes.context), ("tensor", axes.tensor))
-             if size > 1]  # fmt: skip
-    if not split:
-        return
-    if policy.fsdp_size:
-        yield f"trainer.policy.fsdp_size={policy.fsdp_size} and {split[0]} both cut the ranks into groups: choose one"
-    if policy.torch_compile:
-        yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: leave one of them out"
 
 
 def _check_lists(cfg: Config) -> Iterator[str]:

@@ -135,6 +135,16 @@ def _reduce_gradients() -> str:
     )
 
 
+def _fsdp_size(when: str = "") -> int:
+    return key(
+        0,
+        "Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP), "
+        "among which gradients alone travel. 0 shards over all ranks.",
+        low=0,
+        when=when,
+    )
+
+
 @dataclass
 class PolicyConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -147,12 +157,7 @@ class PolicyConfig(Settings):
         "Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows then "
         "stand one below the other.",
     )
-    fsdp_size: int = key(
-        0,
-        "Neighbouring ranks over which the policy's weights are sharded; groups of so many are replicas of each other "
-        "(HSDP), among which gradients alone travel. 0 shards over all ranks.",
-        low=0,
-    )
+    fsdp_size: int = _fsdp_size()
     router_replay: str = key(
         "none",
         "Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated "
@@ -165,6 +170,7 @@ class PolicyConfig(Settings):
 @dataclass
 class RefConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
+    fsdp_size: int = _fsdp_size(KL)
 
 
 @dataclass
@@ -178,6 +184,7 @@ class CriticConfig(Settings):
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()
     reduce_gradients: str = _reduce_gradients()
+    fsdp_size: int = _fsdp_size(CRITIC)
     value_clip: float = key(
         0.2, "The value loss lets a value move by at most this from what it was before the update; 0 is off.", low=0.0
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skyasync.config.algorithm import CRITIC, KL
+from skyasync.config.conditions import holds
 from skyasync.config.schema import Config
 
 
@@ -39,3 +41,41 @@ def check_parallel(cfg: Config) -> Iterator[str]:
             f"trainer.parallel.context_kind={parallel.context_kind} has no effect with trainer.parallel.context=1, "
             f"which splits no sequences: raise it, or leave the kind at ulysses"
         )
+    split = next((f"{name}={size}" for name, size in (("context", parallel.context), ("tensor", parallel.tensor))
+                  if size > 1), "")  # fmt: skip
+    if split and cfg.trainer.policy.torch_compile:
+        yield (
+            f"trainer.policy.torch_compile=true does not compile what trainer.parallel.{split} divides: leave one of "
+            f"them out"
+        )
+
+
+def check_replicas(cfg: Config) -> Iterator[str]:
+    """Groups that shard weights, of the policy and of the roles that have such a key."""
+    trainer, placement = cfg.trainer, cfg.trainer.placement
+    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    yield from _check_groups(cfg, "policy", trainer.policy.fsdp_size, policy, beside=True)
+    if holds(CRITIC, cfg):
+        beside = placement.colocate_policy_critic or placement.colocate_all
+        own = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+        yield from _check_groups(cfg, "critic", trainer.critic.fsdp_size, policy if beside else own, beside=beside)
+    if holds(KL, cfg):
+        beside = placement.colocate_policy_ref
+        own = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+        yield from _check_groups(cfg, "ref", trainer.ref.fsdp_size, policy if beside else own, beside=beside)
+
+
+def _check_groups(cfg: Config, section: str, size: int, ranks: int, *, beside: bool) -> Iterator[str]:
+    """``beside``: its ranks are the policy's in number, and divided like them."""
+    key = f"trainer.{section}.fsdp_size={size}"
+    if size and ranks % size:
+        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        yield (
+            f"{key} makes no groups of equal size of {ranks} ranks (trainer.placement): it is one of "
+            f"{', '.join(fitting)}, or 0 for all of them"
+        )
+    parallel = cfg.trainer.parallel
+    for name, axis in (("context", parallel.context), ("tensor", parallel.tensor)):
+        if size and beside and axis > 1:
+            yield f"{key} and trainer.parallel.{name}={axis} both cut the ranks into groups: choose one"
+            return

@@ -22,6 +22,7 @@ from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, learnt, publishing, scoring, updating
 from skyasync.planning.work import batch_bytes, expert_bytes, largest_micro_batch
+from skyasync.workers.axes import Axes
 from skyasync.workers.roles import POLICY, ROLES, VOCABULARY, Role, wanted_roles
 
 CONTEXT = GIB
@@ -126,7 +127,7 @@ def _other(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bo
     else:
         b, axes = _bytes(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
         rank = Rank(
-            axes.data * axes.context, b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
+            _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
             shaped=policy.shaped, split=axes.tensor > 1,
         )  # fmt: skip
         own = divided(shape, axes.tensor, gathers=filters(cfg))
@@ -142,7 +143,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
     lora = getattr(role.settings(cfg), "lora", None)
     optimizer = role.settings(cfg).optimizer_config
     asked = str(role.settings(cfg).gradient_checkpointing).lower()
-    sharing = getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
+    sharing = _sharing(cfg, role, axes)
     rank = Rank(
         ranks=sharing,
         replicas=axes.data * axes.context // sharing,
@@ -164,6 +165,11 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         eight_bits=optimizer.name == "adamw_8bit",
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
+
+
+def _sharing(cfg: Config, role: Role, axes: Axes) -> int:
+    """Ranks over which its weights are sharded."""
+    return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
 
 
 def _bytes(dtype: str, *, gpus: bool) -> int:

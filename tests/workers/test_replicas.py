@@ -11,10 +11,39 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM
 
+from skyasync.workers.base import ModelWorker
+from skyasync.workers.critic import CriticWorker
 from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.reference import ReferenceWorker
 from tests.workers.calls import load_whole, step_and_save
 from tests.workers.processes import Rank, Ranks
-from tests.workers.test_shapes import SHAPES, distance, of_a_rank, of_one, settings
+from tests.workers.test_shapes import SHAPES, distance, of_a_rank, of_one, ragged, settings
+
+
+def said(rank: Rank) -> tuple[bool, Any]:
+    """Whether its weights are sharded in groups, and what it says of each token."""
+    parameters = list(rank.worker.model.parameters())
+    right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
+    asked = rank.worker.values if isinstance(rank.worker, CriticWorker) else rank.worker.logprobs
+    return right, asked(ragged()).numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [CriticWorker, ReferenceWorker])
+def test_a_critic_and_a_reference_have_replicas_too(
+    worker: type[ModelWorker], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(SHAPES["llama"]).save_pretrained(tmp_path)
+    cfg = settings(str(tmp_path))
+    alone = Rank(0, 1, worker(cfg, threads=1))
+    alone.worker.setup()
+    _, expected = said(alone)
+    cfg.trainer.critic.fsdp_size = cfg.trainer.ref.fsdp_size = 2
+    four = ranks(4)
+    four.set_up(worker, cfg)
+    for right, found in four.call(said):
+        assert right and abs(found - expected).max() < 2e-6
 
 
 def layout(rank: Rank) -> tuple[bool, str]:
