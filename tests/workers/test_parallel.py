@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 
 from skyasync.config.schema import Config
@@ -138,6 +139,53 @@ def test_a_critic_beside_the_policy_is_divided_like_it(
     for rows, said in ranks(2).call(valued):
         assert len(rows) == len(expected)
         torch.testing.assert_close(torch.from_numpy(said), expected[rows, : said.shape[1]], atol=2e-6, rtol=0)
+
+
+IN_BFLOAT16: list[tuple[str, int, dict[str, int]]] = [
+    ("llama", 2, {}),
+    ("llama", 4, {}),
+    ("llama", 2, {"context": 2}),
+    ("llama", 2, {"tensor": 2}),
+    ("llama", 4, {"context": 2, "tensor": 2}),
+    ("qwen3_moe", 2, {"tensor": 2}),
+]
+
+
+def in_bfloat16(path: str, **sizes: int) -> Config:
+    cfg = settings(path)
+    cfg.trainer.policy.model.dtype = "bfloat16"
+    cfg.trainer.parallel.context, cfg.trainer.parallel.tensor = sizes.get("context", 1), sizes.get("tensor", 1)
+    return cfg
+
+
+def of_one_in_bfloat16(path: str, rows: int, dtype: str = "bfloat16") -> torch.Tensor:
+    cfg = in_bfloat16(path)
+    cfg.trainer.policy.model.dtype = dtype
+    cfg.trainer.micro_train_batch_size_per_gpu = rows
+    worker = PolicyWorker(cfg, threads=1)
+    worker.setup()
+    worker.forward_backward(ragged())
+    return gradient(worker)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_ranks_differ_no_more_than_one_does_from_itself_in_another_order(
+    shapes: dict[str, str], ranks: Callable[[int], Ranks]
+) -> None:
+    """Split matrices add up parts that are rounded already: they are as far from float32's gradient as one rank is."""
+    noise, alone, exact = {}, {}, {}
+    for name in {name for name, _, _ in IN_BFLOAT16}:
+        alone[name] = of_one_in_bfloat16(shapes[name], 0)
+        noise[name] = max(distance(of_one_in_bfloat16(shapes[name], rows), alone[name]) for rows in (1, 2))
+        dist.destroy_process_group()
+        exact[name] = of_one_in_bfloat16(shapes[name], 0, dtype="float32")
+    for name, count, sizes in IN_BFLOAT16:
+        ranks(count).set_up(PolicyWorker, in_bfloat16(shapes[name], **sizes))
+        found = torch.from_numpy(ranks(count).call(step)[0][2])
+        if "tensor" in sizes:
+            assert distance(found, exact[name]) < 1.3 * distance(alone[name], exact[name]), (name, count, sizes)
+        else:
+            assert distance(found, alone[name]) < noise[name], (name, count, sizes)
 
 
 def begun(rank: Rank) -> None:

@@ -77,11 +77,11 @@ def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedMod
     """
     from peft.tuners.lora.model import add_lora_tp_hooks_dtensor
 
-    plan = _plan(model)
+    plan, head = _plan(model), model.get_output_embeddings()
     for name, layer in layers:
         style = plan.get(str(replace_layer_number_by_wildcard(name)))
-        if layer.get_base_layer() is model.get_output_embeddings():
-            style = "colwise" if layer.get_base_layer().out_features % mesh.size() == 0 else None
+        if layer.get_base_layer() is head:
+            style = "colwise" if isinstance(head, nn.Linear) and head.out_features % mesh.size() == 0 else None
         if style is None:
             continue
         if style not in _ADAPTED:
