@@ -50,6 +50,11 @@ class EnvPool:
         self._factories: dict[str, EnvFactory] = {}
         self._tools: dict[str, list[ToolSchema]] = {}
 
+    def end(self) -> None:
+        """Have the processes end, with whatever is being played in them."""
+        for link in self.pool.let_go():
+            link.worker.end()
+
     def takes_text(self, env_class: str) -> bool:
         """Whether these environments are given and give plain text (``raw_text``), not messages."""
         return getattr(self._factory(env_class), "raw_text", False)

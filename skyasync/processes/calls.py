@@ -74,6 +74,9 @@ class Worker(Protocol):
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
         """Begin these calls; answers to them or to earlier ones, and how many calls hang there."""
 
+    def end(self) -> None:
+        """Have it end, if it still hears; what it is asked then is not answered."""
+
     def kill(self) -> None: ...
 
 

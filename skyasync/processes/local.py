@@ -39,6 +39,9 @@ class LocalHost:
         self._tasks -= ended
         return answers + [task.result() for task in ended], 0
 
+    def end(self) -> None:
+        self.kill()
+
     def kill(self) -> None:
         for task in self._tasks:
             task.cancel()

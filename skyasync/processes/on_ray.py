@@ -47,6 +47,9 @@ class RayHost:
         answers, hung = await self._actor.exchange_tuples.remote([tuple(call) for call in calls])
         return [Answer(*answer) for answer in answers], hung
 
+    def end(self) -> None:
+        self._actor.__ray_terminate__.remote()  # of a death Ray would tell the user
+
     def kill(self) -> None:
         """Also if it answers nothing any more."""
         ray.kill(self._actor)

@@ -91,7 +91,11 @@ class Pool(Generic[P]):
 
     def close(self) -> None:
         """Kill all of them."""
+        for process in self.let_go():
+            process.kill()
+
+    def let_go(self) -> list[P]:
+        """All of them, whose end is no longer looked at."""
         with self._changed:
             processes, self.processes = self.processes, []
-        for process in processes:
-            process.kill()
+        return processes

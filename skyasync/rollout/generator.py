@@ -104,9 +104,10 @@ class EpisodeGenerator(TrajectoryGenerator):
         self._begun.give_back(trajectories)
 
     async def close(self) -> None:
-        """Ask no judge any more."""
+        """Ask no judge any more, and end the environments' processes."""
         if self._judges is not None:
             await self._judges.close()
+        self._environments.end()
 
     async def _episode(
         self,
