@@ -5,7 +5,8 @@
 Adapters on all linear layers, policy and engine in one process with a thread each; the adapters are changed at random
 before each sync. Medians, milliseconds and MB:
 
-- publish: the trainer gathers (merged: adds), digests and writes; update: the engine reads, loads or adds, and proves;
+- publish: the trainer gathers (merged: adds), digests and writes; update: the engine reads, loads or adds, and what it
+  holds is proven, by itself or, where it computes on what the trainer wrote, by the trainer meanwhile;
 - gap: the mean difference of the probe's log-probabilities, trainer to engine, after the last sync; floor: at first.
 """
 
@@ -22,6 +23,7 @@ from benchmarks.weight_sync import PROBE, timed
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
+from skyasync.together import run_together
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, gap
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.local import LocalDispatch
@@ -40,7 +42,8 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
         path, dtype=options.dtype, threads=1, max_model_len=256, max_num_seqs=16, kv_cache_gb=0.5, extra=extra
     )
     client = InferenceClient([ENGINES[backend](config)])
-    weights = WeightSync(dispatch, client, PROBE, rounding=FLOAT32 if options.dtype == "float32" else BFLOAT16)
+    rounding = FLOAT32 if options.dtype == "float32" else BFLOAT16
+    weights = WeightSync(dispatch, client, PROBE, rounding=rounding, adapted=True)
     await client.start()
     rows = []
     try:
@@ -48,7 +51,8 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
         for version in range(1, options.syncs + 1):
             change(dispatch)
             publish, update = await timed(lambda version=version: dispatch.publish_weights(version))
-            took, _ = await timed(lambda update=update: client.update_weights(update))
+            both = lambda update=update: run_together(dispatch.send_weights(update), client.update_weights(update))  # noqa: E731
+            took, _ = await timed(both)
             size = await asyncio.to_thread(lambda update=update: Path(update.info["path"]).stat().st_size)
             rows.append({"publish": publish, "update": took, "MB": size / 1e6})
             await dispatch.release_weights(update)

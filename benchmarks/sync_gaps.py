@@ -122,7 +122,7 @@ class Both:
         )
         self.client = InferenceClient([ENGINES[backend](config)])
         rounding = FLOAT32 if shape.dtype == "float32" else BFLOAT16
-        self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=rounding)
+        self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=rounding, adapted=adapter)
         self.version = self._asked = 0
         self._random = torch.Generator().manual_seed(0)
 

@@ -1,14 +1,19 @@
 """What a weight sync costs on this machine, part by part, beside one plain copy of the weights.
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.weight_sync [--model FOLDER] [--dtype float32] [--backends transformers vllm]
+        [--engines 1 2] [--ways memory file]
 
-Policy and engine in one process, one thread each; medians of some syncs, in milliseconds:
+Policy and engines with one thread each; medians of some syncs, in milliseconds:
 
 - memcpy: one copy of the weights from memory to memory, the measure of the rest;
+- reload: vLLM's own, of tensors in the memory of its worker, in all engines at the same time: nothing is read, and
+  nothing proven;
 - publish: the trainer gathers, converts, digests and writes them;
-- update: the engine reads them, loads them and proves that it holds them;
-- sync: both, as a run does them: what a step waits for; and the CPU time of this process meanwhile, which other
-  programs on the machine change less (vLLM's core has a process of its own, which is not in it);
+- update: the engines read them, load them and prove that they hold them (what the embedded one computes on where it
+  lies, the trainer reads again meanwhile, in sync);
+- sync: both, as a run does them: what a step waits for; and the CPU time of this process, and of those of the engines,
+  meanwhile, which other programs on the machine change less (as do the columns with ", CPU");
+- over, over CPU: what a sync takes beyond vLLM's own reload, in memcpys per engine; the same of the processor's time;
 - digests: how much of publish, and of update in the embedded engine, is spent on proving;
 - probe: the comparison of log-probabilities, in the first two syncs and every ``generator.verify_interval``-th.
 """
@@ -17,23 +22,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from itertools import product
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
+from benchmarks.vllm_reload import reloads
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
+from skyasync.weight_sync.shared_memory import directories, remove_weights, write_weights
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.local import LocalDispatch
 
 PROBE = [list(range(1 + i, 52 + i)) for i in range(5)]
-COLUMNS = ("memcpy", "publish", "update", "sync", "sync, CPU", "digests", "probe")
+COLUMNS = (
+    "memcpy", "reload", "publish", "update", "sync", "over",
+    "memcpy, CPU", "reload, CPU", "sync, CPU", "over, CPU", "digests", "probe",
+)  # fmt: skip
 
 
 async def timed(call: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
@@ -43,44 +58,81 @@ async def timed(call: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
     return 1000 * (time.perf_counter() - start), answer
 
 
-async def one_sync(sync: WeightSync, version: int, weights: dict[str, torch.Tensor]) -> dict[str, float]:
-    async def copy() -> None:
-        for into, tensor in zip(copies, weights.values(), strict=True):
+class Bench:
+    """A policy and some engines of one model.
+
+    Args:
+        folder: weights go by a file in it, as they do to engines elsewhere; empty is by memory that all have mapped.
+    """
+
+    def __init__(self, backend: str, engines: int, path: str, dtype: str, folder: str) -> None:
+        cfg = Config()
+        cfg.generator.weight_sync_dir = folder
+        cfg.trainer.policy.model.path, cfg.trainer.policy.model.dtype, cfg.trainer.policy.threads = path, dtype, 1
+        cfg.generator.backend = backend
+        self.dispatch = LocalDispatch(cfg)
+        config = EngineConfig(path, dtype=dtype, threads=1, max_model_len=512, max_num_seqs=64, kv_cache_gb=0.5)
+        self.client = InferenceClient([ENGINES[backend](config) for _ in range(engines)])
+        self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16)
+        self.sync.keeper = self.dispatch  # as in a run that replaces engines that die, which is the default
+        model = self.dispatch._policy.model.model
+        self.weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
+        self.copies = [torch.zeros_like(tensor) for tensor in self.weights.values()]
+        self.reloads = backend == "vllm"
+
+    async def row(self, version: int) -> dict[str, float]:
+        sync, row = self.sync, {}
+        used = time.process_time()
+        row["memcpy"], _ = await timed(self.copy)
+        row["memcpy, CPU"] = 1000 * (time.process_time() - used)
+        row["digests"], _ = await timed(self.digest)
+        row["reload"], row["reload, CPU"] = await self.reload() if self.reloads else (0.0, 0.0)
+        row["publish"], update = await timed(lambda: sync.source.publish_weights(version))
+        row["update"], _ = await timed(lambda: sync.destination.update_weights(update))
+        if sync.keeper:
+            await sync.keeper.keep_weights(update)
+        used = cpu_seconds()
+        row["sync"], _ = await timed(lambda: sync.sync(version))
+        row["sync, CPU"] = 1000 * (cpu_seconds() - used)
+        for what in ("", ", CPU"):
+            beyond = row["sync" + what] - row["reload" + what]
+            row["over" + what] = beyond / row["memcpy" + what] / len(self.client.engines)
+        row["probe"], _ = await timed(lambda: sync.verify(version))
+        return row
+
+    async def copy(self) -> None:
+        for into, tensor in zip(self.copies, self.weights.values(), strict=True):
             into.copy_(tensor)
 
-    async def digest() -> None:
-        digests_of(weights)
+    async def digest(self) -> None:
+        digests_of(self.weights)
 
-    copies = [torch.zeros_like(tensor) for tensor in weights.values()]
-    row = {"memcpy": (await timed(copy))[0], "digests": (await timed(digest))[0]}
-    row["publish"], update = await timed(lambda: sync.source.publish_weights(version))
-    row["update"], _ = await timed(lambda: sync.destination.update_weights(update))
-    if sync.keeper:
-        await sync.keeper.keep_weights(update)
-    used = time.process_time()
-    row["sync"], _ = await timed(lambda: sync.sync(version))
-    row["sync, CPU"] = 1000 * (time.process_time() - used)
-    row["probe"], _ = await timed(lambda: sync.verify(version))
-    return row
+    async def reload(self) -> tuple[float, float]:
+        path = write_weights({name: tensor.contiguous() for name, tensor in self.weights.items()})
+        try:
+            return await reloads(self.client.engines, path)
+        finally:
+            remove_weights(path)
 
 
-async def measure(backend: str, path: str, dtype: str, syncs: int) -> list[dict[str, float]]:
-    cfg = Config()
-    cfg.trainer.policy.model.path, cfg.trainer.policy.model.dtype, cfg.trainer.policy.threads = path, dtype, 1
-    cfg.generator.backend = backend
-    dispatch = LocalDispatch(cfg)
-    config = EngineConfig(path, dtype=dtype, threads=1, max_model_len=512, max_num_seqs=64, kv_cache_gb=0.5)
-    client = InferenceClient([ENGINES[backend](config)])
-    sync = WeightSync(dispatch, client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16)
-    sync.keeper = dispatch  # as in a run that replaces engines that die, which is the default
-    await client.start()
-    try:
-        model = dispatch._policy.model.model
-        weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
-        return [await one_sync(sync, version, weights) for version in range(1, syncs + 1)]
-    finally:
-        await client.shutdown()
-        await dispatch.shutdown()
+def cpu_seconds() -> float:
+    """Of this process and of all that it has started."""
+    used = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used += sum(process.cpu_times()[:2])
+    return used
+
+
+async def measure(backend: str, engines: int, way: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    with tempfile.TemporaryDirectory(dir=directories()[0]) as folder:
+        bench = Bench(backend, engines, options.model, options.dtype, folder if way == "file" else "")
+        await bench.client.start()
+        try:
+            return [await bench.row(version) for version in range(1, options.syncs + 1)][1:]
+        finally:
+            await bench.client.shutdown()
+            await bench.dispatch.shutdown()
 
 
 def main() -> None:
@@ -88,16 +140,20 @@ def main() -> None:
     parser.add_argument("--model", help="a Hugging Face folder; without it, SmolLM2 from the cache")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"])
+    parser.add_argument("--engines", nargs="+", type=int, default=[1], help="of each kind; in turn")
+    parser.add_argument("--ways", nargs="+", default=["memory"], choices=("memory", "file"))
     parser.add_argument("--syncs", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ``reload`` is run in its workers
     from examples.smollm2.model import build
 
-    path = options.model or build()
-    print(f"| engine, {options.dtype} | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
-    for backend in options.backends:
-        rows = asyncio.run(measure(backend, path, options.dtype, options.syncs))[1:]
-        print(f"| {backend} | " + " | ".join(f"{median(r[c] for r in rows):.0f}" for c in COLUMNS) + " |", flush=True)
+    options.model = options.model or build()
+    print(f"| engines, {options.dtype} | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    for backend, engines, way in product(options.backends, options.engines, options.ways):
+        rows = asyncio.run(measure(backend, engines, way, options))
+        cells = [f"{median(r[c] for r in rows):.{1 if c.startswith('over') else 0}f}" for c in COLUMNS]
+        print(f"| {engines} x {backend}, by {way} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

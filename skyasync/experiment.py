@@ -219,6 +219,7 @@ class BasePPOExp:
             tolerance=generator.weight_sync_tolerance,
             rounding=rounding(self.cfg, gpus=self.gpus),
             interval=generator.verify_interval,
+            adapted=bool(self.cfg.trainer.policy.lora.rank),
         )
 
     def get_revival(self, weight_sync: WeightSync, timeline: Timeline) -> Revival | None:

@@ -133,14 +133,19 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
 
 
 def lends_weights(cfg: Config) -> bool:
-    """Whether the engines compute on the memory that the trainer writes, without a copy of their own.
+    """Whether the trainer writes weights into memory of the machine that its engines have mapped, and into no file.
 
     Changes and adapters are put into weights that an engine has itself.
     """
     engine = ENGINES.builtins().get(backend(cfg))  # one of the user's may be known to their program alone
-    able = engine is not None and bool(engine.can["computes_on_lent_weights"])
+    able = engine is not None and (engine.can["computes_on_lent_weights"] or engine.can["reads_lent_weights"])
     whole = cfg.generator.weight_sync_mode == "full" and not adapter_rank(cfg)
-    return able and whole and not cfg.generator.weight_sync_dir and hasattr(os, "memfd_create")
+    return bool(able) and whole and not cfg.generator.weight_sync_dir and hasattr(os, "memfd_create")
+
+
+def computes_on_lent_weights(cfg: Config) -> bool:
+    """Whether they compute on it then, without a copy of their own."""
+    return lends_weights(cfg) and bool(ENGINES.about(backend(cfg)).can["computes_on_lent_weights"])
 
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:

@@ -4,6 +4,9 @@ Invariant: what engines compute on is never written to. There are two buffers: o
 written next; they change places when a hand-over has ended (``Lender.settle``). The memory has no name, so the kernel
 frees it with the last process that has it mapped, and an engine's outlives the trainer that wrote it.
 
+Engines whose kernels have weights in another layout read from it into weights of their own; for them there is one
+buffer, which nobody reads when a hand-over has ended, and each compares the digests of the bytes as it reads them.
+
     trainer    write B    write A    write B              a hand-over writes the weights once, however many engines
     engines    ...A ──▶ B ──────▶ A ──────▶ B             there are, and none of them has a copy of its own
 
@@ -41,9 +44,15 @@ Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class Lender:
-    """The trainer's side."""
+    """The trainer's side.
 
-    def __init__(self) -> None:
+    Args:
+        computed_on: engines compute on what is lent. Where they only read it, one buffer is enough: nobody reads
+            when a hand-over has ended.
+    """
+
+    def __init__(self, *, computed_on: bool = True) -> None:
+        self._computed_on = computed_on
         self._buffers: list[_Buffer] = []  # the one that is written next comes first
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "weights")
 
@@ -75,7 +84,7 @@ class Lender:
         """The hand-over of a buffer has ended: engines compute on it. False if the path is of none."""
         if not self._buffers or path not in [buffer.info["path"] for buffer in self._buffers]:
             return False
-        if path == self._buffers[0].info["path"]:
+        if self._computed_on and path == self._buffers[0].info["path"]:
             self._buffers = [*self._buffers[1:2], self._buffers[0]] if len(self._buffers) > 1 else self._spare()
         return True
 
@@ -114,13 +123,26 @@ class Borrower:
         Raises:
             FileNotFoundError: if they are not there; most likely their writer runs on another machine.
         """
-        file = info["file"]
+        file = tuple(info["file"])
         if not os.path.exists(info["path"]) or _identity(info["path"]) != file:
             raise not_here(info["path"])
-        tensors = self._mapped.pop(file, None) or _mapped(info["path"], info["kinds"])
+        tensors = self._mapped.pop(file, None) or _mapped(info["path"], _kinds(info["kinds"]))
         self._mapped = dict([*self._mapped.items()][-1:])
         self._mapped[file] = tensors
         return tensors
+
+
+def in_words(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in words and numbers alone, for a process that is told by a message; ``Borrower.read`` takes both."""
+    kinds = {name: (str(dtype).removeprefix("torch."), shape) for name, (dtype, shape) in info["kinds"].items()}
+    return {**info, "kinds": kinds}
+
+
+def _kinds(said: Mapping[str, Any]) -> Kinds:
+    return {
+        name: (getattr(torch, dtype) if isinstance(dtype, str) else dtype, tuple(shape))
+        for name, (dtype, shape) in said.items()
+    }
 
 
 def _mapped(path: str, kinds: Kinds) -> dict[str, Tensor]:

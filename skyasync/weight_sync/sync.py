@@ -78,6 +78,10 @@ class WeightSync:
         tolerance: the largest mean gap of the probe's log-probabilities, in nats; 0 follows from the measured floor.
         rounding: what is plausible for the dtypes in use.
         interval: syncs from one probe to the next, where digests prove the ones between.
+        adapted: the trainer computes adapters beside the weights to which the engines have them added. That rounds
+            otherwise, which the start does not show, where adapters add nothing: the floor is measured again after the
+            first sync, if digests prove it. The gap of a wrong sum would grow with the adapters; that of rounding does
+            not.
 
     Attributes:
         keeper: keeps what the engines were given, for one that comes late; None keeps nothing.
@@ -89,6 +93,7 @@ class WeightSync:
     tolerance: float = 0.0
     rounding: Rounding = FLOAT32
     interval: int = 1
+    adapted: bool = False
     keeper: Keeper | None = field(default=None, init=False)
     _floor: float | None = field(default=None, init=False)
     _syncs: int = field(default=0, init=False)
@@ -230,8 +235,9 @@ class WeightSync:
             self._latecomer = True
             return {}
         gaps = [gap(expected, engine) for engine in found]
-        if self._floor is None:
-            self._floor = min(each.mean for each in gaps)
+        if self._floor is None or (self.adapted and self._syncs and self._proven):
+            self._floor = max(self._floor or 0.0, min(each.mean for each in gaps))
+            self.adapted = self.adapted and not self._syncs  # once is enough
         limit = self.tolerance or min(max(TIMES * self._floor, self.rounding.least), self.rounding.most)
         worst = max(gaps, key=lambda each: each.mean)
         if worst.mean > limit:

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from skyasync.weight_sync.changed_weights import KeptWeights, read_about
 from skyasync.weight_sync.digests import digest, refuse
+from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.vllm_adapter import differences
 from skyasync.weight_sync.vllm_held import HeldWeights
@@ -44,9 +45,13 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """``path`` of a complete safetensors file with full (unsharded) tensors under Hugging Face names."""
+    """``path`` of a complete safetensors file with full (unsharded) tensors under Hugging Face names; or, with all
+    the others, of memory in which they lie (``lent``)."""
 
     path: str
+    file: list[int] | None = None
+    kinds: dict[str, Any] | None = None
+    digests: dict[str, str] | None = None
 
 
 class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -62,6 +67,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         self._tied = tied_heads(model)
         names = {id(module): f"{path}.weight" for path, module in model.named_modules()}
         self._kept = KeptWeights()
+        self._borrower = Borrower()
         self._held = HeldWeights(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None: ...
@@ -69,7 +75,7 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     def start_weight_update(self) -> None: ...
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        weights, digests = self._sent(update_info.path)
+        weights, digests = self._sent(update_info)
         if self.device.type == "cpu":
             have_experts_packed(self.model)
         initialize_layerwise_reload(self.model)
@@ -80,8 +86,11 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             retie(head, embedding)
         self._held.check(weights, digests)
 
-    def _sent(self, path: str) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
-        """All weights by a file, which may hold changes alone, and their digests."""
+    def _sent(self, said: SharedMemoryUpdateInfo) -> tuple[Mapping[str, Tensor], Mapping[str, str]]:
+        """All weights, from memory or by a file, which may hold changes alone, and their digests."""
+        if said.digests is not None:
+            return self._borrower.read(vars(said)), said.digests
+        path = said.path
         about = read_about(path)
         if about.base or about.keep:
             return self._kept.read(path)

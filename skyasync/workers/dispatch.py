@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.engines.settings import adapter_rank, lends_weights
+from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
 from skyasync.weight_sync.changed_weights import Published
@@ -152,10 +152,10 @@ class Dispatch:
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
-        """While the engines take them; what is lent is looked through meanwhile."""
+        """While the engines take them; what they compute on where it lies is looked through meanwhile."""
         if self._broadcast is not None:
             await self._broadcast.send()
-        elif self._lends:
+        elif computes_on_lent_weights(self._cfg):
             await self._groups[POLICY].call_first("prove_lent")
 
     async def release_weights(self, update: WeightUpdate) -> None:

@@ -24,13 +24,18 @@ def wants_file_names(cfg: Config) -> bool:
     return engine is not None and bool(engine.can["loads_as_files"])
 
 
+def has_other_names(model: PreTrainedModel) -> bool:
+    """Whether anything in the model is joined that lies apart in its files."""
+    return any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model))
+
+
 def as_in_files(model: PreTrainedModel, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
     """What is joined in the model apart again, as contiguous tensors; others as they are.
 
     Args:
         weights: whole, by the names of the model's parameters, whose layers have no adapters at the moment.
     """
-    if not any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model)):
+    if not has_other_names(model):
         return weights
     found = revert_weight_conversion(model, weights)
     return {name: tensor.contiguous() for name, tensor in found.items()}

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from skyasync.algorithms.distillation import top_k_reverse_kl
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.engines.settings import computes_on_lent_weights
 from skyasync.errors import NonFiniteError
 from skyasync.routing import Routers
 from skyasync.weight_sync.adapter_file import write_adapter
@@ -24,7 +25,7 @@ from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
 from skyasync.workers.batch import TokenBatch, UpdateBatch
-from skyasync.workers.file_names import as_in_files, wants_file_names
+from skyasync.workers.file_names import as_in_files, has_other_names, wants_file_names
 from skyasync.workers.model import TokenScores
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.trained import Totals, TrainedWorker
@@ -44,7 +45,7 @@ class PolicyWorker(TrainedWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.objective = Objective(self.cfg.trainer.algorithm)
-        self._lender = Lender()
+        self._lender = Lender(computed_on=computes_on_lent_weights(self.cfg))
         # What was published last, where that is wanted.
         self._changed = ChangedWeights()
         self.kept = KeptFile(named=bool(self.cfg.generator.weight_sync_dir))
@@ -135,7 +136,11 @@ class PolicyWorker(TrainedWorker):
             return as_in_files(self.model.model, weights)
 
     def lend(self) -> dict[str, Any] | None:
-        """As ``publish``, into memory that engines of this machine compute on; what they need to find it on rank 0."""
+        """As ``publish``, into memory that engines of this machine have mapped; what they need to find it on rank 0."""
+        if wants_file_names(self.cfg) and has_other_names(self.model.model):
+            loaded = self._as_engines_load()
+            kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in loaded.items()}
+            return self._lender.write(kinds, loaded.items()) if self.rank == 0 else None
         weights = self.weights()
         whole = checkpoint.gathered(weights)
         if self.rank != 0:

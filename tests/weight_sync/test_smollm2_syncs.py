@@ -4,7 +4,6 @@
 (examples/smollm2/model.py).
 """
 
-import asyncio
 import os
 
 import pytest
@@ -15,7 +14,7 @@ from skyasync.examples.cache import cache_folder
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import load_tokenizer
 from skyasync.weight_sync.gaps import choose_probe
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.lent import in_words
 from skyasync.weight_sync.update import WeightSyncError
 from tests.weight_sync.pair import arriving, never_fails, running, stale_layer
 from tests.weight_sync.worker_faults import update_with
@@ -53,7 +52,7 @@ async def test_syncs_into_vllm_pass_and_no_fault_does(dtype, monkeypatch):
         for fault in ("stale layer", "swapped pair", "head left behind", "flipped bit", ""):
             pair.step()
             update = await pair.dispatch.publish_weights(0)
-            (message,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, update.info["path"]))
+            (message,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
             print(dtype, fault, message)
             assert bool(message) == bool(fault)
-            await asyncio.to_thread(remove_weights, update.info["path"])
+            await pair.dispatch.release_weights(update)

@@ -146,6 +146,42 @@ async def test_a_floor_of_zero_leaves_room_for_rounding():
     await both.verify(1)
 
 
+def adapted(engines, backend="shared_memory"):
+    trainer, rounding = Trainer(backend=backend), Rounding(least=1e-6, most=1e-3)
+    return WeightSync(trainer, engines, [[1, 2, 3]], rounding=rounding, adapted=True)
+
+
+@virtual_time
+async def test_the_rounding_of_added_adapters_is_measured_after_the_first_sync_and_holds_from_then_on():
+    engines = Engines([(-1.0, -2.0)], [(-1.0, -2.0)])
+    both = adapted(engines)
+    await both.measure_floor()
+    engines.scores = [shifted(each, 4e-5) for each in engines.scores]
+    await both.sync(1)
+    assert (await both.verify(1))["sync/logprob_gap_limit"] == pytest.approx(1.6e-4)
+    engines.scores = [shifted(each, 1e-4) for each in engines.scores]
+    await both.sync(2)
+    assert (await both.verify(2))["sync/logprob_gap_limit"] == pytest.approx(1.6e-4), "once"
+    engines.scores = [shifted(each, 4e-5) for each in engines.scores]
+    with pytest.raises(WeightSyncError, match=r"allowed is 0\.00016"):
+        await both.verify(2)
+
+
+@pytest.mark.parametrize(("backend", "by"), [("nccl", 4e-5), ("shared_memory", 1.1e-3)])
+def test_what_nothing_proves_and_what_no_rounding_can_be_is_no_floor(backend, by):
+    @virtual_time
+    async def run():
+        engines = Engines([(-1.0, -2.0)])
+        both = adapted(engines, backend)
+        await both.measure_floor()
+        engines.scores = [shifted(engines.scores[0], by)]
+        await both.sync(1)
+        with pytest.raises(WeightSyncError, match="after the weight sync to version 1"):
+            await both.verify(1)
+
+    run()
+
+
 @virtual_time
 async def test_an_engine_that_computes_another_model_from_the_same_file_is_an_error_at_start_up():
     for rounding, gap in ((FLOAT32, 0.01), (BFLOAT16, 1.0)):

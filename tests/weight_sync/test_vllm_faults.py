@@ -5,7 +5,7 @@ import re
 import pytest
 import pytest_asyncio
 
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.lent import in_words
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import LAYER, SWAPPED, never_fails, running
 from tests.weight_sync.worker_faults import update_with
@@ -26,8 +26,8 @@ async def pair(engines_session, request, tmp_path_factory):
 
 async def refusal(pair, fault):
     update = await pair.dispatch.publish_weights(0)
-    (answer,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, update.info["path"]))
-    remove_weights(update.info["path"])
+    (answer,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
+    await pair.dispatch.release_weights(update)
     return answer
 
 

@@ -9,9 +9,10 @@ from unittest.mock import patch
 from tests.weight_sync.pair import LAYER, SWAPPED
 
 
-def update_with(worker: Any, fault: str, path: str) -> str:
-    """Load a file as an update does, with ``fault`` on the way; the message of the refusal, or an empty string."""
+def update_with(worker: Any, fault: str, info: dict[str, Any]) -> str:
+    """Load what was sent as an update does, with ``fault`` on the way; the message of the refusal, or nothing."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     from skyasync.weight_sync.update import WeightSyncError
     from skyasync.weight_sync.vllm_shared_memory import SharedMemoryUpdateInfo
@@ -21,8 +22,9 @@ def update_with(worker: Any, fault: str, path: str) -> str:
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
         _commit(fault, engine, stack)
         try:
-            engine.receive_weights(SharedMemoryUpdateInfo(path))
+            engine.receive_weights(SharedMemoryUpdateInfo(**info))
         except WeightSyncError as error:
+            finalize_layerwise_reload(engine.model, engine.model_config)  # what was refused in the midst of a layer
             return str(error)
     return ""
 
@@ -44,17 +46,18 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
     elif fault == "head left behind":
         stack.enter_context(patch.object(engine, "_tied", []))
     elif fault == "flipped bit":
-        stack.enter_context(patch("skyasync.weight_sync.vllm_shared_memory.read_weights", _one_bit_off))
+        stack.enter_context(patch.object(engine._borrower, "read", _one_bit_off(engine._borrower.read)))
     else:
         assert not fault
 
 
-def _one_bit_off(path: str) -> dict[str, Any]:
+def _one_bit_off(read: Any) -> Any:
     import torch
 
-    from skyasync.weight_sync.shared_memory import read_weights
+    def reading(info: Any) -> dict[str, Any]:
+        weights = read(info)
+        tensor = weights[SWAPPED[0]].clone()
+        tensor.view(-1).view(torch.int16)[0] ^= 1
+        return weights | {SWAPPED[0]: tensor}
 
-    weights = read_weights(path)
-    tensor = weights[SWAPPED[0]].clone()
-    tensor.view(-1).view(torch.int16)[0] ^= 1
-    return weights | {SWAPPED[0]: tensor}
+    return reading

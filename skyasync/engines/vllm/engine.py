@@ -36,6 +36,7 @@ from skyasync.engines.vllm.core import VLLMCore, versions_of
 from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
 from skyasync.weight_sync.changed_weights import read_about
+from skyasync.weight_sync.lent import in_words
 from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     "vllm",
     tensor_parallel=True,
     weight_sync=("shared_memory", "nccl"),
+    reads_lent_weights=True,
     loads_as_files=True,
     takes_changes=True,
     takes_adapters=("layers",),
@@ -251,7 +253,9 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         core, info = self._core, update.info
-        if update.backend == "shared_memory" and (await asyncio.to_thread(read_about, info["path"])).adapter:
+        if "kinds" in info:
+            info = in_words(info)
+        elif update.backend == "shared_memory" and (await asyncio.to_thread(read_about, info["path"])).adapter:
             await core.load_adapter(info["path"], update.version)
             return
         if update.backend == "nccl":
