@@ -90,16 +90,20 @@ def _flipping(own: Method, orders: Orders) -> Method:
         update: WeightUpdate = await own(self, version)
         path = update.info.get("path")
         if path and (order := orders.now("flip-bit", f"the weights of version {version}", once=True)):
-            flip_bit(Path(path), order.pick)
+            flip_bit(Path(path), order.pick, bare="kinds" in update.info)
         return update
 
     return publish
 
 
-def flip_bit(file: Path, pick: float) -> None:
-    """Flip one bit of the tensors in a safetensors file; ``pick``, from 0 to 1, says which."""
+def flip_bit(file: Path, pick: float, *, bare: bool = False) -> None:
+    """Flip one bit of the tensors in a safetensors file; ``pick``, from 0 to 1, says which.
+
+    Args:
+        bare: it is memory of tensors, with nothing in front of them (``weight_sync.lent``).
+    """
     with file.open("r+b") as weights:
-        begin = 8 + int.from_bytes(weights.read(8), "little")
+        begin = 0 if bare else 8 + int.from_bytes(weights.read(8), "little")
         size = weights.seek(0, os.SEEK_END) - begin
         bit = int(pick * size * 8)
         weights.seek(begin + bit // 8)

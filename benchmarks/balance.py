@@ -1,0 +1,114 @@
+"""Whether engines of two kinds behind one client have equally much to do for their speeds.
+
+    OMP_NUM_THREADS=1 uv run -m benchmarks.balance [--kinds transformers transformers vllm vllm] [--requests 1000]
+
+Real engines of one tiny model behind the library's client, as ``generator.backend`` starts them, a thread each.
+Responses are of exponential length, which the router is not told: every request asks for the longest. A given number
+is in flight; half as many come first and is not counted, while nothing is known of the engines yet.
+
+- tokens: of all responses; requests: how many;
+- speed: tokens per second at the load that the engine mostly has, as the router has measured it (on a machine with
+  fewer cores than engines, what an engine gets beside the others);
+- share: tokens over speed, beside the mean of all engines. The busiest over the idlest is below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.sync_gaps import Shape, save
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+
+LONGEST = 600
+UNCOUNTED = 2  # to so many that are counted, one that is not
+
+
+class Skewed:
+    """An engine whose responses end where their lengths say."""
+
+    def __init__(self, engine: Any, lengths: dict[str, int]) -> None:
+        self.engine, self.lengths, self.tokens, self.requests = engine, lengths, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        cut = [
+            replace(each, sampling=replace(each.sampling, max_tokens=self.lengths[each.request_id]))
+            for each in requests
+        ]
+        async for answers in self.engine.generate(cut):
+            self.requests += len(answers)
+            self.tokens += sum(len(answer.token_ids) for answer in answers)
+            yield answers
+
+
+async def ask(client: InferenceClient, names: Sequence[str], in_flight: int) -> None:
+    places = asyncio.Semaphore(in_flight)
+    sampling = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
+
+    async def one(number: int, name: str) -> None:
+        async with places:
+            await client.generate(GenerationRequest(name, [1 + (number * 7 + i) % 90 for i in range(8)], sampling))
+
+    await asyncio.gather(*(one(number, name) for number, name in enumerate(names)))
+
+
+async def measure(kinds: Sequence[str], path: str, requests: int, in_flight: int) -> list[dict[str, float]]:
+    """A row for each engine."""
+    draw = random.Random(0)
+    names = [f"r{number}" for number in range(requests + requests // UNCOUNTED)]
+    lengths = {name: min(1 + int(draw.expovariate(5 / LONGEST)), LONGEST) for name in names}
+    config = EngineConfig(path, dtype="float32", threads=1, max_model_len=640, max_num_seqs=64, kv_cache_gb=0.1)
+    engines = [
+        Skewed(ENGINES[kind](replace(config, extra={"engine_index": index})), lengths)
+        for index, kind in enumerate(kinds)
+    ]
+    client = InferenceClient(engines)  # type: ignore[arg-type]  # what is not its own is the engine's
+    await client.start()
+    try:
+        await ask(client, names[requests:], in_flight)
+        before = [(engine.tokens, engine.requests) for engine in engines]
+        await ask(client, names[:requests], in_flight)
+        return [
+            {
+                "tokens": engine.tokens - tokens,
+                "requests": engine.requests - count,
+                "speed": client.roster.routes._speeds[index].tokens_per_s or 0.0,
+            }
+            for index, (engine, (tokens, count)) in enumerate(zip(engines, before, strict=True))
+        ]
+    finally:
+        await client.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=["transformers", "transformers", "vllm", "vllm"])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--in-flight", type=int, default=160)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        save(Shape("llama", "tied", "float32"), folder, 32)
+        rows = asyncio.run(measure(options.kinds, folder, options.requests, options.in_flight))
+    shares = [row["tokens"] / row["speed"] for row in rows]
+    print("| engine | requests | tokens | speed | share |\n|---|---|---|---|---|")
+    for kind, row, share in zip(options.kinds, rows, shares, strict=True):
+        cells = f"{row['requests']:.0f} | {row['tokens']:.0f} | {row['speed']:.0f} | {share / fmean(shares):.2f}"
+        print(f"| {kind} | {cells} |")
+    print(f"\nbusiest over idlest: {max(shares) / min(shares):.3f}")
+
+
+if __name__ == "__main__":
+    main()
