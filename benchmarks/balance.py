@@ -4,11 +4,11 @@
 
 Real engines of one tiny model behind the library's client, as ``generator.backend`` starts them, a thread each.
 Responses are of exponential length, which the router is not told: every request asks for the longest. A given number
-is in flight; half as many come first and is not counted, while nothing is known of the engines yet.
+is in flight; half as many come first and are not counted, while nothing is known of the engines yet.
 
 - tokens: of all responses; requests: how many;
-- speed: tokens per second at the load that the engine mostly has, as the router has measured it (on a machine with
-  fewer cores than engines, what an engine gets beside the others);
+- speed: tokens per second at the load that the engine mostly has, by the router's own measure (``engines.speeds``), of
+  these requests alone; on a machine with fewer cores than engines it is what an engine gives beside the others;
 - share: tokens over speed, beside the mean of all engines. The busiest over the idlest is below the table.
 """
 
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -28,29 +30,44 @@ import torch
 from benchmarks.sync_gaps import Shape, save
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.speeds import Speed
 
-LONGEST = 600
+LONGEST = 240
 UNCOUNTED = 2  # to so many that are counted, one that is not
 
 
 class Skewed:
-    """An engine whose responses end where their lengths say."""
+    """An engine whose responses end where their lengths say; what it gave since ``count_anew``."""
 
     def __init__(self, engine: Any, lengths: dict[str, int]) -> None:
-        self.engine, self.lengths, self.tokens, self.requests = engine, lengths, 0, 0
+        self.engine, self.lengths = engine, lengths
+        self.in_flight = 0
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        self.tokens = self.requests = 0
+        self.speed = Speed()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        self._loaded(len(requests))
         cut = [
             replace(each, sampling=replace(each.sampling, max_tokens=self.lengths[each.request_id]))
             for each in requests
         ]
         async for answers in self.engine.generate(cut):
+            self._loaded(-len(answers))
             self.requests += len(answers)
-            self.tokens += sum(len(answer.token_ids) for answer in answers)
+            for answer in answers:
+                self.speed.gave(len(answer.token_ids))
+                self.tokens += len(answer.token_ids)
             yield answers
+
+    def _loaded(self, more: int) -> None:
+        self.speed.load(self.in_flight, time.perf_counter())
+        self.in_flight += more
 
 
 async def ask(client: InferenceClient, names: Sequence[str], in_flight: int) -> None:
@@ -64,12 +81,12 @@ async def ask(client: InferenceClient, names: Sequence[str], in_flight: int) -> 
     await asyncio.gather(*(one(number, name) for number, name in enumerate(names)))
 
 
-async def measure(kinds: Sequence[str], path: str, requests: int, in_flight: int) -> list[dict[str, float]]:
-    """A row for each engine."""
+async def measure(kinds: Sequence[str], path: str, requests: int, in_flight: int) -> list[tuple[int, int, float]]:
+    """Requests, tokens and speed of each engine."""
     draw = random.Random(0)
     names = [f"r{number}" for number in range(requests + requests // UNCOUNTED)]
     lengths = {name: min(1 + int(draw.expovariate(5 / LONGEST)), LONGEST) for name in names}
-    config = EngineConfig(path, dtype="float32", threads=1, max_model_len=640, max_num_seqs=64, kv_cache_gb=0.1)
+    config = EngineConfig(path, dtype="float32", threads=1, max_model_len=256, max_num_seqs=64, kv_cache_gb=0.1)
     engines = [
         Skewed(ENGINES[kind](replace(config, extra={"engine_index": index})), lengths)
         for index, kind in enumerate(kinds)
@@ -78,16 +95,10 @@ async def measure(kinds: Sequence[str], path: str, requests: int, in_flight: int
     await client.start()
     try:
         await ask(client, names[requests:], in_flight)
-        before = [(engine.tokens, engine.requests) for engine in engines]
+        for engine in engines:
+            engine.count_anew()
         await ask(client, names[:requests], in_flight)
-        return [
-            {
-                "tokens": engine.tokens - tokens,
-                "requests": engine.requests - count,
-                "speed": client.roster.routes._speeds[index].tokens_per_s or 0.0,
-            }
-            for index, (engine, (tokens, count)) in enumerate(zip(engines, before, strict=True))
-        ]
+        return [(each.requests, each.tokens, each.speed.tokens_per_s or math.nan) for each in engines]
     finally:
         await client.shutdown()
 
@@ -97,16 +108,16 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["transformers", "transformers", "vllm", "vllm"])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--in-flight", type=int, default=160)
+    parser.add_argument("--head-dim", type=int, default=256, help="of two layers with two heads: the model's size")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        save(Shape("llama", "tied", "float32"), folder, 32)
+        save(Shape("llama", "tied", "float32"), folder, options.head_dim)
         rows = asyncio.run(measure(options.kinds, folder, options.requests, options.in_flight))
-    shares = [row["tokens"] / row["speed"] for row in rows]
+    shares = [tokens / speed for _, tokens, speed in rows]
     print("| engine | requests | tokens | speed | share |\n|---|---|---|---|---|")
-    for kind, row, share in zip(options.kinds, rows, shares, strict=True):
-        cells = f"{row['requests']:.0f} | {row['tokens']:.0f} | {row['speed']:.0f} | {share / fmean(shares):.2f}"
-        print(f"| {kind} | {cells} |")
+    for kind, (count, tokens, speed), share in zip(options.kinds, rows, shares, strict=True):
+        print(f"| {kind} | {count} | {tokens} | {speed:.0f} | {share / fmean(shares):.2f} |")
     print(f"\nbusiest over idlest: {max(shares) / min(shares):.3f}")
 
 

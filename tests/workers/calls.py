@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from skyasync.state import manifest
+from skyasync.weight_sync.changed_weights import KeptWeights
+from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.workers.base import ModelWorker
@@ -42,6 +44,7 @@ class _Player:
         self.names = {id(p): name for name, p in self.worker.model.named_parameters()}
         self.answers: dict[tuple[str, str], Any] = {}  # a call in a state has one answer
         self.saved: list[tuple[str, str]] = []  # folder, digest of the state in it
+        self.borrower, self.kept = Borrower(), KeptWeights()  # an engine's
         self.digest = digest(self.worker)
 
     def play(self, call: str) -> str:
@@ -71,6 +74,13 @@ class _Player:
         if path is not None:
             equal(read_weights(path), expected)
             self.worker.release(path)
+        info, changed = self.worker.lend(), self.worker.publish_changes()
+        assert (info is None) == (changed is None) == (self.rank.rank > 0)
+        if info is not None and changed is not None:
+            equal(self.borrower.read(info), expected)
+            self.worker.release(info["path"])
+            equal(self.kept.read(changed.path)[0], expected)
+            self.worker.release(changed.path)
 
     def broadcast(self) -> None:
         self.worker.open_broadcast(Rendezvous("127.0.0.1", 1, 1))

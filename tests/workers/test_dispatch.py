@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ray.util.placement_group import PlacementGroup
 
 from skyasync.config.schema import Config
-from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.weight_sync.lent import Borrower
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
@@ -54,10 +54,8 @@ async def started(cfg: Config, policy: WorkerPlacement, reference: WorkerPlaceme
 async def published(dispatch: RayWorkerDispatch) -> dict[str, torch.Tensor]:
     update = await dispatch.publish_weights(version=3)
     assert update.version == 3
-    weights = {name: tensor.clone() for name, tensor in read_weights(update.info["path"]).items()}
+    weights = {name: tensor.clone() for name, tensor in Borrower().read(update.info).items()}
     await dispatch.release_weights(update)
-    with pytest.raises(FileNotFoundError):
-        read_weights(update.info["path"])
     return weights
 
 
