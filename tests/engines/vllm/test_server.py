@@ -28,8 +28,9 @@ from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.engines.wanted import write
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.shared_memory import remove_weights
-from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import OtherWeightsError, WeightSyncError, WeightUpdate
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.engines.vllm.models import perturb, publish, token_logprobs
@@ -346,6 +347,36 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     # Some of 2,400 sampled tokens are rare ones, whose log-probabilities this engine computes less exactly.
     assert max(gaps) < 10 * TOLERANCE, "also of those that two engines have made, one behind the other"
     assert client.roster.routes.in_flight == [0, 0] and revival.deaths == 0
+
+
+async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(engine: Engine) -> None:
+    """One element in fifty; an engine that holds something else says so and is as it was."""
+    changed, sequence, draw = ChangedWeights(), [2, 3, *range(5, 60)], torch.Generator().manual_seed(0)
+
+    def handed(file: Published) -> WeightUpdate:
+        return WeightUpdate(engine.version + 1, "shared_memory", {"path": file.path}, file.content, file.base)
+
+    async def far() -> float:
+        (scores,) = await engine.score([sequence])
+        return torch.tensor(scores).sub(token_logprobs(engine.model, sequence)).abs().max().item()
+
+    bases = []
+    for number in range(4):
+        for weight in engine.model.parameters():
+            weight.data += torch.rand(weight.shape, generator=draw).lt(0.02) * 0.3
+        assert await far() > TOLERANCE
+        file = changed.publish(dict(engine.model.named_parameters()))
+        bases.append(bool(file.base))
+        if number == 3:
+            engine._held.content = "other"
+            with pytest.raises(OtherWeightsError):
+                await engine.update_weights(handed(file))
+            remove_weights(file.path)
+            file = changed.fall_back()
+        await engine.update_weights(handed(file))
+        remove_weights(file.path)
+        assert await far() < TOLERANCE
+    assert bases == [False, True, True, True]
 
 
 async def test_a_server_that_does_not_take_the_weights_says_so(engine: Engine) -> None:
