@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -50,9 +51,8 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
         await weights.measure_floor()
         for version in range(1, options.syncs + 1):
             change(dispatch)
-            publish, update = await timed(lambda version=version: dispatch.publish_weights(version))
-            both = lambda update=update: run_together(dispatch.send_weights(update), client.update_weights(update))  # noqa: E731
-            took, _ = await timed(both)
+            publish, update = await timed(partial(dispatch.publish_weights, version))
+            took, _ = await timed(partial(run_together, dispatch.send_weights(update), client.update_weights(update)))
             size = await asyncio.to_thread(lambda update=update: Path(update.info["path"]).stat().st_size)
             rows.append({"publish": publish, "update": took, "MB": size / 1e6})
             await dispatch.release_weights(update)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.sync_gaps import Shape, save
+from skyasync.arrays import ints
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.engines.speeds import Speed
@@ -76,7 +77,9 @@ async def ask(client: InferenceClient, names: Sequence[str], in_flight: int) -> 
 
     async def one(number: int, name: str) -> None:
         async with places:
-            await client.generate(GenerationRequest(name, [1 + (number * 7 + i) % 90 for i in range(8)], sampling))
+            await client.generate(
+                GenerationRequest(name, ints([1 + (number * 7 + i) % 90 for i in range(8)]), sampling)
+            )
 
     await asyncio.gather(*(one(number, name) for number, name in enumerate(names)))
 
@@ -91,7 +94,7 @@ async def measure(kinds: Sequence[str], path: str, requests: int, in_flight: int
         Skewed(ENGINES[kind](replace(config, extra={"engine_index": index})), lengths)
         for index, kind in enumerate(kinds)
     ]
-    client = InferenceClient(engines)  # type: ignore[arg-type]  # what is not its own is the engine's
+    client = InferenceClient(engines)
     await client.start()
     try:
         await ask(client, names[requests:], in_flight)

@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.vllm_reload import reloads
+from benchmarks.vllm_reload import hold, in_workers, reload
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
@@ -110,9 +110,12 @@ class Bench:
     async def reload(self) -> tuple[float, float]:
         path = write_weights({name: tensor.contiguous() for name, tensor in self.weights.items()})
         try:
-            return await reloads(self.client.engines, path)
+            await in_workers(self.client.engines, hold, path)
         finally:
             remove_weights(path)
+        used = cpu_seconds()
+        took, _ = await timed(lambda: in_workers(self.client.engines, reload))
+        return took, 1000 * (cpu_seconds() - used)
 
 
 def cpu_seconds() -> float:
