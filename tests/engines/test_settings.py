@@ -12,6 +12,7 @@ from skyasync.cluster.placement import plan_slots
 from skyasync.config.schema import Config
 from skyasync.engines.settings import (
     chosen_backend,
+    computes_on_lent_weights,
     engine_config,
     engines_per_device,
     lends_weights,
@@ -52,21 +53,24 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode", "rank", "sync", "lends"),
+    ("backend", "mode", "rank", "sync", "lends", "computed_on"),
     [
-        ("transformers", "full", 0, "merged", True),
-        ("transformers", "full", 4, "merged", True),
-        ("transformers", "delta", 0, "merged", False),
-        ("transformers", "full", 4, "adapter", False),
-        ("vllm", "full", 0, "merged", False),
+        ("transformers", "full", 0, "merged", True, True),
+        ("transformers", "full", 4, "merged", True, True),
+        ("transformers", "delta", 0, "merged", False, False),
+        ("transformers", "full", 4, "adapter", False, False),
+        ("vllm", "full", 0, "merged", True, False),
+        ("vllm", "delta", 0, "merged", False, False),
     ],
 )
 def test_weights_that_something_is_put_into_are_not_lent(
-    backend: str, mode: str, rank: int, sync: str, lends: bool
+    backend: str, mode: str, rank: int, sync: str, lends: bool, computed_on: bool
 ) -> None:
     cfg = config(backend=backend)
     cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = mode, rank, sync
-    assert lends_weights(cfg) == lends
+    assert (lends_weights(cfg), computes_on_lent_weights(cfg)) == (lends, computed_on)
+    cfg.generator.engines = ["http://127.0.0.1:8000"]
+    assert not lends_weights(cfg), "a server may be anybody's"
 
 
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())
