@@ -84,7 +84,7 @@ def consistent(config: Config) -> Config:
     trainer.algorithm.overlong_buffer.len = 0
     trainer.critic.warmup_steps, trainer.reward.model.path, trainer.reward.models = 0, "", {}
     trainer.parallel, trainer.policy.fsdp_size = plain.trainer.parallel, 0
-    trainer.policy.torch_compile = False
+    trainer.policy.torch_compile, trainer.policy.router_replay = False, "none"
     trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False

@@ -146,6 +146,8 @@ class _Receiver:
         self._source = source
         self.weights: dict[str, Tensor] = {}
 
+    def shutdown(self) -> None: ...
+
     def send_weights(self) -> None:
         self.weights = {name: tensor.clone() for name, tensor in self._source}
 

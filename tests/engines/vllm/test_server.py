@@ -285,6 +285,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     engine = VLLMServerEngine(replace(config(server), extra=extra))
     await engine.start()
     cfg = run_config(server.folder, steps=8, max_staleness=2, train_length=48)
+    cfg.generator.engines = [extra["url"]]
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
     sync: Any = run.trainer.handover.weight_sync
     sync.keeper = run.dispatch
