@@ -43,6 +43,8 @@ class Case:
     checkpointing: bool = False
     micro_batch_tokens: int = 1024
     rows: int = field(default=ROWS)
+    prompt: int = PROMPT
+    response: int = RESPONSE
     lora: int = 0
     optimizer: str = "adamw"
     rounded: bool = False
@@ -165,10 +167,10 @@ def _batch(case: Case) -> Any:
 
     from skyasync.workers.batch import UpdateBatch
 
-    length = PROMPT + RESPONSE
+    length = case.prompt + case.response
     shape = (case.rows, length)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
-    loss_mask[:, PROMPT:] = True
+    loss_mask[:, case.prompt :] = True
     return UpdateBatch(
         tokens=torch.randint(0, 64, shape),
         attention_mask=torch.ones(shape, dtype=torch.bool),
@@ -196,8 +198,8 @@ def _config(case: Case, path: str) -> Any:
     cfg.trainer.policy.optimizer_config.bf16_stochastic_round = case.rounded
     cfg.trainer.micro_batch_tokens = case.micro_batch_tokens
     cfg.trainer.placement.policy_num_gpus_per_node = case.ranks
-    cfg.trainer.max_prompt_length = PROMPT
-    cfg.generator.sampling_params.max_generate_length = RESPONSE
+    cfg.trainer.max_prompt_length = case.prompt
+    cfg.generator.sampling_params.max_generate_length = case.response
     cfg.generator.n_samples_per_prompt = 2
     cfg.trainer.train_batch_size = case.rows * case.ranks // 2
     return cfg

@@ -17,7 +17,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
 from skyasync.envs import ENVS
-from tests.warm import nursery, warm_children, warm_workers
+from tests.warm import nursery, warm_children, warm_engines_on_ray, warm_workers
 
 # How fast examples are drawn and run says more of the machine than of the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -80,6 +80,13 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
         start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
         yield
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engines_on_ray(ray_session: None, warm_processes: Path) -> Iterator[None]:
+    """The actors of vLLM engines that a test's run starts need not import vLLM either."""
+    with warm_engines_on_ray(warm_processes):
+        yield
 
 
 @pytest.fixture(autouse=True)

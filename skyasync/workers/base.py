@@ -164,7 +164,8 @@ class ModelWorker(Worker):
         mesh = self.mesh.shard
         held = self.master_dtype()
         precision = MixedPrecisionPolicy(
-            param_dtype=None if self.dtype == held else self.dtype, reduce_dtype=torch.promote_types(held, torch.float32)
+            param_dtype=None if self.dtype == held else self.dtype,
+            reduce_dtype=torch.promote_types(held, torch.float32),
         )
         layers = set(wrapper.model._no_split_modules or ())
         for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:

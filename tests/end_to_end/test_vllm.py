@@ -7,7 +7,7 @@ import pytest
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("engines_on_ray")]
 
 
 def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Train) -> None:

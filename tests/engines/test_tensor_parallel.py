@@ -48,7 +48,7 @@ class Pair:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def pair(engines_on_ray: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """The same weights on one rank and on two; each engine in a bundle, as a run places it."""
     ENGINES["inspected"] = Inspected
     folder = tmp_path_factory.mktemp("model")

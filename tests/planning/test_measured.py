@@ -13,19 +13,28 @@ import pytest
 from benchmarks.memory import CASES, Case, estimated, measured
 from tests.warm import program
 
-CHECKED = ("llama", "llama, both", "qwen3, tied", "qwen2, deep")
+CHECKED = ("llama", "qwen3, tied")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHECKED], ids=lambda case: case.name)
 def test_planned_peaks_are_within_10_percent_of_measured_ones(case: Case, warm_processes: Path) -> None:
-    check(replace(case, rows=2, micro_batch_tokens=256), warm_processes)
+    check(replace(case, rows=2, micro_batch_tokens=128, prompt=32, response=96), warm_processes)
+
+
+@pytest.mark.slow
+def test_planned_peaks_with_a_short_state_are_within_10_percent_too(warm_processes: Path) -> None:
+    """Of a model with fewer layers: packing moments into bytes takes a CPU its time."""
+    case = next(case for case in CASES if case.name == "llama, both")
+    smaller = case.model | {"num_hidden_layers": 2, "vocab_size": 8000}
+    check(replace(case, model=smaller, rows=2, micro_batch_tokens=256), warm_processes)
 
 
 @pytest.mark.slow
 def test_planned_peaks_with_adapters_are_within_10_percent_too(warm_processes: Path) -> None:
     """With larger micro-batches: beside what is left without moments, what a process takes besides would weigh."""
-    check(next(case for case in CASES if case.name == "llama, adapters"), warm_processes)
+    case = next(case for case in CASES if case.name == "llama, adapters")
+    check(replace(case, rows=4), warm_processes)
 
 
 def check(case: Case, door: Path) -> None:

@@ -71,6 +71,17 @@ def warm_children(door: Path, *, vllm: bool = False) -> Iterator[None]:
         multiprocessing.set_executable(os.fsdecode(before))
 
 
+@contextmanager
+def warm_engines_on_ray(door: Path) -> Iterator[None]:
+    """Inside, Ray's workers have vLLM imported, too."""
+    marker = door.with_name(f"{door.name}.engines")
+    marker.touch()
+    try:
+        yield
+    finally:
+        marker.unlink()
+
+
 def interpreter(door: Path, *, vllm: bool = False) -> Path:
     """What starts in place of a Python that ``multiprocessing`` would start."""
     return door.with_name("python" if vllm else "python.plain")

@@ -120,8 +120,10 @@ def serve(path: str) -> None:
 
 def _import(names: tuple[str, ...]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is imported may start programs
+    sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM imports it where it can
     for name in names:
         importlib.import_module(name)
+    del sys.modules["ray"]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # no fork has to look through it again, and to copy its pages

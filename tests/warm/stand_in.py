@@ -48,11 +48,14 @@ def _nursery() -> socket.socket:
     Raises:
         FileNotFoundError: if they take too long, or have failed.
     """
+    address = os.environ["SKYASYNC_NURSERY"]
+    if os.path.exists(f"{address}.engines"):  # a worker of Ray's that will import vLLM, most likely
+        address += ".vllm"
     nursery = socket.socket(socket.AF_UNIX)
     deadline = time.monotonic() + IMPORTS_S
     while True:
         try:
-            nursery.connect(os.environ["SKYASYNC_NURSERY"])
+            nursery.connect(address)
             return nursery
         except FileNotFoundError:
             if time.monotonic() > deadline:
