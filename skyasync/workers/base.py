@@ -163,10 +163,8 @@ class ModelWorker(Worker):
         assert self.mesh is not None
         mesh = self.mesh.shard
         held = self.master_dtype()
-        precision = MixedPrecisionPolicy(
-            param_dtype=None if self.dtype == held else self.dtype,
-            reduce_dtype=torch.promote_types(held, torch.float32),
-        )
+        computing = None if self.dtype == held else self.dtype
+        precision = MixedPrecisionPolicy(computing, reduce_dtype=torch.promote_types(held, torch.float32))
         layers = set(wrapper.model._no_split_modules or ())
         for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:
             fully_shard(module, mesh=mesh, mp_policy=precision)
