@@ -101,7 +101,7 @@ class RayPPOTrainer(Life):
     ) -> None:
         self.cfg, self.tokenizer, self.colocate_pg = cfg, tokenizer, colocate_pg
         self.inference_engine_client, self.generator = inference_engine_client, generator
-        self.eval_dataset, self._scoring = eval_prompts(eval_dataset or []), Scoring.of(cfg)
+        self.eval_dataset = eval_prompts(eval_dataset or [])
         self.prompts = PromptStream.of_run(cfg, train_dataset)
         self.progress, self.phases = Progress(), Phases(cfg.trainer.step_timeout_s)
         self.length = RunLength(cfg, self.prompts, self.progress)
@@ -391,5 +391,6 @@ class RayPPOTrainer(Life):
                 found, _ = await play(self.generator, request, prompts, self.policy_version)
             await self.judging.add_scores(found)
             groups += found
-        numbers = [await self._scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
+        scoring = Scoring.of(self.cfg)
+        numbers = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
         return eval_metrics(groups, numbers)

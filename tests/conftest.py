@@ -56,8 +56,22 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+DOOR = "SKYASYNC_TESTS_NURSERY"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of ``-n 2`` have one nursery."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        shared = nursery()
+        os.environ[DOOR] = str(shared.__enter__())
+        config.add_cleanup(lambda: shared.__exit__(None, None, None))
+
+
 @pytest.fixture(scope="session")
 def warm_processes() -> Iterator[Path]:
+    if DOOR in os.environ:
+        yield Path(os.environ[DOOR])
+        return
     with nursery() as door:
         yield door
 

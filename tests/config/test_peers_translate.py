@@ -14,6 +14,8 @@ from skyasync.config.translate import Recipe, detect, read_recipe, shell, transl
 from skyasync.config.translate.recipe import flags
 from skyasync.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parent / "recipes"
 SAMPLES = [
     ("openrlhf.sh", "openrlhf"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from skyasync.config.check import INTERVALS
 from skyasync.config.keys import Key, Keys
 from skyasync.config.rules import Plan
 from skyasync.config.unread import check_unread
+
+pytestmark = pytest.mark.slow
 
 KEYS = Keys.of(Config)
 

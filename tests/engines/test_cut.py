@@ -17,6 +17,8 @@ from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.engines.listed import Listed, listed
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 120
 COUNT = 64
 

@@ -18,6 +18,8 @@ from skyasync.engines.speeds import ENOUGH, Speed, relative
 from skyasync.simulate import engines as virtual
 from skyasync.simulate.clock import run_virtual
 
+pytestmark = pytest.mark.slow
+
 
 def request(name: str, prompt: int = 4, most: int = 16, session: str | None = None) -> GenerationRequest:
     return GenerationRequest(name, np.ones(prompt, np.int32), SamplingParams(max_tokens=most), session)

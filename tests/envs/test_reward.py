@@ -10,6 +10,8 @@ from skyasync.errors import UserError
 from skyasync.rewards import REWARDS
 from skyasync.rewards.settings import env_settings, settle_references, short_names
 
+pytestmark = pytest.mark.slow
+
 HERE = "tests.rewards.functions"
 
 

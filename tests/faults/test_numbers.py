@@ -23,6 +23,8 @@ from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 from tests.plans.parts import PLANS, Run, make_run, stream
 
+pytestmark = pytest.mark.slow
+
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
 NAN = float("nan")
 

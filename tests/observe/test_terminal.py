@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.observe.screen import ROOT, InTerminal, Screen
+
+pytestmark = pytest.mark.slow
 
 #: A driver: it polls, and meanwhile everybody writes to its terminal in every way there is.
 DRIVER = """

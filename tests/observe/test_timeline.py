@@ -15,6 +15,8 @@ from skyasync.observe.spans import Lanes
 from skyasync.observe.timeline import Timeline, prolong, to_the_end, wall_clock
 from tests.observe import chrome_trace, perfetto
 
+pytestmark = pytest.mark.slow
+
 
 class VirtualClock:
     def __init__(self):

@@ -9,6 +9,8 @@ import pytest
 from skyasync.errors import UserError
 from tests.peers.harness import ROWS, train
 
+pytestmark = pytest.mark.slow
+
 FILES = Path(__file__).parent / "areal"
 
 

@@ -11,6 +11,8 @@ from skyasync.errors import UserError
 from tests.peers.harness import ROWS, train
 from tests.rewards.test_forms import Server
 
+pytestmark = pytest.mark.slow
+
 FILES = Path(__file__).parent / "openrlhf"
 LABEL = "data.label_key=answer"
 

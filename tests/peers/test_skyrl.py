@@ -28,6 +28,8 @@ from tests.peers.skyrl import (
     plain_loop,
 )
 
+pytestmark = pytest.mark.slow
+
 ENVS.pop("measure", None)  # which importing the file has registered: it is there for these tests alone
 JUDGED = ("environment.reward_funcs=[tests.peers.odd:odd]", "data.label_key=answer")
 SPECS = [{**row, "reward_spec": {"ground_truth": row["answer"]}} for row in ROWS]

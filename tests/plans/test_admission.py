@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from skyasync.plans.admission import Admission, Limits
 
+pytestmark = pytest.mark.slow
+
 #: Of these, two tests; a third has as many as both: ten thousand schedules.
 MANY = settings(max_examples=1500)
 

@@ -15,6 +15,8 @@ from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.plans.parts import make_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

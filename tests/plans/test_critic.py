@@ -19,6 +19,8 @@ from skyasync.workers.batch import ScoredBatch
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, RecordingDispatch, config, without_times
 
+pytestmark = pytest.mark.slow
+
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
 FOUND = ("loss", "clip_frac", "explained_variance", "values_mean", "returns_mean", "grad_norm", "lr")
 

@@ -18,6 +18,8 @@ from skyasync.trainer import RayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, without_times
 
+pytestmark = pytest.mark.slow
+
 EVERY_PARTIAL_ROLLOUT = pytest.mark.parametrize("partial_rollout", ["keep", "recompute", "wait"])
 
 

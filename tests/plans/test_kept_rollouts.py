@@ -21,6 +21,8 @@ from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 from tests.plans.parts import PLANS, make_run
 
+pytestmark = pytest.mark.slow
+
 ASYNCHRONOUS = [AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer]
 
 

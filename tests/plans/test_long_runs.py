@@ -23,6 +23,8 @@ from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.run import make_trainer
 from skyasync.simulate.settings import SimulationConfig
 
+pytestmark = pytest.mark.slow
+
 SETTLED = 150  # steps; by then every bounded buffer is full
 LAST = 50  # steps that are left out: they empty the pipeline
 BLOCKS_PER_STEP = 1.0  # of Python's allocator; one list or dictionary kept per step is two or more

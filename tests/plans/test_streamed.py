@@ -18,6 +18,8 @@ from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 from tests.plans.parts import dataset, make_run, stream
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -20,6 +20,8 @@ from skyasync.workers.batch import ScoredBatch
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 
+pytestmark = pytest.mark.slow
+
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
 
 

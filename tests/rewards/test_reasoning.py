@@ -6,6 +6,8 @@ from skyasync.rewards import REWARDS
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.reasoning import rows
 
+pytestmark = pytest.mark.slow
+
 score = REWARDS["reasoning_gym"]
 
 

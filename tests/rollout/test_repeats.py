@@ -13,6 +13,8 @@ from skyasync.rollout.repeats import FALSE_ALARM, Repeats, count_repeats, repeat
 from skyasync.rollout.types import Group, PromptId, Segment, Trajectory, TrajectoryId
 from tests.rollout.episodes import prompt
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"groups": st.integers(1, 12), "size": st.integers(1, 16), "seed": st.integers(0, 2**32 - 1)}
 
 

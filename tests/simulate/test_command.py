@@ -12,6 +12,8 @@ from skyasync.simulate.advice import advise, best_split, read_costs
 from skyasync.simulate.run import simulate, work
 from tests.simulate.test_plans import config
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "trainer.max_training_steps=30", "trainer.train_batch_size=16", "generator.n_samples_per_prompt=4",
     "generator.num_inference_engines=2", "simulate.slots=8", "simulate.length_mean=100", "simulate.length_max=800",

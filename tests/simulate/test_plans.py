@@ -15,6 +15,8 @@ from skyasync.simulate.run import Outcome, make_trainer, simulate, work
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
 from skyasync.trainer import RayPPOTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def config(lengths: str = "constant", steps: int = 60, **settings: Any) -> SimulationConfig:
     """16 prompts of 4 samples on 2 engines of 8 slots: a batch keeps the engines busy for 4 responses' time."""

@@ -15,6 +15,8 @@ from skyasync.simulate.theory import FORMULAS, Batches, ends_of, expected_step_s
 from tests.simulate.test_engines import client
 from tests.simulate.test_plans import config
 
+pytestmark = pytest.mark.slow
+
 SECONDS = st.floats(0.01, 10.0)
 GROUPS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6)
 

@@ -9,6 +9,8 @@ import pytest
 from skyasync.testing.chaos.virtual import NAMES, WEIGHTS, play, play_all
 from skyasync.training.progress import Progress
 
+pytestmark = pytest.mark.slow
+
 EACH = 12
 
 

@@ -53,7 +53,7 @@ def warm_workers(door: Path) -> Iterator[None]:
 
     with (
         mock.patch.object(RayParams, "update_if_absent", with_stand_in),
-        mock.patch.dict(os.environ, SKYASYNC_NURSERY=str(door)),
+        mock.patch.dict(os.environ, SKYASYNC_NURSERY=str(door), SKYASYNC_ENGINES=str(_marker(door))),
     ):
         yield
 
@@ -74,12 +74,16 @@ def warm_children(door: Path, *, vllm: bool = False) -> Iterator[None]:
 @contextmanager
 def warm_engines_on_ray(door: Path) -> Iterator[None]:
     """Inside, Ray's workers have vLLM imported, too."""
-    marker = door.with_name(f"{door.name}.engines")
-    marker.touch()
+    _marker(door).touch()
     try:
         yield
     finally:
-        marker.unlink()
+        _marker(door).unlink()
+
+
+def _marker(door: Path) -> Path:
+    """A file that is there while this process's clusters want workers that have vLLM imported."""
+    return door.with_name(f"engines.{os.getpid()}")
 
 
 def interpreter(door: Path, *, vllm: bool = False) -> Path:

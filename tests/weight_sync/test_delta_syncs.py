@@ -17,6 +17,8 @@ from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
 
+pytestmark = pytest.mark.slow
+
 PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
 
 

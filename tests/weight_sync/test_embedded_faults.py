@@ -23,6 +23,8 @@ from tests.weight_sync.pair import (
     swapped_pair,
 )
 
+pytestmark = pytest.mark.slow
+
 PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.sync_gaps import Shape, measure
 
+pytestmark = pytest.mark.slow
+
 CHOSEN = [
     (Shape("llama", "tied", "bfloat16"), ["delta"], ["keep"]),
     (Shape("qwen2", "untied", "float32"), ["full", "delta"], ["recompute"]),

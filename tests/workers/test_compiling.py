@@ -17,6 +17,8 @@ from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import config_for
 from tests.workers.test_shapes import distance, gradient, ragged
 
+pytestmark = pytest.mark.slow
+
 
 def compiled(path: str, backend: str, checkpointing: bool = False) -> torch.Tensor:
     cfg = config_for(path)

@@ -35,6 +35,8 @@ from skyasync.workers.roles import VALUE
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,

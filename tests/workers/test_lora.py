@@ -29,6 +29,8 @@ from tests.workers.calls import digest, equal
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def lora_config(path: str, **lora: Any) -> Config:
     cfg = config_for(path)

@@ -19,6 +19,8 @@ from tests.workers.calls import load_whole, step_and_save
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_shapes import SHAPES, distance, of_a_rank, of_one, ragged, settings
 
+pytestmark = pytest.mark.slow
+
 
 def said(rank: Rank) -> tuple[bool, Any]:
     """Whether its weights are sharded in groups, and what it says of each token."""

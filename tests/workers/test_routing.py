@@ -39,6 +39,8 @@ from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS, SMALL
 from tests.workers.test_shapes import distance, gradient
 
+pytestmark = pytest.mark.slow
+
 SHAPE = Qwen3MoeConfig(**{**SMALL, "initializer_range": 0.2}, **EXPERTS, head_dim=8, moe_intermediate_size=16)
 
 

@@ -35,6 +35,8 @@ from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS, SMALL
 
+pytestmark = pytest.mark.slow
+
 WIDE: dict[str, Any] = {**SMALL, "initializer_range": 0.1}
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**WIDE),

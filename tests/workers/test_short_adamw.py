@@ -22,6 +22,8 @@ from tests.workers import calls
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 
+pytestmark = pytest.mark.slow
+
 KINDS = {"8bit": (True, torch.float32), "bfloat16": (False, torch.bfloat16), "both": (True, torch.bfloat16)}
 
 

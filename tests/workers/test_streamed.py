@@ -22,6 +22,8 @@ from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Ranks
 from tests.workers.ranks_dispatch import DoubleWorker, RanksDispatch
 
+pytestmark = pytest.mark.slow
+
 GROUPS = 6
 
 

@@ -40,6 +40,8 @@ from skyasync.workers.packing import plain_layout
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
 
 

@@ -14,7 +14,10 @@ from benchmarks.screenshots import ask, browser, shoot
 from skyasync.observe.report.page import page
 from tests.observe.report.folders import make_run
 
-pytestmark = pytest.mark.skipif(browser() is None, reason="there is no chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browser() is None, reason="there is no chromium here: apt-get install chromium"),
+]
 
 LOOK = """<script>
 const wide = [...document.querySelectorAll("main *, header *")].filter(e =>

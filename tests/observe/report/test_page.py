@@ -16,6 +16,8 @@ from skyasync.observe.report.samples import chosen
 from skyasync.observe.status import told
 from tests.observe.report.folders import make_run, sample
 
+pytestmark = pytest.mark.slow
+
 
 class Page(HTMLParser):
     """What is open where, and all that leads out of the page."""
