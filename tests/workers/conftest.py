@@ -91,9 +91,9 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(warm_processes: Path) -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(2)``: the session's two processes, without Ray."""
+    """``ranks(2)``: the file's two processes, without Ray."""
     groups: dict[int, Ranks] = {}
     yield lambda count: groups.setdefault(count, Ranks(count, warm_processes))
     for group in groups.values():
