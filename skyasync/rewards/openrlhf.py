@@ -31,14 +31,19 @@ def stand_ins(**more: dict[str, Any]) -> Iterator[None]:
         yield
         return
     with _LOCK:
-        before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == _ROOT}
+        before = _loaded()
         sys.modules.update(_modules(more))
         try:
             yield
         finally:
-            for name in [name for name in sys.modules if name.partition(".")[0] == _ROOT]:
+            for name in _loaded():
                 del sys.modules[name]
             sys.modules.update(before)
+
+
+def _loaded() -> dict[str, ModuleType]:
+    """The modules under this name; of a copy, as other threads import while this one looks."""
+    return {name: module for name, module in sys.modules.copy().items() if name.partition(".")[0] == _ROOT}
 
 
 def extract_boxed_answer(text: str) -> str | None:

@@ -62,6 +62,11 @@ def hangs(response):
     return 1.0
 
 
+def says_so_and_hangs(response):
+    response.touch()
+    time.sleep(1000)
+
+
 def holds_the_interpreter(response):
     return float(9**9**9 > 1) if "hang" in response else 1.0
 

@@ -55,11 +55,14 @@ async def test_it_works_where_an_event_loop_runs():
     assert [score.reward for score in scores("slow_server", "length")] == [1.0, 0.6]
 
 
-def test_a_response_that_takes_long_holds_up_no_other_thread():
-    scores("length")
-    ended = []
-    slow = threading.Thread(target=lambda: ended.append(scores("hangs", response="hang", limit_s=4.0)[0].unjudged))
+def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
+    ended, begun = [], tmp_path / "begun"
+    slow = threading.Thread(
+        target=lambda: ended.append(scores("says_so_and_hangs", response=begun, limit_s=4.0)[0].unjudged)
+    )
     slow.start()
+    while not begun.exists():
+        time.sleep(0.01)
     quick = [scores("process")[0].metrics["process"] for _ in range(3)]
     assert ended == []
     assert len(set(quick)) == 1
