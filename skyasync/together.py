@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Tasks(asyncio.TaskGroup):
     """A task group in which a task that is cancelled from within is an error, not a quiet end."""
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self.create_task(_to_its_end(coroutine))
         task.add_done_callback(lambda _: coroutine.close())  # of a task that was cancelled before it began
+        return task
 
 
 @asynccontextmanager
@@ -45,10 +48,10 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
             tasks.start(coroutine)
 
 
-async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
+async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
     task = asyncio.current_task()
     try:
-        await coroutine
+        return await coroutine
     except asyncio.CancelledError as error:
         if task is None or task.cancelling():
             raise

@@ -186,7 +186,10 @@ class RayPPOTrainer(Life):
                 async with self.phases.limited("generation"):
                     groups, found = await play(self.generator, request, left, version)
                 await self.judging.add_scores(groups)
-                groups = self.book.finish(prompts, had, groups)
+                self.book.finish(groups)
+                if had:
+                    known = had | {group.prompt.id: group for group in groups}
+                    groups = [known[prompt.id] for prompt in prompts]
         if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | found

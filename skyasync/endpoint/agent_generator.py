@@ -20,10 +20,10 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.processes.transient import Patience
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import TrajectoryGenerator
-from skyasync.rollout.generator import all_or_error
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
+from skyasync.together import together
 
 PLAYS = 3  # of an episode whose process another one may have ended
 
@@ -68,7 +68,9 @@ class AgentGenerator(TrajectoryGenerator):
                 input_batch["trajectory_ids"], input_batch["prompts"], input_batch["env_extras"], strict=True
             )
         ]
-        return await all_or_error(episodes)
+        async with together() as tasks:
+            played = [tasks.start(episode) for episode in episodes]
+        return [episode.result() for episode in played]
 
     async def close(self) -> None:
         """Stop listening, and end the programs' processes."""

@@ -100,25 +100,18 @@ class InferenceClient:
                 f"(generator.request_timeout_s)"
             ) from error
 
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Answer one request.
+    async def generate(self, request: GenerationRequest, begun: GenerationOutput | None = None) -> GenerationOutput:
+        """Answer one request, and have what is ended early continued.
+
+        Args:
+            begun: a part of the answer, as if it had been cut.
 
         Raises:
             TimeoutError: naming the request, after ``request_timeout_s``.
             ValueError: if a request with this id is in flight already.
             Exception: whatever the engine raised, with its traceback.
         """
-        return await self._to_its_end(request, await self._piece(request, request.request_id))
-
-    async def go_on(self, request: GenerationRequest, begun: GenerationOutput) -> GenerationOutput:
-        """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``). As ``generate``."""
-        if begun.finish_reason or len(begun.token_ids) >= request.sampling.max_tokens:
-            return replace(begun, request_id=request.request_id, finish_reason=begun.finish_reason or "length")
-        self._cut.add(request.request_id)
-        return await self._to_its_end(request, replace(begun, request_id=request.request_id, finish_reason="abort"))
-
-    async def _to_its_end(self, request: GenerationRequest, answer: GenerationOutput) -> GenerationOutput:
-        """Have what was ended early continued."""
+        answer = begun if begun is not None else await self._piece(request, request.request_id)
         try:
             while answer.finish_reason == "abort" and answer.request_id in self._cut:
                 self._cut.discard(answer.request_id)
@@ -129,6 +122,13 @@ class InferenceClient:
             self._pieces.before.pop(request.request_id, None)
         self._cut.discard(answer.request_id)
         return replace(answer, request_id=request.request_id)
+
+    async def go_on(self, request: GenerationRequest, begun: GenerationOutput) -> GenerationOutput:
+        """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``). As ``generate``."""
+        if begun.finish_reason or len(begun.token_ids) >= request.sampling.max_tokens:
+            return replace(begun, request_id=request.request_id, finish_reason=begun.finish_reason or "length")
+        self._cut.add(request.request_id)
+        return await self.generate(request, replace(begun, request_id=request.request_id, finish_reason="abort"))
 
     async def progress(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
         """What the living engines have of these unanswered requests (of all: None), by their ids."""
@@ -158,7 +158,7 @@ class InferenceClient:
             del self._pieces[request.request_id]
             if piece.charge is not None:
                 if piece.abandoned:
-                    self._mail(piece.charge.engine).abandoned.append(request.request_id)
+                    self._post(piece, leaves=True)
                     self._pieces.leaving.add(request.request_id)
                 self.roster.routes.ended(piece.charge, piece.answer, asyncio.get_running_loop().time())
 
@@ -224,12 +224,12 @@ class InferenceClient:
     async def hear(self, index: int) -> None:
         """Ask an engine for its news, and keep them: a sign of life, and what its requests go on from."""
         if not hasattr(self.engines[index], "progress"):
-            await self.roster.ask(index, "stats")
+            await self.roster.ask(index, self.engines[index].stats())
             return
         async with self._hearing[index]:
             asked, leaving = self._pieces.at(index), set(self._pieces.leaving)
             try:
-                answer = await self.roster.ask(index, "progress")
+                answer = await self.roster.ask(index, self.engines[index].progress())
             except BaseException:
                 for piece in (*asked.values(), *self._pieces.at(index).values()):
                     piece.forget()  # they may have been told to nobody
@@ -291,21 +291,27 @@ class InferenceClient:
 
     # ---------------------------------------------------------------- mail
 
-    def _post(self, piece: Piece) -> None:
-        """Send it to an engine, if one lives."""
-        if self.roster.end is not None:
-            raise self.roster.end
-        piece.charge = self.roster.routes.choose(piece.request, asyncio.get_running_loop().time())
-        if piece.charge is not None:
-            self._mail(piece.charge.engine).pieces.append(piece)
+    def _post(self, piece: Piece, *, leaves: bool = False) -> None:
+        """Send it to an engine, if one lives, with this turn's mail, which is carried there in the next one.
 
-    def _mail(self, index: int) -> Mail:
-        """This turn's, to an engine. It is carried there in the next one."""
+        Args:
+            leaves: it has an engine, which is told that nobody waits for it any more.
+        """
+        loop = asyncio.get_running_loop()
+        if not leaves:
+            if self.roster.end is not None:
+                raise self.roster.end
+            piece.charge = self.roster.routes.choose(piece.request, loop.time())
+        if piece.charge is None:
+            return
+        index = piece.charge.engine
         if index not in self._outbox:
             self._outbox[index] = Mail([], [])
-            carrier = asyncio.get_running_loop().create_task(self._carry(index))
-            self.roster.track(index, carrier)
-        return self._outbox[index]
+            self.roster.track(index, loop.create_task(self._carry(index)))
+        if leaves:
+            self._outbox[index].abandoned.append(piece.request.request_id)
+        else:
+            self._outbox[index].pieces.append(piece)
 
     async def _carry(self, index: int) -> None:
         mail = self._outbox.pop(index)

@@ -149,7 +149,8 @@ class RayEngine:
         await self._call("abort", request_ids)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self._call("update_weights", update)
+        with _deaths():
+            await self._actor.call.remote("update_weights", update)
 
     async def sleep(self) -> None:
         await self._call("sleep")

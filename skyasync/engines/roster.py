@@ -63,7 +63,7 @@ class Roster:
         if self.end is not None:
             raise self.end
         living = self.routes.living
-        answers = await asyncio.gather(*(self.ask(index, method, *args) for index in living))
+        answers = await asyncio.gather(*(self.ask(i, getattr(self.engines[i], method)(*args)) for i in living))
         return {index: answer[0] for index, answer in zip(living, answers, strict=True) if answer}
 
     async def all_or_none(self, members: Sequence[int], method: str, *args: object) -> None:
@@ -75,7 +75,8 @@ class Roster:
         if self.end is not None:
             raise self.end
         gone = [index for index in members if index in self.routes.dead]
-        calls = {i: asyncio.ensure_future(self.ask(i, method, *args)) for i in members if not gone}
+        asked = {} if gone else {i: self.ask(i, getattr(self.engines[i], method)(*args)) for i in members}
+        calls = {i: asyncio.ensure_future(call) for i, call in asked.items()}
         waiting = set(calls.values())
         while waiting and not gone:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -86,12 +87,12 @@ class Roster:
                 self.lose(index, error)
             raise error
 
-    def ask(self, index: int, method: str, *args: object) -> Coroutine[Any, Any, tuple[Any] | None]:
-        """What one engine answers; None if it dies before.
+    def ask(self, index: int, asked: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, tuple[Any] | None]:
+        """What one engine answers to a call of it; None if it dies before.
 
         The call is on its way when this returns: requests that are made after it must not overtake it.
         """
-        call = asyncio.ensure_future(getattr(self.engines[index], method)(*args))
+        call = asyncio.ensure_future(asked)
         asking = self._asking[index]
         asking.add(call)
         return self._answer(index, call, asking)

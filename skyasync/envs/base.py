@@ -56,6 +56,9 @@ class BaseTextEnv:
     #: The turn that ``step`` is asked about, where ``sees_tokens``.
     seen: Seen | None = None
 
+    #: The conversation (or text) that the episode starts from, where the class has the ``init`` that stands here.
+    opening: Any = ()
+
     @classmethod
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
         """Whether such an episode costs next to nothing whatever the response is.
@@ -84,6 +87,7 @@ class BaseTextEnv:
 
     def init(self, prompt: Any) -> Any:
         """The conversation (or text) that the episode starts from, and a dictionary of the environment's own."""
+        self.opening = prompt
         return prompt, {}
 
     def step(self, action: str) -> Any:

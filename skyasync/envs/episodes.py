@@ -146,10 +146,12 @@ class Episodes:
 
     async def _step(
         self, name: str, action: str, seen: Seen | None = None, env_class: str = "",
-        extras: dict[str, Any] | None = None,
+        extras: dict[str, Any] | None = None, opening: Conversation | str = "",
     ) -> StepResult:  # fmt: skip
         episode = self._episodes.get(name) if env_class else self._episodes[name]
-        episode = episode or self._make(name, env_class, extras or {})
+        if episode is None:
+            episode = self._make(name, env_class, extras or {})
+            episode.env.opening = opening
         episode.busy = True
         if seen is not None:
             episode.env.seen = seen

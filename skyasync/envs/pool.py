@@ -89,13 +89,13 @@ class EnvPool:
                 self._leave(episode)
                 raise
         if _begins_with_nothing(factory):
-            self._openings[episode] = (env_class, extras)
+            self._openings[episode] = (env_class, extras, prompt)
             return prompt
-        start: Conversation | str = (await self._patiently("init", episode, env_class, extras, prompt)).result
+        start: Conversation | str = (await self._ask("init", episode, env_class, extras, prompt)).result
         return start
 
     async def step(self, episode: str, action: str, seen: Seen | None = None) -> StepResult:
-        answer = await self._patiently("step", episode, action, seen, *self._openings.pop(episode, ()))
+        answer = await self._ask("step", episode, action, seen, *self._openings.pop(episode, ()))
         result: StepResult = answer.result
         if result["done"]:
             if retries := self._retries.get(episode):
@@ -123,36 +123,32 @@ class EnvPool:
             future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
         self._leave(episode)
 
-    async def _patiently(self, method: str, episode: str, *args: object) -> Answer:
-        """The answer, if need be to one of several tries; behind the last the episode is over."""
+    async def _ask(self, method: str, episode: str, *args: object) -> Answer:
+        """The answer, if need be to one of several tries (of "close" to the first); behind the last the episode is
+        over. An error that does not pass has ended the episode where it lives; one whose caller is cancelled goes on.
+        """
+        home, key = self._homes[episode], self._keys[episode]
         for number in count(1):
             try:
-                return await self._ask(method, episode, *args)
+                if home is not None:
+                    return Answer(0, await home.post(method, key, *args))
+                call = Call(0, method, key, args)
+                waits = self._played_here.is_async(call)
+                answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
+                if answer.error is None:
+                    return answer
+                raise answer.error
             except TransientError as error:
+                if method == "close":
+                    raise
                 if not await self._patience.wait(number, f"the environment of {episode}", error):
                     self.abandon(episode)
                     raise
                 self._retries[episode] = self._retries.get(episode, 0) + 1
+            except Exception:
+                self._leave(episode)
+                raise
         raise AssertionError("unreachable")
-
-    async def _ask(self, method: str, episode: str, *args: object) -> Answer:
-        """The answer. An error that does not pass has ended the episode where it lives; one whose caller is cancelled
-        goes on."""
-        home, key = self._homes[episode], self._keys[episode]
-        try:
-            if home is not None:
-                return Answer(0, await home.post(method, key, *args))
-            call = Call(0, method, key, args)
-            waits = self._played_here.is_async(call)
-            answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
-            if answer.error is not None:
-                raise answer.error
-            return answer
-        except TransientError:
-            raise
-        except Exception:
-            self._leave(episode)
-            raise
 
     def _start(self, call: Call) -> asyncio.Task[Answer]:
         """A call that goes on whatever becomes of its caller."""

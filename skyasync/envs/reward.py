@@ -6,7 +6,7 @@ Invariant: every function's own score is a metric under its name, unweighted, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from skyasync.config.judges import is_judge
@@ -61,26 +61,28 @@ class RewardEnv(BaseTextEnv):
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
         load([_member(name, settings.registered.get(name)) for name in settings.named()])
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
-        super().__init__(env_config, extras)
-        self._settings: RewardSettings = self.env_config.get(ENV_KEY, RewardSettings())
-        weighted = self._settings.functions(self.extras)
-        self._weights = [weight for _, weight in weighted]
-        self._members = [_member(name, self._settings.registered.get(name)) for name, _ in weighted]
-        self._messages: Conversation = []
-        self._scores: list[Score] = []
+    _scores: Sequence[Score] = ()  # until there is a step
 
-    def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
-        self._messages = prompt
-        return prompt, {}
+    @cached_property
+    def _settings(self) -> RewardSettings:
+        settings: RewardSettings = self.env_config.get(ENV_KEY, RewardSettings())
+        return settings
+
+    @cached_property
+    def _members(self) -> list[Member]:
+        return [_member(name, self._settings.registered.get(name)) for name, _ in self._weighted]
+
+    @cached_property
+    def _weighted(self) -> list[tuple[str, float]]:
+        return self._settings.functions(self.extras)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        known = known_of(self.extras, self._messages, action)
+        known = known_of(self.extras, self.opening, action)
         if self.seen is not None:
             known |= seen(*self.seen, label=known["label"])
         self._scores = judge(self._members, known, self._settings.timeout_s)
         self._refuse_unjudged()
-        reward = sum(w * score.reward for w, score in zip(self._weights, self._scores, strict=True))
+        reward = sum(w * score.reward for (_, w), score in zip(self._weighted, self._scores, strict=True))
         return {"observations": [], "reward": reward, "done": True, "metadata": {}}
 
     def get_metrics(self) -> dict[str, float]:

@@ -8,11 +8,12 @@ blame and ``environment.on_error`` says so, only that episode ends, and is count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any
 
 from skyasync.arrays import NO_INTS, Ints, ints, joined
 from skyasync.engines.client import InferenceClient
@@ -31,10 +32,10 @@ from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_
 from skyasync.rollout.spares import first_complete, with_spares
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
+from skyasync.together import together
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 
-T = TypeVar("T")
 _WHILE = "while playing the episode"
 PLAYS = 3  # of an episode whose environment's process is lost: another one may have ended it
 
@@ -93,7 +94,9 @@ class EpisodeGenerator(TrajectoryGenerator):
             if spares:
                 by_name = dict(zip(started["trajectory_ids"], episodes, strict=True))
                 return await first_complete(input_batch["trajectory_ids"], by_name, self._client.progress)
-            return await all_or_error(episodes)
+            async with together() as tasks:
+                played = [tasks.start(episode) for episode in episodes]
+            return [episode.result() for episode in played]
         finally:
             self._begun.remove(started["trajectory_ids"])
 
@@ -121,8 +124,14 @@ class EpisodeGenerator(TrajectoryGenerator):
         self._begun.add(trajectory)
         try:
             async with self._turn, self._time_limit(identity):
-                played = partial(self._play, trajectory, prompt, env_class, extras, sampling)
-                said = await self._play_through(trajectory, played)
+                for losses in count(1):
+                    try:
+                        said = await self._play(trajectory, prompt, env_class, extras, sampling)
+                        break
+                    except (ProcessLostError, GivenUpError) as error:
+                        self._begin_again(trajectory, error, losses)
+            if losses > 1:
+                trajectory.metrics = trajectory.metrics | {"retries": trajectory.metrics.get("retries", 0) + losses - 1}
             if weighted := self._environments.judged_by(env_class, extras):
                 if self._judges is None:
                     raise UserError(NO_JUDGES)
@@ -139,24 +148,15 @@ class EpisodeGenerator(TrajectoryGenerator):
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
         return trajectory
 
-    async def _play_through(self, trajectory: Trajectory, played: Callable[[], Awaitable[str]]) -> str:
-        """``played``, from the beginning if the process of its environment was lost, which others may have ended."""
-        for losses in range(PLAYS):
-            try:
-                said = await played()
-            except (ProcessLostError, GivenUpError) as error:
-                if not isinstance(error if isinstance(error, ProcessLostError) else error.__cause__, ProcessLostError):
-                    raise
-                if losses + 1 == PLAYS:
-                    raise
-                tell_of_lost_process(trajectory, error)
-                self._begun.again(trajectory)
-                vars(trajectory).update(vars(Trajectory(trajectory.id, [Segment("prompt", NO_INTS)])))
-            else:
-                if losses:
-                    trajectory.metrics = trajectory.metrics | {"retries": trajectory.metrics.get("retries", 0) + losses}
-                return said
-        raise AssertionError("unreachable")
+    def _begin_again(self, trajectory: Trajectory, error: Exception, losses: int) -> None:
+        """Make the episode what it was at its beginning, if the process of its environment was lost, which others may
+        have ended; else raise the error."""
+        cause = error if isinstance(error, ProcessLostError) else error.__cause__
+        if not isinstance(cause, ProcessLostError) or losses == PLAYS:
+            raise error
+        tell_of_lost_process(trajectory, error)
+        self._begun.again(trajectory)
+        vars(trajectory).update(vars(Trajectory(trajectory.id, [Segment("prompt", NO_INTS)])))
 
     async def _play(
         self,
@@ -252,15 +252,3 @@ async def _seen(frame: ChatTokenizer | PlainText, read: Ints, wrote: Ints) -> Se
     """A turn's tokens for an environment that judges them."""
     is_long = len(read) + len(wrote) >= LONG
     return await asyncio.to_thread(frame.seen, read, wrote) if is_long else frame.seen(read, wrote)
-
-
-async def all_or_error(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; at the first error the others are cancelled and it is raised as it was."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from skyasync.config.resume import saves
@@ -46,14 +46,10 @@ class Bookkeeping:
         found = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
         return {identity: _copy(group) for identity, group in found.items() if group is not None}
 
-    def finish(self, prompts: Sequence[Prompt], had: Mapping[PromptId, Group], groups: list[Group]) -> list[Group]:
-        """The generator has given these; with what a checkpoint ``had``, in the order of the prompts."""
+    def finish(self, groups: Sequence[Group]) -> None:
+        """The generator has given these."""
         for group in groups if self._keeps else ():
             self.ledger.finish(str(group.prompt.id), _copy(group))
-        if not had:
-            return groups
-        all_of_them = {**had, **{group.prompt.id: group for group in groups}}
-        return [all_of_them[prompt.id] for prompt in prompts]
 
     def reject(self, before: Sequence[Group], kept: Sequence[Group]) -> None:
         """A filter left some of the groups out of the step in hand."""

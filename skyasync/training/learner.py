@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.together import run_together
+from skyasync.together import together
 from skyasync.training.length import RunLength
 from skyasync.training.numbers import Numbers
 from skyasync.training.phases import Metrics, Phases
@@ -130,28 +130,30 @@ class Learner:
                 divides by the denominator that all parts before it have together, and the gradient is the same.
         """
         batch = self._weighted(part, complete)
-        if self._at_once:
-            await run_together(self._policy_gradient(batch, complete), self._critic_gradient(batch))
-        else:
-            await self._policy_gradient(batch, complete)
-            await self._critic_gradient(batch)
+        self._choose_proximal(batch, complete)
+        if self._has_critic and batch.returns is None:
+            raise UserError("compute_advantages_and_returns must set batch.returns, which the critic learns")
+        for roles in self._turns:
+            async with together() as calls:
+                for role in roles:
+                    calls.start(self.dispatch.forward_backward(batch, **_of(role)))
         part.proximal_logprobs = batch.proximal_logprobs  # for whoever trains on it again
         self._parts.append(batch)
 
-    async def _policy_gradient(self, batch: UpdateBatch, complete: bool) -> None:
+    def _choose_proximal(self, batch: UpdateBatch, complete: bool) -> None:
+        """Where the batch lacks its log-probabilities, and the update does not give them."""
         if self._frozen:
             return
         if self.updates and self._approximates:  # in the first one the current policy is the proximal
             batch.approximated_version = self._progress.step + 1
         elif self.updates and not complete and batch.proximal_logprobs is None:
             batch.proximal_logprobs = batch.behaviour_logprobs
-        await self.dispatch.forward_backward(batch)
 
-    async def _critic_gradient(self, batch: UpdateBatch) -> None:
-        if self._has_critic:
-            if batch.returns is None:
-                raise UserError("compute_advantages_and_returns must set batch.returns, which the critic learns")
-            await self.dispatch.forward_backward(batch, role=CRITIC_ROLE)
+    @property
+    def _turns(self) -> list[list[str]]:
+        """The roles that are trained now: those of a turn at once, the next turn behind it."""
+        roles = [*([] if self._frozen else [POLICY]), *([CRITIC_ROLE] if self._has_critic else [])]
+        return [roles] if self._at_once else [[role] for role in roles]
 
     @property
     def _frozen(self) -> bool:
@@ -182,43 +184,30 @@ class Learner:
         if self.numbers.skips and (problem := await self._problem(scale)):
             self.numbers.drop(problem)
         else:
-            await self._update(scale, found)
+            step = self._length.planned_updates + self.updates
+            for roles in self._turns:
+                async with together() as calls:
+                    steps = {r: calls.create_task(self.dispatch.optimizer_step(step, scale, **_of(r))) for r in roles}
+                for role, done in steps.items():
+                    found |= self._noted(role, done.result())
             self.numbers.updated()
         self.updates += 1
         return found
 
-    async def _update(self, scale: float, found: Metrics) -> None:
-        if self._at_once:
-            await run_together(self._policy_step(scale, found), self._critic_step(scale, found))
-        else:
-            await self._policy_step(scale, found)
-            await self._critic_step(scale, found)
-
     async def _problem(self, scale: float) -> str:
         """What is not finite; then the gradients are gone: a batch is learnt from by policy and critic, or by none."""
-        roles = [*([] if self._frozen else [POLICY]), *([CRITIC_ROLE] if self._has_critic else [])]
+        roles = [role for turn in self._turns for role in turn]
         problems = [self.numbers.unfit, *[await self.dispatch.examine(scale, role=role) for role in roles]]
         if problem := next(filter(None, problems), ""):
             for role in roles:
                 await self.dispatch.drop_gradient(role=role)
         return problem
 
-    async def _policy_step(self, scale: float, found: Metrics) -> None:
-        if not self._frozen:
-            metrics = await self.dispatch.optimizer_step(self._length.planned_updates + self.updates, scale)
-            self._note("policy", metrics)
-            found |= metrics
-
-    async def _critic_step(self, scale: float, found: Metrics) -> None:
-        if self._has_critic:
-            step = self._length.planned_updates + self.updates
-            metrics = await self.dispatch.optimizer_step(step, scale, role=CRITIC_ROLE)
-            self._note("critic", metrics)
-            found |= {f"critic/{name}": value for name, value in metrics.items()}
-
-    def _note(self, role: str, metrics: Metrics) -> None:
+    def _noted(self, role: str, metrics: Metrics) -> Metrics:
+        """An update's, which the step's are made of, by the names that ``optimizer_step`` gives them."""
         for name, value in metrics.items():
             self._found.setdefault(f"{role}/{name}", []).append(value)
+        return metrics if role == POLICY else {f"{role}/{name}": value for name, value in metrics.items()}
 
     def finish(self, whole: TrainingBatch | None = None) -> Metrics:
         """The metrics of all updates of the training step, which is over.
@@ -258,6 +247,11 @@ class Learner:
             log.warning("step %d: %s", self._progress.step + 1, problem)
             metrics["warnings/stuck_ratio"] = 1.0
         return metrics
+
+
+def _of(role: str) -> dict[str, str]:
+    """How a dispatch is told the role; one of a program's own may know the policy alone."""
+    return {} if role == POLICY else {"role": role}
 
 
 def _foresight(batch: TrainingBatch) -> Metrics:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from skyasync.cleanup import afterwards
-from skyasync.together import run_together, together
+from skyasync.together import together
 from skyasync.weight_sync.gaps import FLOAT32, TIMES, Rounding, Scores, gap
 from skyasync.weight_sync.update import (
     OtherWeightsError,
@@ -142,7 +142,9 @@ class WeightSync:
             async with afterwards(self._release, publishing):
                 update = await asyncio.shield(publishing)
                 try:
-                    await run_together(self.source.send_weights(update), self.destination.update_weights(update))
+                    async with together() as both:
+                        both.start(self.source.send_weights(update))
+                        both.start(self.destination.update_weights(update))
                 except OtherWeightsError:
                     update = await self._whole(update)
                 except TakerDiedError as error:  # which the others wait for

@@ -7,7 +7,7 @@ whole batch, so gradients are summed over micro-batches and over ranks and never
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,23 +113,16 @@ class TrainedWorker(ModelWorker):
         before = torch.zeros(batch.tokens.shape) if self._fills(batch) else None
         with sharded_afterwards(self.model), self._dropping():
             micros = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
-            for micro in self._reduced(micros):
+            once = getattr(self.settings, "reduce_gradients", "micro_batch") == "update"
+            following = next(micros, None)
+            while following is not None:
+                micro, following = following, next(micros, None)
+                if once and isinstance(self.model, FSDPModule):  # over the ranks they are added up behind the last
+                    self.model.set_requires_gradient_sync(following is None)
                 current = self._backward(micro, self._totals)
                 if before is not None:
                     put_rows(before, micro, current)
         return before
-
-    def _reduced(self, micros: Iterator[MicroBatch[UpdateBatch]]) -> Iterator[MicroBatch[UpdateBatch]]:
-        """The same; around all but the last no gradients are added up over the ranks, if that is asked for."""
-        once = getattr(self.settings, "reduce_gradients", "micro_batch") == "update"
-        if not once or not isinstance(self.model, FSDPModule):
-            yield from micros
-            return
-        waiting = next(micros, None)
-        while waiting is not None:
-            micro, waiting = waiting, next(micros, None)
-            self.model.set_requires_gradient_sync(waiting is None)
-            yield micro
 
     def _dropping(self) -> AbstractContextManager[None]:
         """Around a gradient: the adapters' dropout acts, by draws that a resumed run repeats."""

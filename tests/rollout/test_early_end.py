@@ -14,9 +14,9 @@ from skyasync.config.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.rollout.convert import generator_output, groups_from_output
 from skyasync.rollout.early_end import EarlyEnd, decider
-from skyasync.rollout.generator import all_or_error
 from skyasync.rollout.metrics import rollout_metrics
 from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.together import together
 from tests.rollout.episodes import action
 from tests.virtual_time import virtual_time
 
@@ -62,7 +62,9 @@ class Episodes:
         decided = decider(cfg)
         assert decided is not None
         groups = EarlyEnd(decided, self.asked)
-        return await all_or_error([groups.play(identity, self.play(identity)) for identity in self.asked])
+        async with together() as tasks:
+            played = [tasks.start(groups.play(identity, self.play(identity))) for identity in self.asked]
+        return [episode.result() for episode in played]
 
 
 @virtual_time

@@ -108,7 +108,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
         self.phases.begin_step(self.progress.step + 1)
         prompts = {uid: self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked}
         groups = bridge.as_groups(generator_output, uids, prompts, self.policy_version)
-        groups = self.book.finish([group.prompt for group in groups], {}, groups)
+        self.book.finish(groups)
         self.all_metrics |= self.reporting.rolled_out(groups)
         kept = self.drop_truncated(self.filter_groups(groups))
         if not kept:
