@@ -37,17 +37,20 @@ WEIGHTS = "skyasync-weights-"  # what files of shared weights are called, and th
 class Watchdog:
     """A small process beside this one.
 
+    Args:
+        grace_s: what processes have to end by themselves where this one has ended without ``close``, in seconds.
+
     Attributes:
         folder: for temporary files; it is gone behind ``close``, or with this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
         import subprocess
         import uuid
 
         self.folder = private_folder()
         self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder, str(os.getpid())]
+        command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder, str(os.getpid()), str(grace_s)]
         # A session of its own: Ctrl-C in the terminal is for the program, which then ends the watchdog.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._process.wait()  # it goes on as a grandchild, which nobody has to wait for
@@ -175,9 +178,9 @@ def _orphans() -> Iterator[str]:
             yield f"/dev/shm/{name}"
 
 
-def main(mark: str, folder: str, parent: int) -> None:
+def main(mark: str, folder: str, parent: int, grace_s: float) -> None:
     noted, now = _await_end(parent)
-    _end(mark, noted, 0.0 if now else GRACE_S)
+    _end(mark, noted, 0.0 if now else grace_s)
     _remove(folder)
     for path in _orphans():
         try:
@@ -189,4 +192,4 @@ def main(mark: str, folder: str, parent: int) -> None:
 if __name__ == "__main__":
     if os.fork():
         os._exit(0)
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
