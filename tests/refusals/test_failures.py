@@ -18,6 +18,7 @@ from tests.engines.tiny_llama import save_tiny_llama
 pytestmark = pytest.mark.slow
 
 HERE = "tests.refusals.test_failures"
+LIGHT = "tests.refusals.light"
 
 
 class StepRaises(BaseTextEnv):
@@ -75,10 +76,6 @@ def estimator_raises(rewards: Any, mask: Any) -> Any:
     raise ArithmeticError("this estimator is none")
 
 
-def reward_raises(response: str) -> float:
-    raise KeyError("verdict")
-
-
 def rows() -> list[dict[str, str]]:
     return [{"prompt": "1 2 3"}] * 8
 
@@ -87,18 +84,14 @@ def late_rows() -> list[dict[str, str]]:
     return [*rows(), {"promt": "4"}]
 
 
-def program_raises(data: Any, base_url: str) -> float:
-    return 0.0
-
-
 FAILURES = {
     "an environment's step": ([f"environment.env_class={HERE}:StepRaises"], "ValueError: no such move"),
     "an environment's making": ([f"environment.env_class={HERE}:NeverMade"], "no board to play on"),
     "a reward function": (
-        ["environment.env_class=reward", f"environment.reward_funcs=[{HERE}:reward_raises]"], "KeyError: 'verdict'",
+        ["environment.env_class=reward", f"environment.reward_funcs=[{LIGHT}:reward_raises]"], "KeyError: 'verdict'",
     ),
     "an agent program": (
-        ["environment.env_class=''", f"generator.agent_program={HERE}:program_raises"], "(data, base_url, api_key)",
+        ["environment.env_class=''", f"generator.agent_program={LIGHT}:program_raises"], "(data, base_url, api_key)",
     ),
     "an engine": ([f"generator.backend={HERE}:EngineRaises"], "MemoryError: no memory for this model"),
     "the weights": (["trainer.policy.model.path={broken}"], "SafetensorError"),
