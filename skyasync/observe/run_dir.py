@@ -64,6 +64,7 @@ class RunDirectory:
         self.path = _existing(root / name) if resume else _unused(root / name)
         self.secrets = Secrets()
         self._rewound: set[Path] = set()  # files that go on behind the step at which this run began
+        self._ledger_due: list[tuple[int, Mapping[str, Any]]] = []  # not written yet, in the order of steps
 
     @property
     def name(self) -> str:
@@ -125,8 +126,12 @@ class RunDirectory:
         self._append(self.samples, step, map(self._hide, records))
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
-        """How the prompts of a step ended."""
-        self._append(self.ledger, step, [ended])
+        """How the prompts of a step ended; what the disk does not take is written with a later step's."""
+        self._ledger_due.append((step, ended))
+        while self._ledger_due:
+            due, how = self._ledger_due[0]
+            self._append(self.ledger, due, [how])
+            self._ledger_due.pop(0)
 
     def _hide(self, record: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self.secrets.hide(value) if isinstance(value, str) else value for name, value in record.items()}

@@ -126,7 +126,7 @@ def command(plan: str, folder: Path) -> Command:
 
 
 def copied_while_it_runs(plan: str, folder: Path) -> list[Path]:
-    """The folders of a run as it was at each second, and before and behind every change of a name in it."""
+    """The folders of a run as it was every 1.3 seconds, and before and behind every change of a name in it."""
     whole, copies = folder / "whole", list[Path]()
 
     def copy() -> None:

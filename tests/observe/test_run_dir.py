@@ -74,6 +74,17 @@ def test_samples_that_do_not_fit_on_the_disk_leave_no_torn_line(tmp_path):
     assert [json.loads(line)["text"] for line in run.samples.read_text().splitlines()] == ["first", "fourth"]
 
 
+def test_a_ledger_line_that_a_full_disk_did_not_take_is_written_when_there_is_room(tmp_path):
+    run = RunDirectory(tmp_path, "run")
+    run.write_ledger(1, {"trained": ["e0-i0"]})
+    with files_end_at(run.ledger.stat().st_size + 10):
+        for step in (2, 3):
+            with pytest.raises(OSError, match="too large"):
+                run.write_ledger(step, {"trained": [f"e0-i{step}"]})
+    run.write_ledger(4, {"trained": ["e0-i4"]})
+    assert [json.loads(line)["step"] for line in run.ledger.read_text().splitlines()] == [1, 2, 3, 4]
+
+
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_scratch(tmp_path):
     run = RunDirectory(tmp_path, "run")
     run.save_config("old")
