@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import safe_open, save_file
 
 from skyasync.arrays import Experts, Floats, Ints, joined, joined_experts
@@ -45,7 +46,11 @@ class Kept(NamedTuple):
 
 
 def write(file: Path, kept: Kept) -> None:
-    """All of it, as one file."""
+    """All of it, as one file.
+
+    Raises:
+        OSError: if the disk does not take it.
+    """
     segments = [s for t in kept.trajectories for sequence in t.sequences for s in sequence]
     index = {
         "versions": [[*identity, version] for identity, version in kept.versions.items()],
@@ -59,7 +64,10 @@ def write(file: Path, kept: Kept) -> None:
     }
     if (experts := joined_experts(s.experts for s in segments)) is not None:
         arrays["experts"] = experts
-    save_file(arrays, str(file), metadata={"index": json.dumps(index)})
+    try:
+        save_file(arrays, str(file), metadata={"index": json.dumps(index)})
+    except SafetensorError as error:  # arrays are always sound, so it can only be the disk
+        raise OSError(f"{file.name} could not be written: {error}") from error
 
 
 def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> Kept:

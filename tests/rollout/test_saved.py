@@ -6,11 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.rollout import saved
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
+from tests.full_disk import files_end_at
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 FLOATS = st.floats(-50, 0, width=32)
@@ -65,3 +67,11 @@ def test_what_is_read_is_what_was_written(kept: saved.Kept) -> None:
         for ours, other in zip(mine.actions, theirs.actions, strict=True):
             assert ours.logprobs.dtype == np.float32
             assert ours.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_a_disk_that_does_not_take_it_is_an_error_of_the_disks(tmp_path: Path) -> None:
+    """So that it is a matter of ``trainer.ckpt_patience``, as with every other file of a checkpoint."""
+    tokens = list(range(1000))
+    begun = Trajectory(TrajectoryId(PromptId(0, 0), 0), [Segment("prompt", tokens)])
+    with files_end_at(100), pytest.raises(OSError, match=r"rollouts\.safetensors could not be written: .*too large"):
+        saved.write(tmp_path / saved.FILE, saved.Kept({PromptId(0, 0): 0}, [], [begun]))
