@@ -31,7 +31,8 @@ def main() -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = int(answers.readline() or 1)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # which knows no other way
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 

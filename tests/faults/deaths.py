@@ -1,0 +1,152 @@
+"""Runs whose controller and program are killed at many points, one after the other, from inside of the controller.
+
+Invariant: a point is written down before it is struck, so that the process that goes on strikes the next one; nothing
+else of the run is changed, but that a save which is to be struck first waits until all that was begun is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skyasync import BasePPOExp, TrainerCallback
+from skyasync.config.schema import Config
+from skyasync.engines.client import InferenceClient
+from skyasync.observe.jsonl import append_rows, read_rows
+from skyasync.state.checkpoint import Unfinished
+from skyasync.training.bookkeeping import Bookkeeping
+from skyasync.workers.dispatch import RayWorkerDispatch
+
+DONE = "deaths.jsonl"  # in the run's folder
+CONTROLLER, DRIVER = "controller", "driver"
+STARTING, REMOVING, RENAMED = "starting", "removing", "behind the rename"
+SAVING, RENAMING = "saving", "before the rename"
+MOMENTS = (STARTING, "rollout", "sync", "training", SAVING, "written", RENAMING, RENAMED, REMOVING, "between")
+FULL = (SAVING, RENAMED)  # an asynchronous plan has all finished that it may have ahead
+
+
+class Point(NamedTuple):
+    """``after``: so many whole steps of the controller's process. ``wait_s``: from the moment's beginning."""
+
+    whom: str
+    moment: str
+    after: int
+    wait_s: float
+
+
+def drawn(seed: str) -> list[Point]:
+    """Each moment for each of the two; the first is behind two checkpoints, since a run begins anew without one."""
+    chance = random.Random(seed)
+    found = [
+        Point(whom, moment, 0 if moment == STARTING else chance.choice((0, 1)), chance.uniform(0.0, 0.03))
+        for whom in (CONTROLLER, DRIVER)
+        for moment in MOMENTS
+    ]
+    chance.shuffle(found)
+    first = next(point for point in found if point.moment != STARTING)
+    found.remove(first)
+    return [first._replace(after=2), *found]
+
+
+class Deaths(TrainerCallback):
+    """In a controller's process.
+
+    Args:
+        driver: the program's process.
+    """
+
+    def __init__(self, points: list[Point], folder: Path, driver: int) -> None:
+        done = len(read_rows(folder / DONE))
+        self._next = points[done] if done < len(points) else None
+        self._number, self._file, self._driver, self._steps = done, folder / DONE, driver, 0
+        self._finished = 0  # groups that wait to be trained, when what is to be struck was last saved
+
+    def due(self, *moments: str) -> bool:
+        point = self._next
+        return point is not None and point.moment in moments and self._steps >= point.after
+
+    def at(self, moment: str, *, within: bool = False) -> None:
+        """``within``: the moment lasts for a while."""
+        point = self._next
+        if point is None or not self.due(moment):
+            return
+        self._next = None
+        if within:
+            asyncio.get_running_loop().call_later(point.wait_s, self._strike, point)
+        else:
+            self._strike(point)
+
+    def _strike(self, point: Point) -> None:
+        append_rows(self._file, [{"step": self._number, **point._asdict(), "finished": self._finished}])
+        os.kill(os.getpid() if point.whom == CONTROLLER else self._driver, signal.SIGKILL)
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._steps += 1
+        self.at("between")
+
+    def watch(self) -> None:
+        """From here on this process's parts tell of their moments."""
+        for owner, name, moment in (
+            (InferenceClient, "generate", "rollout"),
+            (InferenceClient, "update_weights", "sync"),
+            (RayWorkerDispatch, "forward_backward", "training"),
+            (RayWorkerDispatch, "save", SAVING),
+        ):
+            setattr(owner, name, self._telling(getattr(owner, name), moment))
+        finish, look, replace = Unfinished.finish, Bookkeeping.look, os.replace
+
+        def finishing(unfinished: Unfinished, *args: Any) -> Path:
+            self.at("written")
+            return finish(unfinished, *args)
+
+        async def looking(book: Bookkeeping) -> None:
+            while self.due(*FULL) and book.ledger.versions.keys() > book.ledger.finished.keys():
+                await asyncio.sleep(0.01)
+            self._finished = len(book.ledger.finished)
+            await look(book)
+
+        def replacing(source: Any, target: Any, **options: Any) -> None:
+            new = str(source).endswith(".unfinished")
+            if new:
+                self.at(RENAMING)
+            replace(source, target, **options)
+            if new:
+                self.at(RENAMED)
+            elif str(target).endswith(".discarded"):
+                self.at(REMOVING)
+
+        Unfinished.finish, Bookkeeping.look, os.replace = finishing, looking, replacing  # type: ignore[method-assign,assignment]
+
+    def _telling(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
+        async def told(*args: Any, **options: Any) -> Any:
+            self.at(moment, within=True)
+            return await call(*args, **options)
+
+        return told
+
+
+class Struck(BasePPOExp):
+    def __init__(self, cfg: Config, points: list[tuple[str, str, int, float]]) -> None:
+        super().__init__(cfg)
+        self.points, self.driver = [Point(*point) for point in points], os.getpid()
+        self.deaths: Deaths | None = None
+
+    def build(self) -> Any:
+        assert self.run_dir is not None
+        self.deaths = Deaths(self.points, self.run_dir.path, self.driver)
+        self.deaths.watch()
+        return super().build()
+
+    def get_callbacks(self) -> list[TrainerCallback]:
+        assert self.deaths is not None
+        return [self.deaths]
+
+    async def start(self, trainer: Any) -> None:
+        assert self.deaths is not None
+        self.deaths.at(STARTING, within=True)
+        await super().start(trainer)

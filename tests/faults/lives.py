@@ -1,0 +1,138 @@
+"""One command, started again each time that it was killed, and what each of these left behind.
+
+Invariant: a command with a Ray of its own is started again at once, beside what ends of the former; one that has joined
+a cluster when nothing of the former is left there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from skyasync.observe.jsonl import read_rows
+from skyasync.plans import PLANS
+from skyasync.state.ledger import audit
+from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
+from skyasync.testing.chaos.leftovers import temporary_files
+from tests import warm
+from tests.end_to_end import leftovers
+from tests.end_to_end.parts import DATASET_SIZE
+from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines
+from tests.faults.deaths import DONE, DRIVER, FULL, drawn
+
+BATCH, GONE_S, LIMIT_S = 8, 30.0, 300.0
+SETTINGS = (
+    "trainer.ckpt_interval=1",
+    "trainer.ckpt_keep=2",
+    "trainer.max_restarts=99",
+    "environment.num_workers=1",
+    "generator.sampling_params.seed=3",
+)
+AS_IF_NOTHING_HAD_BEEN = ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean")
+PROGRAM = """
+from skyasync import main
+from tests.faults.deaths import Struck
+
+class Mine(Struck):
+    def __init__(self, cfg):
+        super().__init__(cfg, POINTS)
+
+if __name__ == "__main__":
+    main(Mine)
+"""
+
+
+class Lives:
+    """Args: program: with its arguments. folder: for what it prints. joins: it trains on this process's cluster."""
+
+    def __init__(self, program: Sequence[str | Path], folder: Path, *, joins: bool) -> None:
+        self._program, self._output, self._joins = program, folder / "output", joins
+        self._looks, self._left = ThreadPoolExecutor(2), list[Future[list[str]]]()
+        self.started = 0
+
+    def to_the_end(self, most: int) -> None:
+        while not self._live():
+            assert self.started < most, self._output.read_text()
+
+    def _live(self) -> bool:
+        """Whether it came to its end."""
+        mark, scratch = f"skyasync-test-{uuid.uuid4().hex}", Path(tempfile.mkdtemp(prefix="death"))
+        places = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
+        self.started += 1
+        with self._output.open("a") as terminal:
+            status = subprocess.run(
+                self._program, env={**outside_environment(), **places},
+                stdout=terminal, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
+            ).returncode  # fmt: skip
+        assert status in (0, -9), self._output.read_text()
+        look = self._looks.submit(left_of, mark, scratch, joined=self._joins)
+        self._left.append(look)
+        if self._joins:
+            look.result()
+        return status == 0
+
+    @property
+    def left(self) -> list[str]:
+        """What any of them had left ``GONE_S`` after its end."""
+        return [what for look in self._left for what in look.result()]
+
+
+def left_of(mark: str, scratch: Path, *, joined: bool) -> list[str]:
+    deadline = time.monotonic() + GONE_S
+    while (found := _living(mark, joined=joined)) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    found += temporary_files(scratch)
+    shutil.rmtree(scratch)
+    return found
+
+
+def _living(mark: str, *, joined: bool) -> list[str]:
+    return leftovers.of_processes(mark) + (leftovers.of_the_cluster() if joined else [])
+
+
+def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str) -> tuple[Trained, list[str]]:
+    """A run whose controller and program are killed at ten points each, and the settings of it.
+
+    Args:
+        address: of this process's cluster, or "" for one of the run's own.
+    """
+    run, points, program = Trained(folder / "run"), drawn(plan), folder / "program.py"
+    steps = sum(point.after + 1 for point in points) + 2
+    settings = [f"trainer.plan={plan}", f"trainer.max_training_steps={steps}", *SETTINGS]
+    program.write_text(PROGRAM.replace("POINTS", repr(list(map(tuple, points)))))
+    given = arguments(*settings, f"ray.address={address}", runs=folder, model=model)
+    lives = Lives([warm.program(door), program, *given], folder, joins=address != "")
+    drivers = sum(point.whom == DRIVER for point in points)
+    lives.to_the_end(most=1 + drivers)
+    done = read_rows(run.folder / DONE)
+    assert [(row["whom"], row["moment"]) for row in done] == [point[:2] for point in points], "each of them has come"
+    full = [row["finished"] for row in done if row["moment"] in FULL]
+    assert len(full) == 4 and (min(full) >= BATCH or not PLANS.find(plan).asynchronous), "the buffer was full"
+    assert lives.started == 1 + drivers
+    check(run, steps)
+    assert lives.left == []
+    return run, settings
+
+
+def check(run: Trained, steps: int) -> None:
+    """No step is missing or there twice, and every prompt has ended once."""
+    ledger, numbers = read_lines(run.folder / "ledger.jsonl"), run.series("step")
+    assert wrong_steps(numbers) + wrong_prompts(ledger) + unlike(ledger, numbers) == []
+    assert max(numbers) == steps
+    ended = audit(ledger)
+    whole = steps * BATCH // DATASET_SIZE - 2  # of later epochs some prompts may be ahead of others
+    assert {f"e{epoch}-i{row}" for epoch in range(whole) for row in range(DATASET_SIZE)} <= ended.keys()
+    assert len(ended) == steps * BATCH
+
+
+def as_if_nothing_had_been(run: Trained, settings: Sequence[str], train: Train) -> None:
+    """Bit for bit what a run of these settings is that is left alone."""
+    whole = train(*settings, "trainer.run_name=whole")
+    for name in AS_IF_NOTHING_HAD_BEEN:
+        assert run.series(name) == whole.series(name), name

@@ -1,0 +1,52 @@
+"""Runs whose environments' processes end or stop themselves, in the middle of an episode, when they are ordered to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from skyasync import BasePPOExp, BaseTextEnvStepOutput, TrainerCallback
+from skyasync.config.schema import Config
+from tests.end_to_end.parts import Sevens
+
+DEEDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+Orders = dict[int, list[str]]  # behind this step: one of DEEDS for each process that gets to it
+
+
+class Mortal(Sevens):
+    """An order is a file, which one process alone can take away, and each takes one."""
+
+    one = threading.Lock()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        with self.one:
+            for order in sorted(Path(self.env_config["orders"]).iterdir()):
+                with contextlib.suppress(FileNotFoundError):  # somebody else was quicker
+                    order.unlink()
+                    os.kill(os.getpid(), DEEDS[order.suffix.removeprefix(".")])
+                    time.sleep(600)  # until it happens
+        return super().step(action)
+
+
+class Ordering(TrainerCallback):
+    def __init__(self, orders: Orders, folder: Path) -> None:
+        self._orders, self._folder = orders, folder
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        for number, how in enumerate(self._orders.get(trainer.global_step, ())):
+            (self._folder / f"{number}.{how}").touch()
+
+
+class Ordered(BasePPOExp):
+    def __init__(self, cfg: Config, orders: Orders) -> None:
+        super().__init__(cfg)
+        self.orders = orders
+
+    def get_callbacks(self) -> list[TrainerCallback]:
+        return [Ordering(self.orders, Path(self.cfg.environment.env_config["orders"]))]

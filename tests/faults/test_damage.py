@@ -1,0 +1,62 @@
+"""The newest checkpoint is cut off, then has a bit flipped: it is named, and the run goes on from the one before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import leftovers
+from tests.end_to_end.runs import Train, Trained
+from tests.faults.heard import Heard
+from tests.faults.lives import SETTINGS, as_if_nothing_had_been, check
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+
+@pytest.mark.parametrize("plan", ["one_step_off", "streamed", "fully_async"])
+def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, train: Train, tmp_path: Path) -> None:
+    settings = [f"trainer.plan={plan}", *SETTINGS, "trainer.ckpt_keep=3"]
+
+    def goes_on(until: int, damaged: Path | None = None, words: str = "") -> Trained:
+        heard = tmp_path / f"heard-{until}"
+        limit = f"trainer.max_training_steps={until}"
+        run = train(*settings, limit, experiment=partial(Heard, file=heard))  # type: ignore[arg-type]
+        said = heard.read_text()
+        named = [line for line in said.splitlines() if "is damaged and left out" in line]
+        if damaged is None:
+            assert not named
+        else:
+            before = int(damaged.name.removeprefix("step_")) - 1
+            assert len(named) == 1 and damaged.name in named[0] and words in named[0]
+            assert f"step_{before:06d}, behind step {before}\n" in said
+        return run
+
+    checkpoints = goes_on(5).folder / "checkpoints"
+    shorten(largest(newest := checkpoints / "step_000005"))
+    goes_on(8, newest, " bytes instead of ")
+    shutil.rmtree(checkpoints / "step_000008")  # in which nothing is ahead: it was to be the last
+    newest = checkpoints / "step_000007"
+    flip(largest(newest) if plan == "streamed" else newest / "rollouts.safetensors")
+    run = goes_on(12, newest, "does not hold what was written (its checksum differs)")
+    check(run, 12)
+    if plan != "fully_async":
+        as_if_nothing_had_been(run, [*settings, "trainer.max_training_steps=12"], train)
+    assert leftovers.none_soon(leftovers.of_the_cluster) == []
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

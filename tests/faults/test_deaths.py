@@ -1,0 +1,26 @@
+"""The controller and the program, killed at ten points each in one run: the same command goes on, nothing is lost.
+
+These plans have nothing ahead of the trainer; for the others see ``test_deaths_ahead``, which another process runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.end_to_end.runs import Train
+from tests.faults.lives import as_if_nothing_had_been, twenty_deaths
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("plan, own", [("sync", True), ("streamed", False)])
+def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
+    plan: str, own: bool, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
+) -> None:
+    """``own``: with a Ray of its own, started again at once; else on a cluster that lives on."""
+    address = "" if own else ray.get_runtime_context().gcs_address
+    run, settings = twenty_deaths(plan, tmp_path, warm_processes, models["tied"], address)
+    as_if_nothing_had_been(run, settings, train)

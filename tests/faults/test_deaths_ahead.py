@@ -1,0 +1,23 @@
+"""As ``test_deaths``, of plans that are ahead of the trainer: what they have finished by then is not lost either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.end_to_end.runs import Train
+from tests.faults.lives import as_if_nothing_had_been, twenty_deaths
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("plan", ["one_step_off", "fully_async"])
+def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
+    plan: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
+) -> None:
+    address = ray.get_runtime_context().gcs_address
+    run, settings = twenty_deaths(plan, tmp_path, warm_processes, models["tied"], address)
+    if plan == "one_step_off":  # in the other, what is finished first is trained first
+        as_if_nothing_had_been(run, settings, train)

@@ -1,0 +1,42 @@
+"""Environment processes that die or hang in the middle of an episode: it is played again, or given up and counted."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from skyasync.state.ledger import audit
+from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
+from tests.end_to_end import leftovers
+from tests.end_to_end.runs import Train, read_lines
+from tests.faults.orders import Ordered, Orders
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+BATCH, STEPS, SAMPLES = 8, 12, 4
+PLAYS = 3  # of an episode that loses its process each time
+ORDERS: Orders = {2: ["kill"], 4: ["stop"], 6: ["kill"] * PLAYS}
+LIMIT_S = 45.0  # of a step: a process that hangs is silent for 5 s and a step's limit, the rest is the machine's
+
+
+@pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
+def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, train: Train, tmp_path: Path) -> None:
+    (orders := tmp_path / "orders").mkdir()
+    run = train(
+        f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}",
+        "environment.env_class=tests.faults.orders:Mortal", f"environment.env_config.orders={orders}",
+        "environment.num_workers=1", "environment.step_timeout_s=2", "environment.on_error=mask",
+        experiment=partial(Ordered, orders=ORDERS),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert list(orders.iterdir()) == [], "all has come"
+    ledger, steps = read_lines(run.folder / "ledger.jsonl"), run.series("step")
+    assert steps == list(range(1, STEPS + 1))
+    assert wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps) == []
+    assert len(audit(ledger)) == STEPS * BATCH
+    assert any(row.get("env/retries") for row in run.metrics), "episodes of a process that was lost are played again"
+    given_up = sum(row["env/given_up"] for row in run.metrics) * BATCH * SAMPLES
+    assert given_up >= 1, "one that lost its process three times in a row is counted"
+    assert max(run.series("time/step_s")) < LIMIT_S
+    assert leftovers.none_soon(leftovers.of_the_cluster) == []
