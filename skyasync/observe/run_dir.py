@@ -7,15 +7,19 @@ run replaces what the interrupted one had written beyond the point of resuming; 
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
 from skyasync.observe import jsonl
+
+log = logging.getLogger(__name__)
 
 OWNER_ALONE = 0o700  # prompts, samples and weights are nobody else's to read
 
@@ -110,7 +114,13 @@ class RunDirectory:
         return self.path / "error.txt"
 
     def save_error(self, traceback: str) -> None:
-        self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
+        """A disk that does not take it is a line: the error itself is on its way to the user."""
+        try:
+            self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
+        except OSError as problem:
+            with suppress(OSError):
+                self.error.unlink(missing_ok=True)
+            log.warning("%s was not written: %s", shown(self.error), problem)
 
     def discard(self) -> None:
         """Take the folder away again, if it is new: the run has not begun."""

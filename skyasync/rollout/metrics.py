@@ -17,12 +17,16 @@ from skyasync.rollout.types import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths and the environments' own metrics. Lengths are in generated tokens."""
+    """Rewards, lengths and the environments' own metrics. Lengths are in generated tokens.
+
+    Of an episode that was given up with nothing to train (``environment.on_error=mask``) only that is counted.
+    """
     everything = _all(groups)
     trajectories = [t for t in everything if not t.ended_early]
+    environments = {f"env/{name}": value for name, value in environment_metrics(everything).items()}
     if not trajectories:
-        return {}
-    ended = len(everything) - len(trajectories)
+        return environments
+    ended = sum(t.ended_early and not t.metrics.get("given_up") for t in everything)
     rewards = [t.reward for t in trajectories]
     lengths = [t.response_length for t in trajectories]
     return {
@@ -34,7 +38,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
         **({"dynamic_sampling/ended_early": float(ended)} if ended else {}),
         **domain_metrics(groups),
-        **{f"env/{name}": value for name, value in environment_metrics(trajectories).items()},
+        **environments,
     }
 
 

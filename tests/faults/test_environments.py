@@ -36,7 +36,7 @@ def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, tr
     assert wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps) == []
     assert len(audit(ledger)) == STEPS * BATCH
     assert any(row.get("env/retries") for row in run.metrics), "episodes of a process that was lost are played again"
-    given_up = sum(row["env/given_up"] for row in run.metrics) * BATCH * SAMPLES
-    assert given_up >= 1, "one that lost its process three times in a row is counted"
+    given_up = round(sum(run.series("env/given_up")) * BATCH * SAMPLES)
+    assert 1 <= given_up <= 2 * BATCH * SAMPLES, "those that lost their process three times in a row are counted"
     assert max(run.series("time/step_s")) < LIMIT_S
     assert leftovers.none_soon(leftovers.of_the_cluster) == []

@@ -85,6 +85,14 @@ def test_a_ledger_line_that_a_full_disk_did_not_take_is_written_when_there_is_ro
     assert [json.loads(line)["step"] for line in run.ledger.read_text().splitlines()] == [1, 2, 3, 4]
 
 
+def test_a_full_disk_does_not_take_the_place_of_the_error_that_ended_a_run(tmp_path, caplog):
+    run = RunDirectory(tmp_path, "run")
+    with files_end_at(2):
+        run.save_error("what ended it")
+    assert list(run.path.iterdir()) == [], "no half of it, which would be shown for the whole"
+    assert "error.txt was not written: " in caplog.text and "too large" in caplog.text
+
+
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_scratch(tmp_path):
     run = RunDirectory(tmp_path, "run")
     run.save_config("old")

@@ -86,7 +86,7 @@ def test_a_misdeed_ends_its_episode_alone_where_that_is_wished_and_is_counted(mi
     async def run():
         asked = naughty_prompts(misdeed)
         groups = await play(asked, on_error=on_error, give_up_reward=-0.5)
-        (bad,) = groups.pop(2).trajectories
+        (bad,) = (failed := groups.pop(2)).trajectories
         assert [g.rewards for g in groups] == [[2.0]] * 3
         assert all(len(g.trajectories[0].actions) == 2 for g in groups)
         assert bad.segments[0].tokens.tolist() == ChatTokenizer(tokenizer()).prompt(asked[2].messages).tolist()
@@ -95,7 +95,9 @@ def test_a_misdeed_ends_its_episode_alone_where_that_is_wished_and_is_counted(mi
         assert len(bad.tokens) > len(bad.segments[0].tokens) or not played
         assert bad.reward == (-0.5 if played else 0.0)
         assert bad.stop_reason == "abort"
-        assert rollout_metrics([*groups, *groups[:0]])["env/given_up"] == 0.0
+        counted = rollout_metrics([*groups, failed])
+        assert counted["env/given_up"] == 0.25 and "dynamic_sampling/ended_early" not in counted
+        assert rollout_metrics([failed])["env/given_up"] == 1.0, "also where no other is left"
         assert bad.metrics == {"given_up": 1.0}
         assert sorted(Naughty.closed) == ["0", "1", "2", "3"]
 
