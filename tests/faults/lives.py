@@ -70,9 +70,9 @@ class Lives:
                 self._program, env={**outside_environment(), **places},
                 stdout=terminal, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
             ).returncode  # fmt: skip
-        assert status in (0, -9), self._output.read_text()
         look = self._looks.submit(left_of, mark, scratch, joined=self._joins)
         self._left.append(look)
+        assert status in (0, -9), self._output.read_text()
         if self._joins:
             look.result()
         return status == 0
