@@ -105,7 +105,7 @@ class Deaths(TrainerCallback):
             return finish(unfinished, *args)
 
         async def looking(book: Bookkeeping) -> None:
-            while self.due(*FULL) and book.ledger.versions.keys() > book.ledger.finished.keys():
+            while self.due(*FULL) and book.ledger.versions.keys() > book.ledger.finished.keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             self._finished = len(book.ledger.finished)
             await look(book)
