@@ -106,7 +106,8 @@ def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str)
     steps = sum(point.after + 1 for point in points) + 2
     settings = [f"trainer.plan={plan}", f"trainer.max_training_steps={steps}", *SETTINGS]
     program.write_text(PROGRAM.replace("POINTS", repr(list(map(tuple, points)))))
-    given = arguments(*settings, f"ray.address={address}", runs=folder, model=model)
+    joining = [f"ray.address={address}"] if address else []
+    given = arguments(*settings, *joining, runs=folder, model=model)
     lives = Lives([warm.program(door), program, *given], folder, joins=address != "")
     drivers = sum(point.whom == DRIVER for point in points)
     lives.to_the_end(most=1 + drivers)
