@@ -4,16 +4,17 @@
     python -m benchmarks.update_speed --ragged   # log-normal lengths, the longest 8 times the mean
     python -m benchmarks.update_speed --profile  # where the time goes
 
-All variants run in turn, several rounds, in one process; the table shows each one's best time (of its one core), and
-the ratio to the library's own setting, which survives a noisy machine better than seconds do.
+All variants run in turn, several rounds, in one process; the table shows the median of each one's seconds (of its one
+core), and of the ratios to the library's own setting in the same round, token by token, which survive a noisy machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from unittest.mock import patch
 
@@ -25,6 +26,9 @@ from skyasync.config.schema import Config
 from skyasync.workers import base
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.policy import PolicyWorker
+
+OWN = "update, 4k tokens per micro-batch"
+PADDED = "padded batches of 64 rows"
 
 
 def tiny_llama(folder: str) -> str:
@@ -147,8 +151,8 @@ def ragged_variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], obj
     tokens, same_attention = int(lengths.sum()), int(lengths.square().sum() / lengths.sum())
     padded = LlamaForCausalLM.from_pretrained(path)
     return {
-        "update, 4k tokens per micro-batch": partial(worker(path, 4096).update_policy, batch),
-        "padded batches of 64 rows": partial(textbook, padded, batch),
+        OWN: partial(worker(path, 4096).update_policy, batch),
+        PADDED: partial(textbook, padded, batch),
         "bare loop, rows that attend as much": Bare(path, tokens, same_attention),
         "bare loop, rows of the mean length": Bare(path, tokens, tokens // len(batch)),
         "bare loop, rows of the longest": Bare(path, tokens, batch.tokens.shape[1]),
@@ -186,18 +190,29 @@ def main() -> None:
                 policy.update_policy(batch)
             print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
             return
-        best: dict[str, float] = {}
         functions = (ragged_variants if arguments.ragged else variants)(path, batch)
-        for _ in range(arguments.rounds):
-            for name, function in functions.items():
-                began = time.process_time()  # one thread: what others do on the machine is not counted
-                function()
-                best[name] = min(best.get(name, float("inf")), time.process_time() - began)
+        took = list(rounds(functions, arguments.rounds))
     tokens, trained = int(batch.attention_mask.sum()), int(batch.loss_mask.sum())
     print(f"{len(batch)} sequences, {tokens} tokens, {trained} of them trained")
-    own = best["update, 4k tokens per micro-batch"]
-    for name, seconds in best.items():
-        print(f"{name:42} {seconds:7.3f} s  {seconds / own:5.2f}  {tokens / seconds:9,.0f} tokens/s")
+    for name, function in functions.items():
+        seconds = statistics.median(each[name] for each in took if name in each)
+        times = statistics.median(each[name] / each[OWN] for each in took if name in each)
+        own = function.tokens.numel() if isinstance(function, Bare) else tokens
+        print(f"{name:42} {seconds:7.3f} s  {times * tokens / own:5.2f}  {own / seconds:9,.0f} tokens/s")
+
+
+def rounds(functions: dict[str, Callable[[], object]], count: int) -> Iterator[dict[str, float]]:
+    """Seconds of each; the padded batches, which take most of them, are in every fifth round."""
+    for number in range(count):
+        chosen = {name: function for name, function in functions.items() if number % 5 == 0 or name != PADDED}
+        yield {name: cpu_seconds(function) for name, function in chosen.items()}
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    """Of one thread: what others do on the machine is not counted."""
+    began = time.process_time()
+    function()
+    return time.process_time() - began
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Block:
 
     Args:
         cells: int64 ``[tokens]``: where each stands in the flattened rectangle; None: it has no padding.
+        filling: int64 ``[rows * width]``: the token in each cell, in padding the last of its row.
         owners: int32 ``[rows, width]``, as in ``Layout``; None: every row is one sequence.
     """
 
@@ -46,22 +47,35 @@ class Block:
     rows: int
     width: int
     cells: Tensor | None
+    filling: Tensor | None
     owners: Tensor | None
 
     def to(self, device: torch.device) -> Block:
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
-    def pad(self, values: Tensor) -> Tensor:
-        """Its own ``[tokens, heads, size]`` to ``[rows, heads, width, size]``."""
-        if self.cells is not None:
-            values = _Spread.apply(values, self.cells, self.rows * self.width)
-        return values.view(self.rows, self.width, *values.shape[1:]).transpose(1, 2)
+    def rectangle(self, flat: Tensor) -> Tensor:
+        """``[rows * width, ...]`` as ``[rows, width, ...]``."""
+        return flat.view(self.rows, self.width, *flat.shape[1:])
 
-    def unpad(self, values: Tensor) -> Tensor:
-        """``[rows, width, heads, size]`` to ``[tokens, heads, size]``."""
+    def pad(self, values: Tensor) -> Tensor:
+        """Its own ``[tokens, ...]`` to ``[rows, width, ...]``."""
+        return self.rectangle(values if self.filling is None else values.index_select(0, self.filling))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """As ``pad``, with zeros in the padding."""
+        if self.cells is None:
+            return self.rectangle(values)
+        zeros = values.new_zeros(self.rows * self.width, *values.shape[1:])
+        return self.rectangle(zeros.index_copy_(0, self.cells, values))
+
+    def unpad(self, values: Tensor, into: Tensor) -> None:
+        """``[rows, width, ...]`` to ``[tokens, ...]``."""
         flat = values.reshape(self.rows * self.width, *values.shape[2:])
-        return flat if self.cells is None else _Collect.apply(flat, self.cells)
+        if self.cells is None:
+            into.copy_(flat)
+        else:
+            torch.index_select(flat, 0, self.cells, out=into)
 
 
 def blocks_of(widths: Tensor, together: Sequence[bool], owners: Tensor | None) -> tuple[Block, ...]:
@@ -76,11 +90,14 @@ def blocks_of(widths: Tensor, together: Sequence[bool], owners: Tensor | None) -
     for first, last in _similar(widths.tolist()):
         own = widths[first:last]
         rows, width, tokens = last - first, int(own[0]), int(own.sum())
-        cells = None
+        cells = filling = None
         if tokens < rows * width:
-            cells = (torch.arange(width) < own[:, None]).flatten().nonzero().squeeze(1)
+            columns = torch.arange(width)
+            cells = (columns < own[:, None]).flatten().nonzero().squeeze(1)
+            starts = own.cumsum(0) - own
+            filling = (starts[:, None] + torch.minimum(columns, own[:, None] - 1)).flatten()
         shared = owners[first:last, :width].clone() if owners is not None and any(together[first:last]) else None
-        found.append(Block(tokens, rows, width, cells, shared))
+        found.append(Block(tokens, rows, width, cells, filling, shared))
     return tuple(found)
 
 
@@ -138,47 +155,55 @@ def _attention(
     if not isinstance(attention_mask, Places):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     blocks = attention_mask.blocks
-    sizes = [block.tokens for block in blocks]
-    pieces = [tensor.transpose(1, 2)[0].split(sizes) for tensor in (query, key, value)]
-    found = []
-    for block, mask, q, k, v in zip(blocks, attention_mask.masks, *pieces, strict=True):
-        result, _ = sdpa_attention_forward(module, block.pad(q), block.pad(k), block.pad(v), mask, **options)
-        found.append(block.unpad(result))
-    return (torch.cat(found) if len(found) > 1 else found[0])[None], None
+    pieces = [_Cut.apply(tensor.transpose(1, 2)[0], blocks) for tensor in (query, key, value)]
+    found = [
+        sdpa_attention_forward(module, q, k, v, mask, **options)[0]
+        for mask, q, k, v in zip(attention_mask.masks, *pieces, strict=True)
+    ]
+    return _Joined.apply(blocks, *found)[None], None
 
 
 class _Kept(FunctionCtx):
-    saved_tensors: tuple[Tensor, ...]
-    size: int
+    blocks: tuple[Block, ...]
 
 
-class _Spread(torch.autograd.Function):
-    """Rows of a tensor to given places, zeros elsewhere. Autograd's own way back would add where it can copy."""
+class _Cut(torch.autograd.Function):
+    """``[tokens, heads, size]`` to ``[rows, heads, width, size]`` of each block.
 
-    @staticmethod
-    def forward(ctx: _Kept, values: Tensor, cells: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(cells)
-        return values.new_zeros(size, *values.shape[1:]).index_copy_(0, cells, values)
+    Autograd's own way back would write gradients twice: out of each block, and then end to end.
+    """
 
     @staticmethod
-    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (cells,) = ctx.saved_tensors
-        return gradient.index_select(0, cells), None, None
-
-
-class _Collect(torch.autograd.Function):
-    """The other way."""
+    def forward(ctx: _Kept, values: Tensor, blocks: tuple[Block, ...]) -> tuple[Tensor, ...]:
+        ctx.blocks = blocks
+        pieces = values.split([block.tokens for block in blocks])
+        return tuple(block.pad(piece).transpose(1, 2) for block, piece in zip(blocks, pieces, strict=True))
 
     @staticmethod
-    def forward(ctx: _Kept, values: Tensor, cells: Tensor) -> Tensor:
-        ctx.save_for_backward(cells)
-        ctx.size = len(values)
-        return values.index_select(0, cells)
+    def backward(ctx: _Kept, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _end_to_end(ctx.blocks, [gradient.transpose(1, 2) for gradient in gradients]), None
+
+
+class _Joined(torch.autograd.Function):
+    """The other way, from ``[rows, width, heads, size]``."""
 
     @staticmethod
-    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor, None]:
-        (cells,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.size, *gradient.shape[1:]).index_copy_(0, cells, gradient), None
+    def forward(ctx: _Kept, blocks: tuple[Block, ...], *values: Tensor) -> Tensor:
+        ctx.blocks = blocks
+        return _end_to_end(blocks, values)
+
+    @staticmethod
+    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        pieces = gradient.split([block.tokens for block in ctx.blocks])
+        return None, *(block.spread(piece) for block, piece in zip(ctx.blocks, pieces, strict=True))
+
+
+def _end_to_end(blocks: Sequence[Block], values: Sequence[Tensor]) -> Tensor:
+    whole = values[0].new_empty(sum(block.tokens for block in blocks), *values[0].shape[2:])
+    pieces = whole.split([block.tokens for block in blocks])
+    for block, value, piece in zip(blocks, values, pieces, strict=True):
+        block.unpad(value, piece)
+    return whole
 
 
 AttentionInterface.register(NAME, _attention)
