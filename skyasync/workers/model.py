@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.model_config import load_config
 from skyasync.workers.blocks import pack_rows
+from skyasync.workers.chosen import chosen_logprobs
 from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.logits import logits_head
 from skyasync.workers.packing import Layout
@@ -198,7 +199,7 @@ def _head_scores(
     if targets.shape[1] == 1:
         chosen = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
     else:
-        chosen = logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True)
+        chosen = chosen_logprobs(logits, targets)
     if not asked.entropy:
         return chosen, None
     with torch.no_grad():

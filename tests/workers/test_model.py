@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.workers import model as model_module
+from skyasync.workers.chosen import chosen_logprobs
 from skyasync.workers.heads import load_causal_lm
 from skyasync.workers.model import TokenLogprobs, can_share_prefixes
 from skyasync.workers.packing import plain_layout
@@ -129,3 +130,23 @@ def test_an_entropy_that_is_only_logged_leaves_the_gradient_as_it_is(model_path:
     torch.testing.assert_close(scores.entropy, model(layout, with_entropy=True).entropy, atol=1e-6, rtol=0)
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_several_tokens_have_the_gradient_that_autograd_finds(kind: torch.dtype) -> None:
+    """To the bit, one token that stands twice in a row and words that are left out included."""
+    found = []
+    for way in (
+        chosen_logprobs,
+        lambda logits, targets: logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True),
+    ):
+        torch.manual_seed(0)
+        logits = torch.randn(50, 90, dtype=kind)
+        logits[:, :9] = -torch.inf
+        logits.requires_grad_()
+        others = torch.stack([torch.randperm(81)[:7] + 9 for _ in range(50)])
+        targets = torch.cat([others[:, 3:4], others], 1)
+        scores = way(logits, targets)
+        (scores * torch.randn(scores.shape, dtype=kind)).sum().backward()
+        found.append((scores.detach(), logits.grad))
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
