@@ -5,15 +5,15 @@ written next; they change places when a hand-over has ended (``Lender.settle``).
 frees it with the last process that has it mapped, and an engine's outlives the trainer that wrote it.
 
 Engines whose kernels have weights in another layout read from it into weights of their own; for them there is one
-buffer, which nobody reads when a hand-over has ended, and each compares the digests of the bytes as it reads them.
+buffer, which nobody reads when a hand-over has ended.
 
     trainer    write B    write A    write B              a hand-over writes the weights once, however many engines
     engines    ...A ──▶ B ──────▶ A ──────▶ B             there are, and none of them has a copy of its own
 
-That an engine holds what was sent is proven in two halves. The bytes: what lies in the buffer is read again and
-compared with the digests of what was sent, once for all engines (``Lender.prove``). The place: a reader's mapping
-cannot be written to, so a tensor that lies at its own place in it is that tensor (``Borrower``); one that does not is
-looked at itself.
+That an engine holds, or reads, what was sent is proven in two halves. The bytes: what lies in the buffer is read again
+and compared with the digests of what was sent, once for all engines (``Lender.prove``). The place: a reader's mapping
+cannot be written to, so a tensor that lies at its own place in it is that tensor (``Borrower.lies_there``); one that
+does not is looked at itself. So are all by an engine that comes late, whenever that is.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -36,10 +37,11 @@ from skyasync.weight_sync.digests import digest, refuse
 from skyasync.weight_sync.shared_memory import not_here
 
 ALIGNED = 64  # bytes, a line of the processor's cache: what matrix products want
-PIECE = 1 << 17  # elements that are copied and digested while they are in the processor's cache
+PIECE = 1 << 18  # bytes that are copied and digested while they are in the processor's cache
 CONVERTED = 1 << 15  # elements at a time that are converted, for which the library takes one thread
 THREADS = 4  # at most: memory is no faster for more
 
+Bytes = npt.NDArray[np.uint8]
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -129,7 +131,12 @@ class Borrower:
         tensors = self._mapped.pop(file, None) or _mapped(info["path"], _kinds(info["kinds"]))
         self._mapped = dict([*self._mapped.items()][-1:])
         self._mapped[file] = tensors
-        return tensors
+        return dict(tensors)
+
+    def lies_there(self, name: str, tensor: Tensor) -> bool:
+        """Whether it is the one that was read last by this name, where its lender has it."""
+        last = next(reversed(self._mapped.values()), {})
+        return name in last and tensor.is_set_to(last[name])
 
 
 def in_words(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,9 +190,20 @@ def _wait_for_all_but(most: int, copies: Mapping[str, Future[str]]) -> None:
 def _copy(into: Tensor, sent: Tensor) -> str:
     """Copy a tensor, converted if need be; the digest of what was to arrive, as ``digests.digest`` computes it."""
     source, target = sent.detach().cpu().reshape(-1), into.view(-1)
-    hashed, step = xxhash.xxh3_64(), PIECE if source.dtype == into.dtype else CONVERTED
-    for first in range(0, len(target), step):
-        piece = source[first : first + step].to(into.dtype).view(torch.uint8).numpy()
-        np.copyto(target[first : first + step].view(torch.uint8).numpy(), piece)
+    hashed = xxhash.xxh3_64()
+    for piece, there in _as_they_are(source, target) if source.dtype == into.dtype else _converted(source, target):
+        np.copyto(there, piece)
         hashed.update(piece.data)
     return hashed.hexdigest()
+
+
+def _as_they_are(source: Tensor, target: Tensor) -> Iterator[tuple[Bytes, Bytes]]:
+    sent, there = (tensor.view(torch.uint8).numpy() for tensor in (source, target))
+    for first in range(0, len(sent), PIECE):
+        yield sent[first : first + PIECE], there[first : first + PIECE]
+
+
+def _converted(source: Tensor, target: Tensor) -> Iterator[tuple[Bytes, Bytes]]:
+    for first in range(0, len(target), CONVERTED):
+        piece = source[first : first + CONVERTED].to(target.dtype)
+        yield piece.view(torch.uint8).numpy(), target[first : first + CONVERTED].view(torch.uint8).numpy()

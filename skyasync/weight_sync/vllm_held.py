@@ -4,8 +4,9 @@ Invariant: a check that has held once for a tensor must hold at every later upda
 tensor for which it has never held is in another layout (sharded, transposed, quantised) and left to the probe.
 
 A packed linear layer cannot be read, but it can be asked: its product with rows of the identity is columns of its
-weight, exactly, because 1 * w + 0 + ... is w in every dtype. Each update asks every layer for the next ``COLUMNS`` of
-its columns, which costs about as much as decoding one token for as many requests. So, of a tensor that is checked:
+weight, exactly, because 1 * w + 0 + ... is w in every dtype. Each update asks every layer once for the next ``COLUMNS``
+of its columns, all parts of a fused one together, which costs about as much as decoding one token for as many requests:
+each weight is read once. So, of a tensor that is checked:
 
 | fault                                         | is found                                                          |
 |-----------------------------------------------|-------------------------------------------------------------------|
@@ -21,7 +22,7 @@ thousands of elements among those asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,15 @@ class HeldWeights:
         self._parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._heads = heads
         self._checked: set[str] = set()  # tensors that have been found right
+        self._asked: dict[nn.Module, Columns | None] = {}  # in this update
         self._updates = 0
 
     def check(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError naming the tensors that are not what was sent."""
-        found = dict(self._answers(weights, digests))
+        try:
+            found = dict(self._answers(weights, digests))
+        finally:
+            self._asked.clear()
         refuse([name for name in found if name in self._checked and not found[name]], "the vLLM engine holds")
         self._checked.update(name for name, right in found.items() if right)
         self._updates += 1
@@ -79,20 +84,37 @@ class HeldWeights:
                 return self._modules[f"{parent}.{fused}"], sum(len(w) for w in before if w is not None)
         return None, 0
 
-    @torch.no_grad()
     def _columns_are(self, module: nn.Module, first: int, sent: Tensor) -> bool:
         """Whether a linear layer has the next columns of ``sent``, ``[out, in]``, at its outputs from ``first`` on."""
+        if module not in self._asked:
+            self._asked[module] = self._ask(module)
+        asked = self._asked[module]
+        if asked is None or sent.dim() != 2 or sent.shape[1] != asked.inputs:
+            return False
+        columns = sent[:, asked.start : asked.stop].T.to(asked.values.dtype)
+        return torch.equal(asked.values[:, first : first + len(sent)], columns)
+
+    @torch.no_grad()
+    def _ask(self, module: nn.Module) -> Columns | None:
+        """The next columns of a linear layer, of all its outputs; None of one that computes otherwise."""
         layer: Any = module
-        if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
-            return False
+        known = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+        if not known or layer.tp_size > 1:
+            return None
         inputs = layer.embedding_dim if isinstance(layer, ParallelLMHead) else layer.input_size
-        if layer.tp_size > 1 or sent.dim() != 2 or sent.shape[1] != inputs:
-            return False
         start = self._updates * COLUMNS % inputs
         stop = min(start + COLUMNS, inputs)
-        outputs = layer.quant_method.apply(layer, _unit_rows(start, stop, inputs, like=layer.weight))
-        columns = sent[:, start:stop].T.to(outputs.dtype)
-        return torch.equal(outputs[:, first : first + len(sent)].cpu(), columns)
+        rows = _unit_rows(start, stop, inputs, like=layer.weight)
+        return Columns(inputs, start, stop, layer.quant_method.apply(layer, rows).cpu())
+
+
+class Columns(NamedTuple):
+    """Some of a linear layer: ``start`` to ``stop`` of its ``inputs``; ``values`` are ``[stop - start, out]``."""
+
+    inputs: int
+    start: int
+    stop: int
+    values: Tensor
 
 
 def _unit_rows(start: int, stop: int, size: int, *, like: Tensor) -> Tensor:

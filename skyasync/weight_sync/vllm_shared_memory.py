@@ -2,7 +2,8 @@
 
 Invariant: after an update every layer computes with the file's weights, in the layout that its kernels
 want (vLLM packs weights after loading them on a CPU), and tied embeddings are still tied; the bytes that were loaded
-are those that the trainer had, and what the layers hold is asked of them (``vllm_held``).
+are those that the trainer had (its own memory, which it proves once for all engines meanwhile; others are digested
+here), and what the layers hold is asked of them (``vllm_held``).
 
 vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its
 ``worker_extension_cls``; the import registers the engine.
@@ -10,7 +11,7 @@ vLLM imports this module in each of its workers, because ``WorkerExtension`` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,13 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """``path`` of a complete safetensors file with full (unsharded) tensors under Hugging Face names; or, with all
-    the others, of memory in which they lie (``lent``)."""
+    the others, of memory in which they lie (``lent``), which its writer proves, or, if ``late``, has proven once."""
 
     path: str
     file: list[int] | None = None
     kinds: dict[str, Any] | None = None
     digests: dict[str, str] | None = None
+    late: bool = False
 
 
 class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
@@ -80,7 +82,8 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
             have_experts_packed(self.model)
         initialize_layerwise_reload(self.model)
         model: Any = self.model
-        model.load_weights(as_sent(weights, digests))
+        lies_there = nothing_lies if update_info.late else self._borrower.lies_there
+        model.load_weights(as_sent(weights, digests, lies_there))
         finalize_layerwise_reload(self.model, self.model_config)
         for head, embedding in self._tied:
             retie(head, embedding)
@@ -101,11 +104,23 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
     def shutdown(self) -> None: ...
 
 
-def as_sent(weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors by name, each compared with its digest as it passes. Raises WeightSyncError at a wrong one."""
+def as_sent(
+    weights: Mapping[str, Tensor], digests: Mapping[str, str], lies_there: Callable[[str, Tensor], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors by name, each compared with its digest as it passes, unless it is what is proven where it lies.
+
+    Raises:
+        WeightSyncError: at a wrong one.
+    """
     for name, tensor in weights.items():
-        refuse([] if digest(tensor) == digests[name] else [name], "the vLLM engine received")
+        right = lies_there(name, tensor) or digest(tensor) == digests[name]
+        refuse([] if right else [name], "the vLLM engine received")
         yield name, tensor
+
+
+def nothing_lies(_name: str, _tensor: Tensor) -> bool:
+    """Every tensor is looked at."""
+    return False
 
 
 def tied_heads(model: torch.nn.Module) -> list[tuple[ParallelLMHead, VocabParallelEmbedding]]:

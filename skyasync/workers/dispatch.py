@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, lends_weights
+from skyasync.engines.settings import adapter_rank, lends_weights
 from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
 from skyasync.weight_sync.changed_weights import Published
@@ -152,10 +152,10 @@ class Dispatch:
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
-        """While the engines take them; what they compute on where it lies is looked through meanwhile."""
+        """While the engines take them; what they take from where it lies is looked through meanwhile, once for all."""
         if self._broadcast is not None:
             await self._broadcast.send()
-        elif computes_on_lent_weights(self._cfg):
+        elif "kinds" in update.info:
             await self._groups[POLICY].call_first("prove_lent")
 
     async def release_weights(self, update: WeightUpdate) -> None:
@@ -173,7 +173,8 @@ class Dispatch:
             await self.release_weights(update)
             return replace(update, info={})
         path = await self._groups[POLICY].call_first("keep", update.info["path"])
-        return replace(update, info={**update.info, "path": path})
+        late = {"late": True} if "kinds" in update.info else {}
+        return replace(update, info={**update.info, "path": path, **late})
 
     @property
     def _lends(self) -> bool:

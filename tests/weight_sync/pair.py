@@ -13,6 +13,7 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
+from skyasync.weight_sync import lent
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, gap
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.local import LocalDispatch
@@ -134,4 +135,19 @@ def arriving(model: Any, fault: Callable[..., dict[str, Tensor]]) -> Iterator[No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "load_weights", faulty)
+        yield
+
+
+@contextmanager
+def losing_a_bit() -> Iterator[None]:
+    """Inside, what the trainer writes into shared memory does not lie there as it was sent, by one bit of a tensor."""
+    copy = lent._copy
+
+    def loses_a_bit(into: Tensor, sent: Tensor) -> str:
+        digest = copy(into, sent)
+        into.view(-1)[:1].view(torch.int16)[:1] ^= 1
+        return digest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lent, "_copy", loses_a_bit)
         yield

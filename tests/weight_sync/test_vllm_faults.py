@@ -6,9 +6,10 @@ import pytest
 import pytest_asyncio
 
 from skyasync.weight_sync.lent import in_words
+from skyasync.weight_sync.update import WeightSyncError
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.weight_sync.pair import LAYER, SWAPPED, never_fails, running
-from tests.weight_sync.worker_faults import update_with
+from tests.weight_sync.pair import LAYER, SWAPPED, losing_a_bit, never_fails, running
+from tests.weight_sync.worker_faults import looks, update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -57,6 +58,26 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
 async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
     names = await pair.engine._core.llm.collective_rpc(checked)
     assert len(names[0]) == len(list(pair.dispatch._policy.model.model.named_parameters())) + 1  # the head
+
+
+async def test_a_bit_lost_where_the_weights_lie_is_found_by_the_trainer_for_all_engines(pair):
+    pair.step()
+    with losing_a_bit(), pytest.raises(WeightSyncError, match="shared memory holds other weights"):
+        await pair.hand_over()
+    await pair.hand_over()
+    await pair.verify()
+
+
+async def test_bytes_that_the_trainer_proves_are_not_digested_again_and_no_layer_is_asked_twice(pair):
+    """One that comes late digests them: nobody looks at them when it reads."""
+    engine = pair.engine._core.llm
+    update = await pair.dispatch.publish_weights(0)
+    kept = await pair.dispatch.keep_weights(update)
+    found = [(await engine.collective_rpc(looks, args=(in_words(each.info),)))[0] for each in (update, kept)]
+    layers, tensors = found[0][2], len(update.info["kinds"])
+    assert found == [[0, layers, layers], [tensors, layers, layers]]
+    await pair.hand_over()
+    await pair.verify()
 
 
 def checked(worker):

@@ -29,6 +29,25 @@ def update_with(worker: Any, fault: str, info: dict[str, Any]) -> str:
     return ""
 
 
+def looks(worker: Any, info: dict[str, Any]) -> list[int]:
+    """Of an update: digests of what was read, questions to linear layers, and how many of these there are."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from skyasync.weight_sync import vllm_shared_memory as ours
+
+    engine = worker.weight_transfer_engine
+    linear = [layer for layer in engine.model.modules() if isinstance(layer, LinearBase | ParallelLMHead)]
+    methods = {id(layer.quant_method): layer.quant_method for layer in linear}.values()
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(worker.vllm_config))
+        digested = stack.enter_context(patch.object(ours, "digest", wraps=ours.digest))
+        asked = [stack.enter_context(patch.object(method, "apply", wraps=method.apply)) for method in methods]
+        engine.receive_weights(ours.SharedMemoryUpdateInfo(**info))
+        return [digested.call_count, sum(each.call_count for each in asked), len(linear)]
+
+
 def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
     load = engine.model.load_weights
 

@@ -175,7 +175,7 @@ class EmbeddedCore:
         if "kinds" in update.info:
             weights = self._borrower.read(update.info)
             self._model.load_weights(weights, lent=True)
-            self._model.check_held(weights, update.info["digests"], lent=True)
+            self._model.check_held(weights, update.info["digests"], lent=not update.info.get("late"))
         else:
             self._read(update.info["path"])
         self._has.settle(update)
