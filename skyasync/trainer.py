@@ -320,8 +320,8 @@ class RayPPOTrainer(Life):
             async with self.handover.without_rollouts():
                 await self.sync_policy_weights_to_inference_engines()
         else:
-            async with self.handover.syncing(), self.handover.engines_paused():
-                await self.weight_sync.sync(self.global_step)
+            async with self.handover.syncing():
+                await self.weight_sync.sync(self.global_step, self.handover.engines_paused)
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""

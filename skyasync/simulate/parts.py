@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -22,6 +23,7 @@ from skyasync.simulate.engines import VirtualClient
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:  # a simulation does without torch
+    from skyasync.weight_sync.sync import Paused
     from skyasync.workers.batch import TrainingBatch
 
 _MIX = 0x9E3779B97F4A7C15
@@ -108,9 +110,10 @@ class VirtualSync:
     def __init__(self, client: VirtualClient, seconds: float) -> None:
         self._client, self._seconds = client, seconds
 
-    async def sync(self, version: int) -> dict[str, float]:
-        await asyncio.sleep(self._seconds)
-        self._client.set_version(version)
+    async def sync(self, version: int, paused: Paused = nullcontext) -> dict[str, float]:
+        async with paused():
+            await asyncio.sleep(self._seconds)
+            self._client.set_version(version)
         return {}
 
     async def verify(self, version: int) -> dict[str, float]:

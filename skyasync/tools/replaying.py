@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast, overload
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from skyasync.rollout.contract import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.training.parts import Client
-    from skyasync.weight_sync.sync import Destination, Source, WeightSync
+    from skyasync.weight_sync.sync import Destination, Paused, Source, WeightSync
 
 
 class ReplayTrainer(RayPPOTrainer):
@@ -138,6 +139,6 @@ class NoSync:
     """In the place of the weight sync."""
 
     async def measure_floor(self) -> None: ...
-    async def sync(self, version: int) -> None: ...
+    async def sync(self, version: int, paused: Paused = nullcontext) -> None: ...
     async def verify(self, version: int) -> dict[str, float]:
         return {}

@@ -13,7 +13,7 @@ step to the next sync, which wakes them; nothing is asked of them in between.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Protocol
 
 from skyasync.cleanup import afterwards
@@ -23,13 +23,14 @@ from skyasync.errors import UserError
 from skyasync.rollout.gate import Gate
 from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress
+from skyasync.weight_sync.sync import Paused
 from skyasync.weight_sync.turns import DeviceTurns
 
 
 class WeightSyncing(Protocol):
     """The way of the weights; see ``skyasync.weight_sync.sync.WeightSync``."""
 
-    async def sync(self, version: int) -> object: ...
+    async def sync(self, version: int, paused: Paused = nullcontext) -> object: ...
     async def verify(self, version: int) -> dict[str, float]: ...
 
 

@@ -28,8 +28,8 @@ two swapped tensors: 2.3). There the digests are the proof: the probe finds what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ from skyasync.weight_sync.update import (
     WeightUpdate,
 )
 
+Paused = Callable[[], AbstractAsyncContextManager[None]]
 WITH_DIGESTS = ("shared_memory",)  # backends whose engines prove what they hold
 
 
@@ -129,8 +130,10 @@ class WeightSync:
         if self.probe:
             await self._compare("with the weights of one file")
 
-    async def sync(self, version: int) -> None:
-        """Hand over the weights as ``version``; the engines are idle or paused.
+    async def sync(self, version: int, paused: Paused = nullcontext) -> None:
+        """Hand over the weights as ``version``; the engines are idle, or ``paused`` while they take them.
+
+        They go on while the weights are published: nobody reads what is written to then.
 
         An engine that cannot take what has changed alone gets all of it, as do then the others.
 
@@ -141,18 +144,24 @@ class WeightSync:
             publishing = asyncio.ensure_future(self.source.publish_weights(version))
             async with afterwards(self._release, publishing):
                 update = await asyncio.shield(publishing)
-                try:
-                    async with together() as both:
-                        both.start(self.source.send_weights(update))
-                        both.start(self.destination.update_weights(update))
-                except OtherWeightsError:
-                    update = await self._whole(update)
-                except TakerDiedError as error:  # which the others wait for
-                    self._lost = hasattr(self.source, "give_up_sync") and self.source.give_up_sync(error)
-                    raise
+                async with paused():
+                    update = await self._taken(update)
                 self._said = update.metrics
             self._proven = update.backend in WITH_DIGESTS
             self._syncs += 1
+
+    async def _taken(self, update: WeightUpdate) -> WeightUpdate:
+        """What the engines have taken: the update, or all weights instead."""
+        try:
+            async with together() as both:
+                both.start(self.source.send_weights(update))
+                both.start(self.destination.update_weights(update))
+        except OtherWeightsError:
+            return await self._whole(update)
+        except TakerDiedError as error:  # which the others wait for
+            self._lost = hasattr(self.source, "give_up_sync") and self.source.give_up_sync(error)
+            raise
+        return update
 
     @asynccontextmanager
     async def between_syncs(self) -> AsyncIterator[WeightUpdate]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -188,13 +189,14 @@ class Sync:
     seconds: Callable[[], float]
     versions: list[int] = field(default_factory=list)
 
-    async def sync(self, version: int) -> None:
-        idle = self.engines.generating == 0
-        assert idle or self.engines.swap_in_flight, "a training batch is generated while weights are swapped"
-        await asyncio.sleep(self.seconds())
-        self.engines.faults.pass_or_raise("sync")
-        self.engines.version = version
-        self.versions.append(version)
+    async def sync(self, version: int, paused: Any = nullcontext) -> None:
+        async with paused():
+            idle = self.engines.generating == 0
+            assert idle or self.engines.swap_in_flight, "a training batch is generated while weights are swapped"
+            await asyncio.sleep(self.seconds())
+            self.engines.faults.pass_or_raise("sync")
+            self.engines.version = version
+            self.versions.append(version)
 
     async def verify(self, version: int) -> dict[str, float]:
         assert self.engines.version == version

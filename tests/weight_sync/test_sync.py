@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -68,6 +69,26 @@ async def test_the_weights_are_published_fetched_and_released_and_the_gap_is_rep
         "sync/logprob_gap_limit": 1e-3,
     }
     assert [u.version for u in engines.updates] == trainer.released == [7]
+
+
+@virtual_time
+async def test_engines_go_on_while_the_weights_are_published_and_are_paused_while_they_take_them():
+    trainer, engines, seen = Trainer(publishes_in=5.0, seconds=0.5), Engines([(-1.0, -2.0)], seconds=2.0), []
+    clock = asyncio.get_running_loop().time
+
+    @asynccontextmanager
+    async def paused():
+        seen.append(clock())
+        yield
+        seen.append(clock())
+
+    both, begun = sync(trainer, engines), clock()
+    await both.sync(1, paused)
+    assert [at - begun for at in seen] == [5.0, 7.0]
+    engines.fault = RuntimeError("no")
+    with pytest.raises(RuntimeError, match="no"):
+        await both.sync(2, paused)
+    assert trainer.released == [1, 2]
 
 
 @pytest.mark.parametrize(

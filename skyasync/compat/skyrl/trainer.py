@@ -95,9 +95,9 @@ class RayPPOTrainer(SkyRLNames, Ours):
         return await self.evaluate()
 
     async def _sync(self) -> None:
-        busy = self.handover.engines_paused() if self._rolling else nullcontext()
-        async with self.handover.syncing(), busy:
-            await self.weight_sync.sync(self.progress.step)
+        paused = self.handover.engines_paused if self._rolling else nullcontext
+        async with self.handover.syncing():
+            await self.weight_sync.sync(self.progress.step, paused)
         await self._settle()
 
     # ---------------------------------------------------------------- steps that their loops call
