@@ -1,14 +1,14 @@
 """Trainer against engine after 20 random updates: every shape, dtype, way of sending and KV policy, in one table.
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.sync_gaps [--backend vllm] [--shapes llama gpt2]
-        [--dtypes float32] [--ties tied] [--modes full delta adapter] [--kv keep recompute] [--rope]
+        [--dtypes float32] [--ties tied] [--modes full delta adapter] [--kv keep recompute] [--rope] [--looks 20]
 
 Random models of two layers with random weights. Before each update requests are in flight; they keep their cache
 (``keep``) or are cut and continued anew (``recompute``). Then every weight is changed at random (of an adapter's,
 with ``adapter``), handed over and proven. Mean absolute differences of log-probabilities, in nats:
 
 - floor: of the probe at start-up, when both have the weights of one file; limit: what follows from it;
-- probe: after an update, the largest of the 20;
+- probe: after an update, the largest of the 20 (or of the ``looks`` that are taken, the last among them);
 - sampled: of tokens sampled after the updates, as the engine reported them;
 - in flight: of tokens that requests got after an update through which they lived. What ``keep`` keeps was
   computed by older weights, so there it is no error but what that policy costs.
@@ -213,6 +213,7 @@ def main() -> None:
     for name, choices in (("shapes", SHAPES), ("ties", TIES), ("dtypes", DTYPES), ("modes", MODES), ("kv", KV)):
         parser.add_argument(f"--{name}", nargs="+", default=choices, choices=choices)
     parser.add_argument("--rope", action="store_true")
+    parser.add_argument("--looks", type=int, default=UPDATES, choices=(1, 2, 4, 5, 10, 20), help="of the updates")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"| shape | head | dtype | sync | KV | {' | '.join(COLUMNS)} |\n|{'---|' * (5 + len(COLUMNS))}")
@@ -226,7 +227,7 @@ def main() -> None:
 
 async def _print(shape: Shape, modes: list[str], options: argparse.Namespace) -> None:
     try:
-        async for mode, kv, row in measure(shape, modes, options.kv, options.backend):
+        async for mode, kv, row in measure(shape, modes, options.kv, options.backend, looks=options.looks):
             print(f"| {shape} | {mode} | {kv} | {' | '.join(f'{row[c]:.2g}' for c in COLUMNS)} |", flush=True)
     except Exception as error:
         print(f"| {shape} | {modes[0]} | | {type(error).__name__}: {headline(error)[:200]} |" + " |" * 4, flush=True)

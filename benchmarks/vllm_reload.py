@@ -1,4 +1,7 @@
-"""What vLLM itself takes to load weights that its worker has in memory: ``benchmarks.weight_sync`` compares with it.
+"""What vLLM itself takes to load weights: ``benchmarks.weight_sync`` compares with it.
+
+Twice: of tensors that its worker has in memory (``reload``), and within a weight sync, where what else the machine does
+strikes both alike (``watch``).
 
 Wants ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``: these functions run in vLLM's workers.
 """
@@ -6,6 +9,8 @@ Wants ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``: these functions run in vLLM's wor
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +39,41 @@ def reload(worker: Any) -> None:
             retie(head, embedding)
 
 
-async def in_workers(engines: Sequence[Any], function: Callable[..., None], *args: object) -> None:
-    """In those of all engines, at the same time."""
-    await asyncio.gather(*(each._core.llm.collective_rpc(function, args=args) for each in engines))
+def watch(worker: Any) -> None:
+    """From now on count what an update takes: vLLM's own functions, digests of bytes, and questions to layers."""
+    from skyasync.weight_sync import vllm_shared_memory as ours
+
+    engine = worker.weight_transfer_engine
+    worker.spent = Counter()
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload", "retie"):
+        setattr(ours, name, counted(worker.spent, "own", getattr(ours, name)))
+    ours.digest = counted(worker.spent, "digests", ours.digest)
+    engine.model.load_weights = counted(worker.spent, "own", engine.model.load_weights)
+    engine._held.check = counted(worker.spent, "asking", engine._held.check)
+    engine.receive_weights = counted(worker.spent, "all", engine.receive_weights)
+
+
+def spent(worker: Any) -> dict[str, float]:
+    """Milliseconds of the processor by kind since it was asked last. Digests are made while vLLM's own load waits."""
+    found = {kind: 1000 * worker.spent.pop(kind, 0.0) for kind in ("all", "own", "digests", "asking")}
+    found["own"] -= found["digests"]
+    return found
+
+
+def counted(into: Counter[str], kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call; the processor's seconds that it takes are added up."""
+
+    def counting(*args: object) -> Any:
+        used = time.process_time()
+        try:
+            return call(*args)
+        finally:
+            into[kind] += time.process_time() - used
+
+    return counting
+
+
+async def in_workers(engines: Sequence[Any], function: Callable[..., Any], *args: object) -> list[Any]:
+    """In those of all engines, at the same time; the answers of the first worker of each."""
+    answers = await asyncio.gather(*(each._core.llm.collective_rpc(function, args=args) for each in engines))
+    return [found[0] for found in answers]

@@ -14,7 +14,14 @@ Policy and engines with one thread each; medians of some syncs, in milliseconds:
 - sync: both, as a run does them: what a step waits for; and the CPU time of this process, and of those of the engines,
   meanwhile, which other programs on the machine change less (as do the columns with ", CPU");
 - over, over CPU: what a sync takes beyond vLLM's own reload, in memcpys per engine; the same of the processor's time;
-- digests: how much of publish, and of update in the embedded engine, is spent on proving;
+
+and of that sync, in the processor's time of all engines together:
+
+- own: vLLM's own functions; asking: each of its layers for what it computes with; digests: of bytes that it read;
+- write, prove: the trainer's copy and its digests, and its second look at what lies there, both once for all engines;
+- parts: all but vLLM's own, in memcpys per engine: what is left is messages, and processes that wait;
+
+- digest: one of all weights;
 - probe: the comparison of log-probabilities, in the first two syncs and every ``generator.verify_interval``-th.
 """
 
@@ -26,6 +33,7 @@ import contextlib
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from itertools import product
 from statistics import median
@@ -34,7 +42,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.vllm_reload import hold, in_workers, reload
+from benchmarks.vllm_reload import counted, hold, in_workers, reload, spent, watch
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
@@ -47,7 +55,8 @@ from skyasync.workers.local import LocalDispatch
 PROBE = [list(range(1 + i, 52 + i)) for i in range(5)]
 COLUMNS = (
     "memcpy", "reload", "publish", "update", "sync", "over",
-    "memcpy, CPU", "reload, CPU", "sync, CPU", "over, CPU", "digests", "probe",
+    "memcpy, CPU", "reload, CPU", "sync, CPU", "over, CPU",
+    "own", "asking", "digests", "write", "prove", "parts", "digest", "probe",
 )  # fmt: skip
 
 
@@ -79,26 +88,46 @@ class Bench:
         self.weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
         self.copies = [torch.zeros_like(tensor) for tensor in self.weights.values()]
         self.reloads = backend == "vllm"
+        self.spent: Counter[str] = Counter()
 
     async def row(self, version: int) -> dict[str, float]:
         sync, row = self.sync, {}
         used = time.process_time()
         row["memcpy"], _ = await timed(self.copy)
         row["memcpy, CPU"] = 1000 * (time.process_time() - used)
-        row["digests"], _ = await timed(self.digest)
+        row["digest"], _ = await timed(self.digest)
         row["reload"], row["reload, CPU"] = await self.reload() if self.reloads else (0.0, 0.0)
         row["publish"], update = await timed(lambda: sync.source.publish_weights(version))
         row["update"], _ = await timed(lambda: sync.destination.update_weights(update))
         if sync.keeper:
             await sync.keeper.keep_weights(update)
+        await self.parts()
         used = cpu_seconds()
         row["sync"], _ = await timed(lambda: sync.sync(version))
         row["sync, CPU"] = 1000 * (cpu_seconds() - used)
+        row |= await self.parts()
+        ours = row["asking"] + row["digests"] + row["write"] + row["prove"]
+        row["parts"] = ours / row["memcpy, CPU"] / len(self.client.engines)
         for what in ("", ", CPU"):
             beyond = row["sync" + what] - row["reload" + what]
             row["over" + what] = beyond / row["memcpy" + what] / len(self.client.engines)
         row["probe"], _ = await timed(lambda: sync.verify(version))
         return row
+
+    async def start(self) -> None:
+        await self.client.start()
+        lender: Any = self.dispatch._policy._lender
+        for name in ("write", "prove"):
+            setattr(lender, name, counted(self.spent, name, getattr(lender, name)))
+        if self.reloads:
+            await in_workers(self.client.engines, watch)
+
+    async def parts(self) -> dict[str, float]:
+        """Milliseconds of the processor by kind since it was asked last, of all engines together."""
+        kinds = ("own", "asking", "digests", "write", "prove")
+        engines = await in_workers(self.client.engines, spent) if self.reloads else []
+        own = {kind: 1000 * self.spent.pop(kind, 0.0) for kind in kinds}
+        return {kind: own[kind] + sum(engine.get(kind, 0.0) for engine in engines) for kind in kinds}
 
     async def copy(self) -> None:
         for into, tensor in zip(self.copies, self.weights.values(), strict=True):
@@ -130,7 +159,7 @@ def cpu_seconds() -> float:
 async def measure(backend: str, engines: int, way: str, options: argparse.Namespace) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(dir=directories()[0]) as folder:
         bench = Bench(backend, engines, options.model, options.dtype, folder if way == "file" else "")
-        await bench.client.start()
+        await bench.start()
         try:
             return [await bench.row(version) for version in range(1, options.syncs + 1)][1:]
         finally:
@@ -155,7 +184,7 @@ def main() -> None:
     print(f"| engines, {options.dtype} | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for backend, engines, way in product(options.backends, options.engines, options.ways):
         rows = asyncio.run(measure(backend, engines, way, options))
-        cells = [f"{median(r[c] for r in rows):.{1 if c.startswith('over') else 0}f}" for c in COLUMNS]
+        cells = [f"{median(r[c] for r in rows):.{1 if c.startswith(('over', 'parts')) else 0}f}" for c in COLUMNS]
         print(f"| {engines} x {backend}, by {way} | {' | '.join(cells)} |", flush=True)
 
 
