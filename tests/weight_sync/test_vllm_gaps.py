@@ -1,0 +1,13 @@
+"""As ``test_gaps_after_updates``, with vLLM: a model whose layers are stored the other way round, and have biases."""
+
+import pytest
+
+from benchmarks.sync_gaps import Shape, measure
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+async def test_updates_leave_the_gap_where_rounding_puts_it(engines_session):
+    rows = measure(Shape("gpt2", "untied", "bfloat16"), ["full", "delta"], ["recompute"], "vllm", updates=2, looks=1)
+    async for _, _, row in rows:
+        assert max(row["probe"], row["sampled"], row["in flight"]) <= row["limit"]
