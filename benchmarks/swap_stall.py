@@ -2,12 +2,16 @@
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.swap_stall [--backends transformers vllm] [--hidden 256] [--swaps 5]
 
-A Llama of 6 layers, 64 requests of 200 tokens in flight, a swap every 30 tokens, one thread. Per engine:
+A Llama of 6 layers, 64 requests of 200 tokens in flight, a swap every 30 tokens, one thread. Weights go as in a run:
+they are published into memory that the engine has mapped, while it computes; then it is paused. Per engine:
 
 - load: ``update_weights`` on the idle engine, the least that a swap can take;
-- stall: for swaps that keep the cache, how much longer than usual one streamed request waits for its next token;
+- stall: for swaps that keep the cache, how much longer than usual one streamed request waits for the next token across
+  the swap;
 - keep: from ``pause`` to the return of ``resume`` of these swaps, the rest of the decode step under way included;
-- recompute: from ``cut`` to the return of ``resume``; the requests are then continued from their tokens.
+- recompute: from ``cut`` to the return of ``resume``; the requests are then continued from their tokens;
+- load and stall, CPU: of this process, in which the embedded engine is as a whole; what else the machine does changes
+  it little. With vLLM it is the way of the messages alone.
 
 Every request must come back whole: all its tokens, each with a version, the versions rising.
 """
@@ -21,11 +25,13 @@ import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.lent import Lender
 from skyasync.weight_sync.update import WeightUpdate
 
 REQUESTS = 64
@@ -33,34 +39,55 @@ TOKENS = 200
 TOKENS_PER_SWAP = 30  # of every request
 
 
-def make_model(folder: str, hidden: int) -> tuple[int, str]:
-    """Its parameters, and the path of its weights as a trainer publishes them."""
+class Moment(NamedTuple):
+    """Seconds of the clock, and of the processor."""
+
+    clock: float
+    used: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, earlier: Moment) -> Moment:
+        return Moment(self.clock - earlier.clock, self.used - earlier.used)
+
+
+def make_model(folder: str, hidden: int) -> dict[str, Tensor]:
+    """Its weights."""
     from transformers import AutoModelForCausalLM
 
     from examples.tiny.model import build
 
     build(out=folder, progress=False, steps=1, tied=False, layers=6, hidden=hidden, intermediate=3 * hidden)
-    weights = {
-        name: weight.detach() for name, weight in AutoModelForCausalLM.from_pretrained(folder).named_parameters()
-    }
-    return sum(weight.numel() for weight in weights.values()), write_weights(weights)
+    return {name: weight.detach() for name, weight in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
 
 
 class Bench:
-    def __init__(self, backend: str, folder: str, path: str, swaps: int) -> None:
+    def __init__(self, backend: str, folder: str, weights: dict[str, Tensor], swaps: int) -> None:
         config = EngineConfig(folder, threads=1, max_model_len=512, max_num_seqs=REQUESTS, kv_cache_gb=2.0)
         self.engine: Any = ENGINES[backend](config)
         self.client = InferenceClient([self.engine])
-        self.path, self.swaps, self.version = path, swaps, 0
+        self.weights, self.swaps, self.version = weights, swaps, 0
+        self.kinds = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
+        self.lender = Lender(computed_on=ENGINES.about(backend).can["computes_on_lent_weights"])
 
-    async def load(self) -> float:
-        start = time.perf_counter()
+    async def publish(self) -> WeightUpdate:
         self.version += 1
-        await self.client.update_weights(WeightUpdate(self.version, "shared_memory", {"path": self.path}))
-        return time.perf_counter() - start
+        info = await asyncio.to_thread(self.lender.write, self.kinds, self.weights.items())
+        return WeightUpdate(self.version, "shared_memory", info)
 
-    async def stalls(self, stop: Callable[[], Awaitable[None]]) -> list[float]:
-        """Seconds of each swap; ``stop`` is what comes before the weights."""
+    async def take(self, update: WeightUpdate) -> None:
+        await self.client.update_weights(update)
+        self.lender.settle(update.info["path"])
+
+    async def load(self) -> Moment:
+        update, start = await self.publish(), Moment.now()
+        await self.take(update)
+        return Moment.now().since(start)
+
+    async def stalls(self, stop: Callable[[], Awaitable[None]]) -> list[tuple[float, float]]:
+        """When each swap began and ended; ``stop`` is what comes before the weights."""
         before = (await self.client.stats())[0].generated_tokens
         sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         first = self.version
@@ -70,31 +97,39 @@ class Bench:
         for swap in range(1, self.swaps + 1):
             while (await self.client.stats())[0].generated_tokens < before + swap * TOKENS_PER_SWAP * REQUESTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-            start = time.perf_counter()
+            update, start = await self.publish(), time.perf_counter()
             await stop()
-            await self.load()
+            await self.take(update)
             await self.client.resume()
-            found.append(time.perf_counter() - start)
+            found.append((start, time.perf_counter()))
         for answer in await asyncio.gather(*tasks):
             assert_whole(answer)
         return found
 
-    async def silences(self) -> tuple[list[float], list[float]]:
+    async def silences(self) -> tuple[list[float], list[Moment]]:
         """For swaps that keep the cache: seconds of each, and how long a streamed request has stood still."""
-        at: list[float] = []
+        at: list[Moment] = []
 
         async def listen() -> None:
             request = GenerationRequest(
                 f"s{self.version}", [1, 2, 3], SamplingParams(max_tokens=TOKENS, ignore_eos=True)
             )
             async for _ in self.engine.stream(request):
-                at.append(time.perf_counter())
+                at.append(Moment.now())
 
         listening = asyncio.create_task(listen())
         swaps = await self.stalls(lambda: self.client.pause("keep"))
         await listening
-        gaps = sorted(later - earlier for earlier, later in pairwise(at))
-        return swaps, [gap - median(gaps) for gap in gaps[-self.swaps :]]
+        gaps = [later.since(earlier) for earlier, later in pairwise(at)]
+        usual = Moment(*(median(values) for values in zip(*gaps, strict=True)))
+        across = [_across(at, gaps, swap) for swap in swaps]
+        return [end - start for start, end in swaps], [gap.since(usual) for gap in across if gap is not None]
+
+
+def _across(at: list[Moment], gaps: list[Moment], swap: tuple[float, float]) -> Moment | None:
+    """The longest gap between two tokens that a swap falls into; None behind the last token."""
+    met = [gap for (a, b), gap in zip(pairwise(at), gaps, strict=True) if a.clock < swap[1] and b.clock > swap[0]]
+    return max(met, default=None)
 
 
 def assert_whole(answer: GenerationOutput) -> None:
@@ -103,17 +138,20 @@ def assert_whole(answer: GenerationOutput) -> None:
     assert len(set(answer.versions)) > 1, "no swap fell into this request"
 
 
-async def measure(backend: str, folder: str, path: str, swaps: int) -> str:
-    bench = Bench(backend, folder, path, swaps)
+async def measure(backend: str, folder: str, weights: dict[str, Tensor], swaps: int) -> str:
+    bench = Bench(backend, folder, weights, swaps)
     await bench.client.start()
     try:
-        load = median([await bench.load() for _ in range(6)][1:])
-        keep, stall = await bench.silences()
-        recompute = await bench.stalls(bench.client.cut)
+        loads = [await bench.load() for _ in range(3 + swaps)][3:]  # the first ones map the memory
+        keep, stalls = await bench.silences()
+        recompute = [end - start for start, end in await bench.stalls(bench.client.cut)]
     finally:
         await bench.client.shutdown()
-    cells = [f"{1000 * median(t):.0f} ms ({median(t) / load:.2f})" for t in (stall, keep, recompute)]
-    return f"| {backend} | {1000 * load:.0f} ms | " + " | ".join(cells) + f" | {max(stall) / load:.2f} |"
+    load, load_used = (median(values) for values in zip(*loads, strict=True))
+    stall, stall_used = zip(*stalls, strict=True)
+    cells = [f"{1000 * median(t):.1f} ms ({median(t) / load:.2f})" for t in (stall, keep, recompute)]
+    cells += [f"{max(stall) / load:.2f}", f"{1000 * load_used:.1f} ms", f"{1000 * median(stall_used):.1f} ms"]
+    return f"| {backend} | {1000 * load:.1f} ms | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -124,13 +162,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         folder = f"{folder}/model"
-        parameters, path = make_model(folder, options.hidden)
-        try:
-            lines = [asyncio.run(measure(backend, folder, path, options.swaps)) for backend in options.backends]
-        finally:
-            remove_weights(path)
+        weights = make_model(folder, options.hidden)
+        lines = [asyncio.run(measure(backend, folder, weights, options.swaps)) for backend in options.backends]
+    parameters = sum(weight.numel() for weight in weights.values())
     print(f"{parameters / 1e6:.1f} million parameters; medians, in brackets as multiples of the load")
-    print("| engine | load | stall | keep | recompute | longest stall, in loads |\n|---|---|---|---|---|---|")
+    print("| engine | load | stall | keep | recompute | longest stall, in loads | load, CPU | stall, CPU |")
+    print("|---|---|---|---|---|---|---|---|")
     print("\n".join(lines))
 
 
