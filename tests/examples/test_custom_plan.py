@@ -35,9 +35,9 @@ def test_it_syncs_every_other_step_and_at_the_end_and_keeps_its_bound() -> None:
         trainer = make_trainer(config("lognormal", steps=21), TwoStepsPerSync)
         sync, versions = trainer.weight_sync.sync, []
 
-        async def noted(version: int) -> dict[str, float]:
+        async def noted(version: int, *paused: Any) -> dict[str, float]:
             versions.append(version)
-            return await sync(version)
+            return await sync(version, *paused)
 
         trainer.weight_sync.sync = noted
         await trainer.train()

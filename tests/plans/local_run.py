@@ -134,6 +134,7 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
     """``steps``: 0 runs all epochs; ``train_length``: most tokens of a response in training."""
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.trainer.policy.threads = model, 1
+    cfg.generator.backend = "transformers"  # which computes on the memory that the trainer writes: there are two of it
     cfg.trainer.policy.optimizer_config.lr = 1e-2
     cfg.trainer.train_batch_size, cfg.trainer.max_training_steps = 4, steps
     cfg.trainer.eval_before_train, cfg.trainer.eval_interval = False, 2

@@ -52,6 +52,7 @@ class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
 
 async def test_adapters_arrive_added_to_the_weights(model: str, engine: Any) -> None:
     cfg = config(model, steps=2)
+    cfg.generator.backend = "vllm"
     cfg.trainer.policy.lora.rank = 4
     run = await LocalRun(RayPPOTrainer, cfg, engine=engine).train()
     assert all(run.tracker.rows[step]["sync/logprob_gap_mean"] < 1e-3 for step in (1, 2))
@@ -72,6 +73,7 @@ async def test_versions_are_right_to_the_token_and_nothing_is_lost(
     model: str, engine: Any, partial_rollout: str
 ) -> None:
     cfg = config(model, steps=0, epochs=3, max_staleness=2, partial_rollout=partial_rollout, train_length=48)
+    cfg.generator.backend = "vllm"
     run = await LocalRun(Remembering, cfg, client=RecordingClient, engine=engine).train()
     assert sorted(run.trainer.trained_ids) == [PromptId(epoch, row) for epoch in range(3) for row in range(10)]
     assert check_tokens(run) > 5, "no trajectory was in flight at a swap: the test shows nothing"
@@ -137,6 +139,7 @@ async def replayed(plan: type[RayPPOTrainer], cfg: Any, tape: dict[TrajectoryId,
 
 async def test_recorded_rollouts_train_the_same_in_both_plans_bit_for_bit(model: str, engine: Any) -> None:
     cfg = config(model, steps=6, eval_interval=0, train_length=32)
+    cfg.generator.backend = "vllm"
     cfg.trainer.policy.optimizer_config.lr = 1e-3  # slow enough for samples to differ until the end
     live = LocalRun(RayPPOTrainer, cfg, engine=engine)
     recorder = live.trainer.generator = Recorder(live.trainer.generator)
