@@ -58,9 +58,15 @@ class Door:
         self.loopback = is_loopback(address)
         return int(number)
 
-    def close(self) -> None:
-        """Let nobody in any more; whoever is in is the runner's affair. Safe to call twice."""
+    async def close(self) -> None:
+        """Let nobody in any more; whoever is in is the runner's affair. Safe to call twice.
+
+        Who has been accepted comes in before asyncio's server is closed: it forgets those, and nobody hangs up on them.
+        """
         if self._server is not None:
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            await asyncio.sleep(0)
             self._server.close()
 
     def admit(self, connection: _Connection, transport: asyncio.BaseTransport) -> bool:

@@ -149,7 +149,7 @@ class Endpoint:
     async def close(self) -> None:
         """End all calls and stop listening. Safe to call twice."""
         runner, self._runner, self._port = self._runner, None, 0
-        self._door.close()
+        await self._door.close()
         for session in list(self._sessions.values()):
             await self._end(session)
         if runner is not None:

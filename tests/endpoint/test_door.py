@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -153,3 +155,20 @@ async def test_an_episodes_answers_cannot_be_gone_on_from_with_anothers_key(toke
         async with aiohttp.ClientSession() as http, http.post(where, json=body, headers=headers) as answer:
             assert answer.status == 401
     assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_who_comes_while_it_closes_is_hung_up_on(tokenizer: Any, turns: int) -> None:
+    """Whatever the server has done with them by then: nothing, accepted them, let them in."""
+    endpoint = Endpoint(InferenceClient([Scripted(tokenizer)]), tokenizer, MAX_MODEL_LEN)
+    await endpoint.start()
+    address = ("127.0.0.1", int(endpoint.base_url.split(":")[2].removesuffix("/v1")))
+    callers = [socket.create_connection(address, timeout=5) for _ in range(5)]
+    for caller in callers:
+        caller.sendall(HEAD)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await endpoint.close()
+    for caller in callers:
+        with caller, suppress(ConnectionResetError):
+            assert await asyncio.to_thread(caller.recv, 1) == b""
