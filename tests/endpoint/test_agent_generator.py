@@ -26,6 +26,8 @@ from skyasync.rollout.types import Group
 from tests.endpoint import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
 
+pytestmark = pytest.mark.slow  # programs that hang are waited for
+
 PROGRAMS = "tests.endpoint.agent_programs"
 FAILURES = {
     "raises": "LookupError: broken",

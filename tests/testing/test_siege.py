@@ -47,6 +47,7 @@ def events():
     yield Event(5, 1e9, "kill-rank")
 
 
+@pytest.mark.slow
 def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)
     folder, scratch, said = tmp_path / "run", tmp_path / "scratch", list[str]()
