@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from skyasync.engines.revival import Revival
     from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
+    from skyasync.weight_sync.turns import DeviceTurns
     from skyasync.workers.dispatch import RayWorkerDispatch
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Parts(Protocol):
     dispatch: Any
     weight_sync: Any
     revival: Revival | None
+    turns: DeviceTurns | None
 
     def make_trainer(self) -> RayPPOTrainer: ...
     def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None: ...
@@ -74,8 +76,8 @@ class Restarting:
         lost = getattr(run.parts.dispatch, "lost", None)
         if lost is None or not self.possible:
             return False
-        if run.cfg.trainer.placement.colocate_all or not hasattr(run.parts.weight_sync, "restart"):
-            lost[1].add_note("workers are not started again with trainer.placement.colocate_all=true")
+        if not hasattr(run.parts.weight_sync, "restart"):
+            lost[1].add_note("workers are not started again: the weight sync of this run has no restart(source)")
             return False
         return self._budget.take(f"a process of the {lost[0]}", step, lost[1])
 
@@ -83,13 +85,17 @@ class Restarting:
         """New processes for all roles, and a trainer that goes on from the newest checkpoint; engines stay."""
         from skyasync.observe.timeline import Timeline, wall_clock
 
-        run, began = self._experiment, wall_clock()
+        run, turns, began = self._experiment, self._experiment.parts.turns, wall_clock()
         await run.parts.dispatch.shutdown()
+        if turns is not None:
+            await turns.policy_is_lost()
         self._resume_anew()
         run.parts.dispatch = await asyncio.to_thread(run.get_dispatch)
         trainer = await asyncio.to_thread(run.parts.make_trainer)
         await run.parts.dispatch.start(trainer.total_updates)
-        run.parts.weight_sync.restart(run.parts.dispatch)
+        if turns is not None:
+            turns.restart(run.parts.dispatch)
+        run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch, run.parts.dispatch)
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())

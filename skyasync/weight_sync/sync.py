@@ -109,14 +109,17 @@ class WeightSync:
     def __post_init__(self) -> None:
         self._fresh.set()
 
-    def restart(self, source: Source) -> None:
+    def restart(self, source: Source, keeper: Keeper | None = None) -> None:
         """The weights come from other processes from here on; latecomers wait for the first sync from them.
 
         What was measured at start-up still holds: it is of the models and their dtypes.
+
+        Args:
+            keeper: who keeps them, if anyone did before; the source where it is left out.
         """
         self.source, self._kept, self._latecomer, self._lost = source, None, True, False
         if self.keeper is not None:
-            self.keeper = source  # type: ignore[assignment]  # whoever was one is of the same kind
+            self.keeper = keeper or source  # type: ignore[assignment]  # whoever was one is of the same kind
             self._fresh.clear()
 
     async def measure_floor(self) -> None:

@@ -11,7 +11,8 @@ is on the devices, the engines sleep. At no time does a device hold the policy a
 a verification, which comes when the engines are awake, is told what was found then.
 
 An engine that is started in a dead one's place takes memory, so it is started in the engines' turn, which does not end
-before it is there (``for_engines``): the policy's turn waits for it.
+before it is there (``for_engines``): the policy's turn waits for it. Of workers that have died nothing is left on the
+devices; others load the policy there while the engines sleep (``policy_is_lost``, ``restart``).
 """
 
 from __future__ import annotations
@@ -78,12 +79,24 @@ class DeviceTurns:
     async def make_way_for_policy(self) -> None:
         """Put the engines, which must be idle, to sleep, and bring the policy back; nothing if it is there."""
         async with self._changing:
-            if self.engines_are_awake:
-                await self._engines.sleep()
-                self._awake.clear()
+            await self._put_engines_to_sleep()
             if not self._policy_is_here:
                 await self._policy.onload()
                 self._policy_is_here, self._scores = True, None
+
+    async def policy_is_lost(self) -> None:
+        """Its processes have ended: the engines, which must be idle, sleep while others load it."""
+        async with self._changing:
+            await self._put_engines_to_sleep()
+
+    def restart(self, policy: Policy) -> None:
+        """Other processes have loaded the policy, and have it on the devices; the next sync wakes the engines."""
+        self._policy, self._policy_is_here, self._scores = policy, True, None
+
+    async def _put_engines_to_sleep(self) -> None:
+        if self.engines_are_awake:
+            await self._engines.sleep()
+            self._awake.clear()
 
     async def _make_way_for_engines(self) -> None:
         self._scores = await self._policy.score(self._probe) if self._probe else []
@@ -117,19 +130,19 @@ class DeviceTurns:
 
 class _PolicyInTurn:
     def __init__(self, turns: DeviceTurns) -> None:
-        self._turns, self._policy = turns, turns._policy
+        self._turns = turns
 
     async def publish_weights(self, version: int) -> WeightUpdate:
         return await self._turns.publish(version)
 
     async def send_weights(self, update: WeightUpdate) -> None:
-        await self._policy.send_weights(update)
+        await self._turns._policy.send_weights(update)
 
     async def release_weights(self, update: WeightUpdate) -> None:
-        await self._policy.release_weights(update)
+        await self._turns._policy.release_weights(update)
 
     async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
-        policy: Any = self._policy  # the kept copy is in host memory: nobody has to make way
+        policy: Any = self._turns._policy  # the kept copy is in host memory: nobody has to make way
         whole: WeightUpdate = await policy.publish_whole(update, fell_back=fell_back)
         return whole
 

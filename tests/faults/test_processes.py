@@ -48,13 +48,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("plan", KILLS)
+@pytest.mark.parametrize(("plan", "shared"), [*((plan, "false") for plan in KILLS), ("sync", "true")])
 def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_command(
-    plan: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
+    plan: str, shared: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
 ) -> None:
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
     (tmp_path / "program.py").write_text(PROGRAM.replace("KILLS", repr(KILLS[plan])))
-    command = [f"trainer.plan={plan}", *SETTINGS]
+    command = [f"trainer.plan={plan}", f"trainer.placement.colocate_all={shared}", *SETTINGS]
     given = arguments(*command, runs=tmp_path, model=models["tied"])
     with output.open("w") as terminal:
         program = subprocess.Popen(

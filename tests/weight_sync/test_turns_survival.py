@@ -169,3 +169,41 @@ def test_an_engine_that_dies_is_replaced_in_the_engines_turn(moment: str, how: s
         await run.client.shutdown()
 
     scenario()
+
+
+@pytest.mark.parametrize("engine_too", [False, True])
+@pytest.mark.parametrize("moment", ["training", "publishing", "generating"])
+def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engine_too: bool) -> None:
+    """The policy's processes are noticed to be dead at this moment; an engine dies while others start."""
+
+    @virtual_time
+    async def scenario() -> None:
+        global policy_is_on_the_devices
+        run = Run(engines=2)
+        await run.begin()
+        await run.step()
+        await run.generate()
+        if moment != "generating":
+            await run.turns.make_way_for_policy()
+        if moment == "publishing":
+            await run.turns.source.publish_weights(2)
+        assert run.turns.engines_are_awake == (moment == "generating")
+
+        policy_is_on_the_devices = False  # its memory has gone with it
+        successor: Any = Policy(run.client)
+        await run.turns.policy_is_lost()
+        if engine_too:
+            strike(run.client.engines[0], "kill")
+        await successor.start()
+        run.turns.restart(successor)
+        run.sync.restart(run.turns.source, successor)
+        assert run.sync.keeper is successor
+        await run.sync.sync(1)
+        for _ in range(3):
+            await run.step()
+        assert run.client.roster.routes.living == [0, 1]
+        assert [engine.version for engine in run.client.engines] == [run.steps] * 2  # type: ignore[attr-defined]
+        await run.revival.close()
+        await run.client.shutdown()
+
+    scenario()
