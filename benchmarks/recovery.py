@@ -1,17 +1,25 @@
-"""What an engine's death costs: two engines, one of them killed in the middle of a rollout, three times a run.
+"""What the death of an engine costs, and of a worker: killed in the middle of a rollout, three times a run.
 
     uv run -m benchmarks.recovery [key=value ...] [--plans sync fully_async] [--backends transformers]
 
-The first command's model and task. Per run:
+The first command's model and task, two engines. Per run of which engines are killed:
 
 - step: median seconds of a step with both engines;
 - the step of a death: seconds of the slowest step that a death fell into, requests that went on elsewhere included;
-- away: median seconds of the steps in which one engine worked alone, the other's process being started anew beside it
+- alone: median seconds of the steps in which one engine worked alone, the other's process being started anew beside it
   (it takes CPU time from both, the more the fewer cores there are);
 - recovery: seconds from the death's discovery until the newcomer takes requests: its process, the imports of its
-  libraries, its model, the weights and their proof.
+  libraries, its model, the weights and their proof;
+- lost: by how much all steps from the death to the recovery took longer than as many usual ones, per death.
 
-Every prompt must be in the run's ledger once.
+Per run of whose workers one is killed, medians:
+
+- goes on: seconds from the death's discovery until the next rollout can begin;
+- start, load: how much of it the new processes take until they have the model, and to load the checkpoint;
+- first start: what the command's first start of the workers took, beside the start of the engines;
+- again: steps that are made once more, those since the newest checkpoint (one is saved every five steps).
+
+Every prompt must be in the run's ledger once, and every step in its metrics.
 """
 
 from __future__ import annotations
@@ -21,61 +29,134 @@ import os
 import signal
 import tempfile
 import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyasync import BasePPOExp, TrainerCallback, load_config
-from skyasync.observe.jsonl import read_rows
+from skyasync.config.schema import Config
+from skyasync.observe.jsonl import append_rows, read_rows
 from skyasync.state.ledger import audit
+
+if TYPE_CHECKING:
+    from skyasync.workers.dispatch import RayWorkerDispatch
 
 KILLS = (6, 18, 30)  # behind these steps
 STEPS = 40
+CKPT_INTERVAL = 5
 DELAY_S = 0.1  # from the end of a step into the next one's rollout
+ENGINE, WORKER = "_EngineActor", "PolicyWorker"
+TIMES = "times.jsonl"  # in the run's folder, of a run of whose workers one is killed
 
 
 class Kill(TrainerCallback):
+    """Each kill once, though its step may come again."""
+
+    def __init__(self, actor_class: str) -> None:
+        self._actor_class = actor_class
+
+    def on_train_begin(self, trainer: Any) -> None:
+        _note(trainer.run_dir.path, what="goes on", took_s=0.0)
+
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if trainer.global_step in KILLS:
-            threading.Timer(DELAY_S, kill_an_engine).start()
+        mark = trainer.run_dir.path / f"killed-{trainer.global_step}"
+        if trainer.global_step in KILLS and not mark.exists():
+            mark.touch()
+            threading.Timer(DELAY_S, _kill_newest, [self._actor_class]).start()
 
 
-def kill_an_engine() -> None:
+def _kill_newest(actor_class: str) -> None:
     import ray
 
     actors = ray._private.state.actors().values()
-    living = [a for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
+    living = [a for a in actors if a["ActorClassName"] == actor_class and a["State"] == "ALIVE"]
     os.kill(max(living, key=lambda actor: actor["StartTime"])["Pid"], signal.SIGKILL)
 
 
+def _note(folder: Path, what: str, took_s: float) -> None:
+    append_rows(folder / TIMES, [{"what": what, "time": time.time(), "took_s": took_s}])
+
+
 class Killed(BasePPOExp):
+    def __init__(self, cfg: Config, actor_class: str) -> None:
+        super().__init__(cfg)
+        self._actor_class = actor_class
+
     def get_callbacks(self) -> list[TrainerCallback]:
-        return [Kill()]
+        return [Kill(self._actor_class)]
+
+    def get_dispatch(self) -> RayWorkerDispatch:
+        began, dispatch = time.time(), super().get_dispatch()
+        assert self.run_dir is not None
+        folder = self.run_dir.path
+        dispatch.start = _timed(dispatch.start, folder, "start", began)  # type: ignore[method-assign]
+        dispatch.load = _timed(dispatch.load, folder, "load")  # type: ignore[method-assign]
+        return dispatch
 
 
-def run(plan: str, backend: str, options: list[str]) -> str:
-    """One run; returns its row of the table."""
+Call = Callable[..., Awaitable[None]]
+
+
+def _timed(call: Call, folder: Path, what: str, began: float | None = None) -> Call:
+    """Notes how long a call took, or how long it is since ``began`` when it returns."""
+
+    async def timed(*args: Any) -> None:
+        since = began or time.time()
+        await call(*args)
+        _note(folder, what, time.time() - since)
+
+    return timed
+
+
+@contextmanager
+def _folder_of_a_run(plan: str, backend: str, actor_class: str, options: list[str]) -> Iterator[Path]:
+    """Of one whose prompts and steps are there once."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [f"trainer.plan={plan}", f"generator.backend={backend}", "generator.num_inference_engines=2"]
         arguments += [f"trainer.runs_dir={folder}", "trainer.run_name=run", f"trainer.max_training_steps={STEPS}"]
         arguments += ["trainer.epochs=99", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
-        arguments += ["generator.max_engine_restarts=9", "trainer.terminal=lines", *options]
-        Killed(load_config(["--config", "examples/tiny/config.yaml", *arguments])).run()
-        rows = read_rows(Path(folder, "run", "metrics.jsonl"))
-        ledger = audit(read_rows(Path(folder, "run", "ledger.jsonl")))
-    assert all(len(ends) == 1 for ends in ledger.values()), "a prompt was trained twice"
-    steps = {row["step"]: row for row in rows if row["step"] > 0}
-    assert sorted(steps) == list(range(1, STEPS + 1))
-    hit = [steps[kill + 1]["time/step_s"] for kill in KILLS]
-    alone = [
-        row["time/step_s"]
-        for row in steps.values()
-        if row.get("engines/deaths", 0) > row.get("engines/restarts", 0) and row["step"] - 1 not in KILLS
-    ]
-    usual = [row["time/step_s"] for step, row in steps.items() if step > 3 and row.get("engines/deaths", 0) == 0]
-    took = [row["engines/recovery_s"] for row in steps.values() if "engines/recovery_s" in row]
-    cells = [f"{median(usual):.2f} s", f"{max(hit):.2f} s", f"{median(alone):.2f} s" if alone else "-"]
-    return f"| `{plan}` | {backend} | " + " | ".join(cells) + f" | {', '.join(f'{s:.1f}' for s in took)} s |"
+        arguments += ["generator.max_engine_restarts=9", "trainer.max_restarts=9", "trainer.terminal=lines", *options]
+        Killed(load_config(["--config", "examples/tiny/config.yaml", *arguments]), actor_class).run()
+        run = Path(folder, "run")
+        ledger = audit(read_rows(run / "ledger.jsonl"))
+        assert all(len(ends) == 1 for ends in ledger.values()), "a prompt was trained twice"
+        assert [row["step"] for row in read_rows(run / "metrics.jsonl") if row["step"] > 0] == list(range(1, STEPS + 1))
+        yield run
+
+
+def engines(plan: str, backend: str, options: list[str]) -> str:
+    """One run of which engines are killed; its row of the table."""
+    with _folder_of_a_run(plan, backend, ENGINE, options) as run:
+        rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] > 0]
+    took = {row["step"]: row["time/step_s"] for row in rows}
+    away = {row["step"] for row in rows if row.get("engines/deaths", 0) > row.get("engines/restarts", 0)}
+    back = {row["step"] for row in rows if "engines/recovery_s" in row}
+    hit = {kill + 1 for kill in KILLS}
+    usual = median(seconds for step, seconds in took.items() if step > 3 and step not in away | back | hit)
+    lost = sum(took[step] - usual for step in away | back | hit) / len(KILLS)
+    alone = [took[step] for step in away - hit]
+    recovery = ", ".join(f"{row['engines/recovery_s']:.1f}" for row in rows if row["step"] in back)
+    cells = [f"{usual:.2f} s", f"{max(took[step] for step in hit):.2f} s", f"{median(alone):.2f} s" if alone else "-"]
+    return f"| `{plan}` | {backend} | " + " | ".join([*cells, f"{recovery} s", f"{lost:.2f} s"]) + " |"
+
+
+def workers(plan: str, backend: str, options: list[str]) -> str:
+    """One run of whose workers one is killed; its row of the table."""
+    settings = [f"trainer.ckpt_interval={CKPT_INTERVAL}", *options]
+    with _folder_of_a_run(plan, backend, WORKER, settings) as run:
+        noticed = [row["time"] for row in read_rows(run / "restarts.jsonl")]
+        times = read_rows(run / TIMES)
+    assert len(noticed) == len(KILLS)
+    went_on = [row["time"] for row in times if row["what"] == "goes on"][1:]
+    start, load = ([row["took_s"] for row in times if row["what"] == what] for what in ("start", "load"))
+    goes_on = median(then - when for when, then in zip(noticed, went_on, strict=True))
+    again = median(kill % CKPT_INTERVAL for kill in KILLS)
+    seconds = (goes_on, median(start[1:]), median(load), start[0])
+    return f"| `{plan}` | {backend} | " + " | ".join(f"{each:.2f} s" for each in seconds) + f" | {again} |"
 
 
 def main() -> None:
@@ -83,11 +164,17 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["sync", "fully_async"])
     parser.add_argument("--backends", nargs="+", default=["transformers"])
     arguments, options = parser.parse_known_args()
-    lines = ["| plan | engine | step | the step of a death | away | recovery |", "|---|---|---|---|---|---|"]
-    for backend in arguments.backends:
-        for plan in arguments.plans:
-            lines.append(run(plan, backend, options))
-            print("\n".join(lines), flush=True)
+    tables = {
+        engines: [
+            "| plan | engine | step | the step of a death | alone | recovery | lost |",
+            "|---|---|---|---|---|---|---|",
+        ],
+        workers: ["| plan | engine | goes on | start | load | first start | again |", "|---|---|---|---|---|---|---|"],
+    }
+    for row, lines in tables.items():
+        for backend in arguments.backends:
+            lines += map(partial(row, backend=backend, options=options), arguments.plans)
+    print("\n".join([*tables[engines], "", *tables[workers]]), flush=True)
 
 
 if __name__ == "__main__":
