@@ -20,6 +20,10 @@ class NonFiniteError(RuntimeError):
     """A loss, gradient or reward is NaN or infinite; the weights have not been changed by it."""
 
 
+class NonFiniteRewardError(UserError, ValueError):
+    """A reward is NaN or infinite; the message says whose."""
+
+
 class TransientError(Exception):
     """Raised by an environment, a tool, a reward or an agent program: the same call may well succeed later.
 

@@ -32,7 +32,7 @@ from skyasync.rollout.rules import check_given_up
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
-from skyasync.training.bookkeeping import Bookkeeping
+from skyasync.training.bookkeeping import DULL, TRUNCATED, Bookkeeping
 from skyasync.training.cadence import Cadence
 from skyasync.training.handover import HandOver, WeightSyncing
 from skyasync.training.judging import Judging
@@ -261,8 +261,9 @@ class RayPPOTrainer(Life):
             sampled = groups
             groups = self.filter_groups(groups)
             self.learner.count_rejected(len(sampled) - len(groups))
-            self.book.reject(sampled, groups)
-        groups = self.drop_truncated(groups)
+            self.book.reject(sampled, groups, DULL)
+        whole, groups = groups, self.drop_truncated(groups)
+        self.book.reject(whole, groups, TRUNCATED)
         if not groups:
             return None
         batch = self.shape_rewards(await self.ask_roles(await collate_in_turns(groups)))
@@ -298,6 +299,8 @@ class RayPPOTrainer(Life):
         if numbers.dropped:
             await self.reporting.keep_bad(self.phases.step, self.total_steps, rollout, self.learner.trained)
             numbers.check_dropped()
+            if "policy/loss" not in self.metrics:
+                self.book.leave_out()
         found = numbers.spikes(self.metrics)
         if found and numbers.rolls_back:
             numbers.undo(found)
@@ -394,6 +397,7 @@ class RayPPOTrainer(Life):
                 found, _ = await play(self.generator, request, prompts, self.policy_version)
             await self.judging.add_scores(found)
             groups += found
+        self.learner.numbers.check_rewards(groups)
         scoring = Scoring.of(self.cfg)
         numbers = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
         return eval_metrics(groups, numbers)

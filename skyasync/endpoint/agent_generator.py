@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 from skyasync.arrays import NO_INTS
-from skyasync.endpoint.agent_pool import AgentError, PassingAgentError, ProcessLostError, Score
+from skyasync.endpoint.agent_pool import AgentError, NonFiniteAgentError, PassingAgentError, ProcessLostError, Score
 from skyasync.endpoint.recorder import sequences
 from skyasync.endpoint.server import Endpoint
 from skyasync.endpoint.session import Session
@@ -20,7 +20,7 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.processes.transient import Patience
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import TrajectoryGenerator
-from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up
+from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, without_number
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
 from skyasync.together import together
@@ -136,6 +136,8 @@ class AgentGenerator(TrajectoryGenerator):
                 call.action.reward = score.rewards.get(call.id, 0.0) * self._rules.turn_discount**number
 
     def _given_up(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
+        if isinstance(error, NonFiniteAgentError) and self._rules.leaves_out and session.recorder.calls:
+            return without_number(_recorded(session), error)
         if self._rules.on_error == "raise":
             raise error
         trajectory = Trajectory(session.identity, [Segment("prompt", NO_INTS)])

@@ -12,14 +12,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from skyasync.endpoint.agent_process import AgentError, AgentProcess, PassingAgentError, Score
+from skyasync.endpoint.agent_process import AgentError, AgentProcess, NonFiniteAgentError, PassingAgentError, Score
 from skyasync.processes.calls import Worker, key_of
 from skyasync.processes.host import CLOSE_S, HEARTBEAT_S
 from skyasync.processes.link import Link, ProcessLostError
 from skyasync.processes.pool import Pool
 from skyasync.processes.transient import Patience
 
-__all__ = ["AgentError", "AgentPool", "PassingAgentError", "ProcessLostError", "Score", "ray_processes"]
+__all__ = [
+    "AgentError",
+    "AgentPool",
+    "NonFiniteAgentError",
+    "PassingAgentError",
+    "ProcessLostError",
+    "Score",
+    "ray_processes",
+]
 
 
 class AgentPool:

@@ -19,7 +19,7 @@ from traceback import format_exception
 from typing import Any
 
 from skyasync.endpoint.agent_class import is_agent_class, program_of
-from skyasync.errors import UserError
+from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.processes.calls import Answer, Call
 from skyasync.processes.transient import Patience
 from skyasync.registry import resolve_reference
@@ -37,6 +37,10 @@ class AgentError(Exception):
 
 class PassingAgentError(AgentError):
     """It may succeed later."""
+
+
+class NonFiniteAgentError(AgentError):
+    """The reward that it returned is NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,13 @@ class AgentProcess:
         if task.cancelled():
             return Answer(call.number, None, AgentError(f"{call.name}: the program was cancelled from within"))
         if error := task.exception():
-            kind = PassingAgentError if self._patience.marked(error) else AgentError
-            return Answer(call.number, None, kind(f"{call.name}: {_story(error)}"))
+            return Answer(call.number, None, self._kind(error)(f"{call.name}: {_story(error)}"))
         return Answer(call.number, task.result())
+
+    def _kind(self, error: BaseException) -> type[AgentError]:
+        if isinstance(error, NonFiniteRewardError):
+            return NonFiniteAgentError
+        return PassingAgentError if self._patience.marked(error) else AgentError
 
     def overdue(self, call: Call) -> Exception:
         return TimeoutError(f"the agent program of {call.name} could not be ended")
@@ -202,7 +210,8 @@ def check_score(result: object) -> Score:
 
 def _finite(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"the program returned {value!r:.80} as its {name}; it must be a finite number")
+        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else ValueError
+        raise kind(f"the program returned {value!r:.80} as its {name}; it must be a finite number")
     return float(value)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
-from skyasync.errors import unknown
+from skyasync.errors import NonFiniteRewardError, unknown
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
@@ -91,7 +91,8 @@ def _chars(message: Mapping[str, Any]) -> int:
 
 def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise NonsenseError(f"{what} is {_shown(value)}; it must be a finite number")
+        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else NonsenseError
+        raise kind(f"{what} is {_shown(value)}; it must be a finite number")
     return float(value)
 
 

@@ -20,7 +20,7 @@ from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnv, Conversation, Seen
 from skyasync.envs.check import NonsenseError, check_metrics, check_prompt, check_step
 from skyasync.envs.registry import EnvFactory
-from skyasync.errors import TransientError
+from skyasync.errors import NonFiniteRewardError, TransientError
 from skyasync.processes.calls import Answer, Call, portable
 from skyasync.processes.transient import Patience
 
@@ -208,6 +208,8 @@ def _told(caught: BaseException, episode: str) -> Exception:
     """What an environment raised, as its caller is told."""
     if isinstance(caught, NonsenseError):
         error: Exception = ValueError(f"the environment of {episode}: {caught}")
+    elif isinstance(caught, NonFiniteRewardError):
+        error = NonFiniteRewardError(f"the environment of {episode}: {caught}")
     elif isinstance(caught, Exception):
         error = caught
     else:

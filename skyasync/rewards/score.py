@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 
-from skyasync.errors import UserError, nearest
+from skyasync.errors import NonFiniteRewardError, UserError, nearest
 from skyasync.rewards.forms import in_batches, unbatched
 
 REWARD_KEYS = ("reward", "score")
@@ -55,7 +55,8 @@ def as_score(function: str, returned: object) -> Score:
 def _number(what: str, value: object, alternative: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
-        raise UserError(f"{what} is {_shown(value)}: {hint}")
+        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else UserError
+        raise kind(f"{what} is {_shown(value)}: {hint}")
     return float(value)
 
 

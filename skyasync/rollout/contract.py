@@ -1,7 +1,7 @@
 """What a generator is, and how the trajectories of one become groups.
 
 Invariant: whichever way they come, each group has as many trajectories as asked, in the order asked, and every
-trajectory is whole: a prompt to start from, no empty segment behind it, finite log-probabilities and rewards.
+trajectory is whole: a prompt to start from, no empty segment behind it, finite log-probabilities.
 
     ours      roll_out ──▶ trajectories (arrays) ─────────────────────▶ groups
     foreign   generate ──▶ parallel lists ─────────▶ groups_in_turns ─▶ groups
@@ -10,7 +10,6 @@ trajectory is whole: a prompt to start from, no empty segment behind it, finite 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -91,8 +90,6 @@ def _whole(sequence: list[Segment], trajectory: Trajectory) -> list[Segment]:
     if first.kind != "prompt" or not len(first.tokens):
         raise UserError(f"{trajectory.id}: the prompt has no tokens")
     for segment in sequence:
-        if not math.isfinite(segment.reward):
-            raise UserError(f"{trajectory.id}: the reward is not finite")
         if not np.isfinite(segment.logprobs).all():
             raise UserError(f"{trajectory.id}: log-probabilities of generated tokens must be finite")
     return [first, *(segment for segment in others if len(segment.tokens))]

@@ -1,8 +1,8 @@
 """Between trajectories and the parallel lists in which generators of other houses speak.
 
 Invariant: what such a generator returns is checked here, once, with the prompt named; behind this point every
-trajectory is whole: a prompt to start from, as many log-probabilities and versions as generated tokens, finite
-numbers, and every reward on a segment.
+trajectory is whole: a prompt to start from, as many finite log-probabilities and versions as generated tokens,
+and every reward on a segment.
 """
 
 from __future__ import annotations
@@ -206,14 +206,11 @@ def _versions(output: GeneratorOutput, row: int, version: int, tokens: Ints, ide
 def _rewards_per_token(reward: object, mask: Numbers, tokens: Ints, identity: TrajectoryId) -> Numbers:
     """Per response token; one number for the whole trajectory goes to its last action token, or else its last."""
     if isinstance(reward, Real):
-        values, finite = np.zeros(len(tokens)), math.isfinite(reward)
+        values = np.zeros(len(tokens))
         if len(tokens):
             values[int(np.flatnonzero(mask)[-1]) if mask.any() else -1] = float(reward)
     else:
         values = _per_token("rewards", reward, tokens, identity).astype(np.float64)
-        finite = bool(np.isfinite(values).all())
-    if not finite:
-        raise UserError(f"{identity}: the reward is not finite")
     return values
 
 

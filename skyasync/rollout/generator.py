@@ -20,7 +20,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation, Seen
 from skyasync.envs.pool import EnvPool
-from skyasync.errors import UserError
+from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
@@ -28,7 +28,14 @@ from skyasync.rollout.contract import Generator, TrajectoryGenerator
 from skyasync.rollout.early_end import Decided, EarlyEnd
 from skyasync.rollout.judging import NO_JUDGES, Judges
 from skyasync.rollout.requests import request_seed
-from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, tell_of_lost_process, tell_of_no_room
+from skyasync.rollout.rules import (
+    EpisodeRules,
+    GivenUpError,
+    give_up,
+    tell_of_lost_process,
+    tell_of_no_room,
+    without_number,
+)
 from skyasync.rollout.spares import first_complete, with_spares
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
@@ -139,6 +146,8 @@ class EpisodeGenerator(TrajectoryGenerator):
         except BaseException as error:
             self._environments.abandon(str(identity))
             self._begun.remove([identity])
+            if isinstance(error, NonFiniteRewardError) and self._rules.leaves_out:
+                return without_number(trajectory, error)
             if isinstance(error, GivenUpError):
                 return give_up(trajectory, self._rules, error, self._chat.prompt(prompt))
             if not any(note.startswith(_WHILE) for note in getattr(error, "__notes__", ())):  # many may share it

@@ -139,7 +139,7 @@ def sample_records(
             "prompt_id": str(trajectory.id),
             "prompt": group.prompt.messages[-1]["content"],
             "response": decode(joined(*(s.tokens for s in trajectory.segments[1:])).tolist()),
-            "reward": trajectory.reward,
+            "reward": trajectory.reward if isfinite(trajectory.reward) else None,
             "stop_reason": trajectory.stop_reason,
             "versions": np.unique(trajectory.versions).tolist(),
             "tokens": token_columns(

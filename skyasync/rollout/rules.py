@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from math import nan
 
 from skyasync.arrays import Ints
 from skyasync.config.schema import Config
-from skyasync.errors import UserError
+from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.types import Group, Segment, Trajectory, TrajectoryId
 
@@ -41,6 +42,7 @@ class EpisodeRules:
             may go to different engines; false keeps a group on one.
         turn_discount: ``generator.turn_discount``.
         spares: ``generator.spare_samples_per_prompt``.
+        on_nonfinite: ``trainer.on_nonfinite``, for rewards, where ``on_error`` does not end their episodes alone.
     """
 
     max_turns: int = 0
@@ -51,6 +53,7 @@ class EpisodeRules:
     spread: bool = True
     turn_discount: float = 1.0
     spares: int = 0
+    on_nonfinite: str = "raise"
 
     @staticmethod
     def of(cfg: Config) -> EpisodeRules:
@@ -66,7 +69,13 @@ class EpisodeRules:
             generator.is_num_return_sequences_expand,
             generator.turn_discount,
             generator.spare_samples_per_prompt,
+            cfg.trainer.on_nonfinite,
         )
+
+    @property
+    def leaves_out(self) -> bool:
+        """A reward that is not finite leaves its step's update out: no error ends the run, nor the episode alone."""
+        return self.on_error == "raise" and self.on_nonfinite == "skip"
 
     def turns(self) -> Iterable[int]:
         """The numbers of an episode's turns."""
@@ -77,9 +86,9 @@ class EpisodeRules:
         """Around what an environment can be blamed for: it ends the run, or its episode alone (``on_error``)."""
         try:
             yield
-        except UserError:
-            raise  # a setting or a row is wrong, which no other episode will mend
         except Exception as error:
+            if isinstance(error, UserError) and not isinstance(error, NonFiniteRewardError):
+                raise  # a setting or a row is wrong, which no other episode will mend
             if self.on_error == "raise":
                 raise
             raise GivenUpError from error
@@ -115,6 +124,13 @@ def give_up(trajectory: Trajectory, rules: EpisodeRules, error: GivenUpError, pr
         trajectory.segments[-1].reward = rules.give_up_reward
     trajectory.stop_reason = "abort"
     trajectory.metrics = {"given_up": 1.0}
+    return trajectory
+
+
+def without_number(trajectory: Trajectory, error: Exception) -> Trajectory:
+    """The trajectory whose reward is no finite number, as far as it has come: its step is not learnt from."""
+    _warn_once("a reward that is not finite", "episode %s: %.500s", trajectory.id, error)
+    trajectory.segments[-1].reward = nan
     return trajectory
 
 

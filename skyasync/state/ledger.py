@@ -6,10 +6,12 @@
 
 | state     | owned by                                  | what becomes of it when its owner fails                      |
 |-----------|-------------------------------------------|--------------------------------------------------------------|
-| (stream)  | the position in the prompt stream         | it is a number in every checkpoint                           |
-| in flight | the generator's task                      | the run ends; the next one goes on from the tokens that the  |
-|           |                                           | checkpoint holds, or generates it anew                       |
-| finished  | this ledger, and the plan's buffer        | the checkpoint holds the group; the next run trains it       |
+| (stream)  | the position in the prompt stream, until  | it is a number in every checkpoint                           |
+|           | the plan admits it                        |                                                              |
+| in flight | the generator's task                      | an engine or environment: another goes on with it; a rank,   |
+|           |                                           | the controller, the program: whoever goes on has the tokens  |
+|           |                                           | that the checkpoint holds, or generates it anew              |
+| finished  | this ledger, and the plan's buffer        | the checkpoint holds the group; whoever goes on trains it    |
 | closed    | the step that trained or rejected it      | a step half done is not counted: it is redone from the       |
 |           |                                           | checkpoint before it                                         |
 

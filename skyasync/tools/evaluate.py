@@ -50,6 +50,7 @@ def evaluate(argv: Arguments) -> None:
         from skyasync.main import configuration
         from skyasync.rollout.evaluation import Scoring
         from skyasync.tools.playing import Playing
+        from skyasync.training.numbers import bad_rewards, describe
 
         cfg: Config = configuration(rest)
         cfg.trainer.eval_passing = cfg.trainer.eval_passing if passing is None else passing
@@ -63,6 +64,8 @@ def evaluate(argv: Arguments) -> None:
         experiment.settle(held_out=True)
         most = number(options["--prompts"], "--prompts") if "--prompts" in options else 0
         groups = experiment.play(experiment.prompts(held_out=True, most=most), held_out=True)
+        if problem := describe(bad_rewards(groups)):
+            raise UserError(problem)
         scoring, tokenizer = Scoring.of(cfg), experiment.get_tokenizer()
     found = scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
     if "--json" in options:

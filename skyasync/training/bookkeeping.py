@@ -21,6 +21,10 @@ from skyasync.state.ledger import Ledger, Line, trained_behind
 
 log = logging.getLogger(__name__)
 
+DULL = "not worth training on (trainer.algorithm.dynamic_sampling)"
+TRUNCATED = "no response ended by itself (trainer.algorithm.truncated_responses=drop)"
+LEFT_OUT = "no update was made of its step, whose numbers are not finite (trainer.on_nonfinite=skip)"
+
 
 class Bookkeeping:
     """Follows prompts from their start to their end.
@@ -37,7 +41,7 @@ class Bookkeeping:
         trainer = cfg.trainer
         self._keeps = trainer.ckpt_rollouts and saves(trainer)
         self._ids: dict[str, PromptId] = {}  # of open prompts
-        self._rejected: set[str] = set()  # found in the step in hand
+        self._rejected: dict[str, str] = {}  # found in the step in hand, and why
         self._undone = ""  # why the step in hand, and those since a checkpoint, count for nothing
 
     def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
@@ -51,10 +55,15 @@ class Bookkeeping:
         for group in groups if self._keeps else ():
             self.ledger.finish(str(group.prompt.id), _copy(group))
 
-    def reject(self, before: Sequence[Group], kept: Sequence[Group]) -> None:
-        """A filter left some of the groups out of the step in hand."""
+    def reject(self, before: Sequence[Group], kept: Sequence[Group], why: str) -> None:
+        """Some of the groups are left out of the step in hand."""
         if len(kept) < len(before):
-            self._rejected |= {str(g.prompt.id) for g in before} - {str(g.prompt.id) for g in kept}
+            left = {str(group.prompt.id) for group in kept}
+            self._rejected |= {name: why for group in before if (name := str(group.prompt.id)) not in left}
+
+    def leave_out(self) -> None:
+        """No update is made of the step in hand: its numbers are not finite."""
+        self._undone = LEFT_OUT
 
     def undo(self, step: int, lines: Iterable[Line]) -> None:
         """The models are what they were behind that step again, and so the step in hand trains nothing either.
@@ -68,13 +77,14 @@ class Bookkeeping:
     def close(self, rollout: Rollout) -> Line:
         """A step has trained this; what is to be written about it."""
         given_up = {str(group.prompt.id) for group in rollout.groups if _given_up(group)}
-        rejected = (self._rejected | {str(identity) for identity in rollout.rejected}) - given_up
+        rejected = {str(identity): DULL for identity in rollout.rejected} | self._rejected
         trained = {str(group.prompt.id): None for group in rollout.groups}
-        others = [name for name in trained if name not in given_up | rejected]
+        others = [name for name in trained if name not in given_up and name not in rejected]
         self.ledger.close(others, "given_up" if self._undone else "trained", self._undone)
-        self.ledger.close(sorted(rejected), "rejected")
+        for name in sorted(rejected.keys() - given_up):
+            self.ledger.close([name], "rejected", rejected[name])
         self.ledger.close(sorted(given_up), "given_up", "no episode reached its end (environment.on_error)")
-        self._rejected, self._undone = set(), ""
+        self._rejected, self._undone = {}, ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
 

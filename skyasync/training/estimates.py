@@ -7,6 +7,7 @@ Functions of their arguments alone; metrics that they find are written into the 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from skyasync.config.algorithm import AlgorithmConfig
@@ -20,11 +21,11 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
 
 
 def filter_groups(algorithm: AlgorithmConfig, groups: list[Group]) -> list[Group]:
-    """Those that ``dynamic_sampling`` keeps."""
+    """Those that ``dynamic_sampling`` keeps; rewards that are not finite are no matter of taste (``on_nonfinite``)."""
     from skyasync.algorithms.filters import group_filter
 
-    keep = group_filter(algorithm)
-    return [group for group in groups if keep(group.judged_by(algorithm.dynamic_sampling.metric))]
+    keep, metric = group_filter(algorithm), algorithm.dynamic_sampling.metric
+    return [g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.judged_by(metric))]
 
 
 def drop_truncated(algorithm: AlgorithmConfig, groups: list[Group], metrics: Metrics) -> list[Group]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from skyasync.config.schema import TrainerConfig
 from skyasync.errors import NonFiniteError, UserError, nearest
-from skyasync.rollout.types import Group
+from skyasync.rollout.types import Group, Trajectory
 from skyasync.training.phases import Phases
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,17 @@ log = logging.getLogger(__name__)
 SKIPPED, REWARDS = "nonfinite/skipped", "nonfinite/rewards"
 SPIKES, UNDONE = "spikes/count", "spikes/rolled_back_to"
 NAMED = 3  # episodes by name, of those whose rewards are not finite
+
+
+def bad_rewards(groups: Sequence[Group]) -> list[Trajectory]:
+    """Those whose reward is not finite."""
+    return [t for group in groups for t in group.trajectories if not math.isfinite(t.reward)]
+
+
+def describe(bad: Sequence[Trajectory]) -> str:
+    """``bad_rewards`` in words."""
+    shown = ", ".join(f"{t.id}: {t.reward}" for t in bad[:NAMED]) + (", ..." if len(bad) > NAMED else "")
+    return f"the reward of {len(bad)} episode{'s' * (len(bad) > 1)} is not finite ({shown})" if bad else ""
 
 
 class Numbers:
@@ -49,16 +60,22 @@ class Numbers:
         Raises:
             NonFiniteError: if they are to end the run.
         """
-        bad = [t for group in groups for t in group.trajectories if not math.isfinite(t.reward)]
-        if not bad:
-            return
-        names = ", ".join(str(trajectory.id) for trajectory in bad[:NAMED])
-        problem = f"the reward of {len(bad)} episodes is not finite ({names}{', ...' if len(bad) > NAMED else ''})"
-        if not self.skips:
+        if problem := self.check_rewards(groups):
+            self._count(REWARDS, len(bad_rewards(groups)))
+            self.unfit = problem
+
+    def check_rewards(self, groups: Sequence[Group]) -> str:
+        """What is wrong with them, "" for nothing; it is told.
+
+        Raises:
+            NonFiniteError: if it is to end the run.
+        """
+        problem = describe(bad_rewards(groups))
+        if problem and not self.skips:
             raise NonFiniteError(f"{problem} (trainer.on_nonfinite=raise)")
-        log.warning("step %d: %s", self._phases.step, problem)
-        self._count(REWARDS, len(bad))
-        self.unfit = problem
+        if problem:
+            log.warning("step %d: %s", self._phases.step, problem)
+        return problem
 
     def drop(self, problem: str) -> None:
         """An update is left out."""

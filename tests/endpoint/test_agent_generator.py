@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -129,6 +130,13 @@ async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str,
         assert bool(trajectory.actions) == (on_error == "keep" and failure != "no call")
         assert trajectory.reward == (0.0 if failure == "no call" else -1.0)
     assert "is given up" in caplog.text
+
+
+async def test_a_reward_that_is_no_number_stays_with_its_episode_where_its_step_is_to_be_left_out() -> None:
+    rules = EpisodeRules(on_nonfinite="skip")
+    async with generator(lambda: local("length"), rules=rules) as found:
+        bad, good = await played(found, [prompt(0, fails="nan"), prompt(1)])
+    assert math.isnan(bad.rewards[0]) and bad.trajectories[0].actions and good.rewards == [3.0]
 
 
 async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:

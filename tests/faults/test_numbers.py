@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,8 @@ import torch
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
-from skyasync.errors import NonFiniteError, UserError
+from skyasync.envs.base import BaseTextEnvStepOutput
+from skyasync.errors import NonFiniteError, NonFiniteRewardError, UserError
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.rollout import recorded
@@ -20,7 +25,7 @@ from skyasync.state.ledger import audit
 from skyasync.tools.replaying import ReplayTrainer
 from skyasync.trainer import RayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config
+from tests.plans.local_run import LocalRun, OddBytes, config
 from tests.plans.parts import PLANS, Run, make_run, stream
 
 pytestmark = pytest.mark.slow
@@ -32,7 +37,7 @@ NAN = float("nan")
 class Broken(RayPPOTrainer):
     """Advantages are no numbers in the steps ``bad``; keeps the weights behind every step."""
 
-    bad: frozenset[int] = frozenset({2})
+    bad: frozenset[int]
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
@@ -59,11 +64,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def local(plan: type[RayPPOTrainer], model: str, folder: Path, *, critic: bool = False, **trainer: Any) -> LocalRun:
+def local(
+    plan: type[RayPPOTrainer],
+    model: str,
+    folder: Path,
+    *,
+    critic: bool = False,
+    env: str = "",
+    bad: Iterable[int] = (2,),
+    **trainer: Any,
+) -> LocalRun:
     cfg = config(model, steps=3, eval_interval=0, **trainer)
     if critic:
         cfg.trainer.algorithm.advantage_estimator, cfg.trainer.algorithm.gae_whiten = "gae", False
-    run = LocalRun(type("Breaking", (Broken, plan), {}), cfg)
+    NoNumber.played = False
+    run = LocalRun(type("Breaking", (Broken, plan), {"bad": frozenset(bad)}), cfg, **({"env": env} if env else {}))  # type: ignore[arg-type]
     run.trainer.reporting.run_dir = RunDirectory(folder, "run")
     return run
 
@@ -78,6 +93,8 @@ async def test_an_update_that_is_not_finite_is_left_out_by_policy_and_critic(
     assert list(rows) == [1, 2, 3]
     assert [rows[step].get("nonfinite/skipped") for step in rows] == [None, 1.0, None]
     assert ["policy/loss" in rows[step] for step in rows] == [True, False, True]
+    ends = audit(read_rows(tmp_path / "run" / "ledger.jsonl"))
+    assert sorted(end for (end,) in ends.values()) == ["given_up@2"] * 4 + ["trained@1"] * 4 + ["trained@3"] * 4
     for role in states[1]:
         assert all(map(torch.equal, states[1][role], states[2][role])), f"the {role} has learnt from it"
         assert not all(map(torch.equal, states[2][role], states[3][role]))
@@ -104,34 +121,90 @@ async def test_without_a_word_it_ends_the_run_and_the_batch_is_kept(
 
 
 async def test_several_in_a_row_end_the_run(model: str, tmp_path: Path) -> None:
-    run = local(PLANS[0], model, tmp_path, on_nonfinite="skip", max_bad_steps=2)
-    type(run.trainer).bad = frozenset({2, 3})  # type: ignore[attr-defined]
+    run = local(PLANS[0], model, tmp_path, bad=(2, 3), on_nonfinite="skip", max_bad_steps=2)
     with pytest.raises(NonFiniteError, match=r"2 optimizer steps in a row .*trainer\.max_bad_steps"):
         await run.train()
     assert list(run.tracker.rows) == [1, 2]
     assert len(list((tmp_path / "run" / "nonfinite").iterdir())) == 2
 
 
+class NoNumber(OddBytes):
+    """Of one row, which is in the second batch, the first sample that is played."""
+
+    played = False
+
+    def init(self, prompt: Any) -> Any:
+        self._bad = prompt[-1]["content"].endswith("4") and not NoNumber.played
+        NoNumber.played |= self._bad
+        return super().init(prompt)
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return super().step(action) | ({"reward": NAN} if self._bad else {})  # type: ignore[return-value]
+
+
+NO_NUMBER = f"{__name__}:NoNumber"
+
+
+@every_plan
+@pytest.mark.parametrize("refill", [False, True], ids=["", "filtered"])
+async def test_a_step_with_a_reward_that_is_no_number_is_left_out(
+    plan: type[RayPPOTrainer], refill: bool, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = local(plan, model, tmp_path, env=NO_NUMBER, bad=(), on_nonfinite="skip", dump_trajectories=True)
+    if refill:
+        run.cfg.trainer.algorithm.dynamic_sampling.type = "variance"
+    await run.train()
+    rows, states = run.tracker.rows, run.trainer.states  # type: ignore[attr-defined]
+    bad = next(step for step, row in rows.items() if "nonfinite/rewards" in row)
+    assert (rows[bad]["nonfinite/rewards"], rows[bad]["nonfinite/skipped"]) == (1.0, 1.0)
+    assert all(map(torch.equal, states[bad - 1]["policy"], states[bad]["policy"]))
+    assert ["policy/loss" in rows[step] for step in rows] == [step != bad for step in rows]
+    assert re.search(r"the reward of 1 episode is not finite \(e0-i4-r\d: nan\)", caplog.text)
+    ends = audit(read_rows(tmp_path / "run" / "ledger.jsonl"))
+    given_up = {name for name, (end,) in ends.items() if end == f"given_up@{bad}"}
+    assert "e0-i4" in given_up and len(given_up) == 4, "what no update was made of is not trained"
+    assert len([end for (end,) in ends.values() if end.startswith("trained@")]) == 8
+
+
+@every_plan
+async def test_a_reward_that_is_no_number_ends_the_run(plan: type[RayPPOTrainer], model: str, tmp_path: Path) -> None:
+    run = local(plan, model, tmp_path, env=NO_NUMBER, bad=())
+    with pytest.raises(NonFiniteRewardError, match=r"the environment of e0-i4-r\d: the reward is nan"):
+        await run.train()
+
+
 class BadReward(RayPPOTrainer):
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
-        if self.global_step == 1:
-            groups[0].trajectories[1].segments[-1].reward = NAN
+        groups[0].trajectories[1].segments[-1].reward = NAN
         return groups
 
 
-@pytest.mark.parametrize("choice", ["raise", "skip"])
-async def test_a_reward_that_is_no_number_is_named(choice: str, model: str, caplog: pytest.LogCaptureFixture) -> None:
-    run = LocalRun(type("Bad", (BadReward, PLANS[0]), {}), config(model, steps=3, on_nonfinite=choice))
-    problem = r"the reward of 1 episodes is not finite \(e0-i\d+-r1\)"
-    if choice == "raise":
-        with pytest.raises(NonFiniteError, match=problem):
+async def test_so_does_one_that_a_hook_or_a_generator_of_ones_own_brings_and_its_batch_is_kept(
+    model: str, tmp_path: Path
+) -> None:
+    run = local(type("Bad", (BadReward, PLANS[0]), {}), model, tmp_path, bad=())
+    with pytest.raises(NonFiniteError, match=r"the reward of 1 episode is not finite \(e0-i\d+-r1: nan\)"):
+        await run.train()
+    (file,) = (tmp_path / "run" / "nonfinite").iterdir()
+    rewards = [reward for group in recorded.read(file).groups for reward in group.rewards]
+    assert sum(map(math.isnan, rewards)) == 1
+
+
+async def test_an_evaluation_with_a_reward_that_is_no_number_says_so(
+    model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for choice in ("skip", "raise"):
+        NoNumber.played = False
+        run = LocalRun(PLANS[0], config(model, steps=2, on_nonfinite=choice, eval_interval=1))
+        run.trainer.eval_dataset = [replace(p, messages=[{"role": "user", "content": "4"}], env_class=NO_NUMBER)
+                                    for p in run.trainer.eval_dataset]  # fmt: skip
+        if choice == "skip":
             await run.train()
-        return
-    await run.train()
-    assert {name: run.tracker.rows[2][name] for name in ("nonfinite/rewards", "nonfinite/skipped")} == {
-        "nonfinite/rewards": 1.0, "nonfinite/skipped": 1.0,
-    }  # fmt: skip
-    assert "is not finite (e0-i" in caplog.text
+            assert math.isnan(run.tracker.rows[1]["eval/score"]) and run.tracker.rows[2]["eval/score"] >= 0
+            assert "the reward of 1 episode is not finite" in caplog.text
+        else:
+            with pytest.raises(NonFiniteRewardError, match="the reward is nan"):
+                await run.train()
 
 
 # ---------------------------------------------------------------- too large

@@ -154,8 +154,7 @@ def without_times(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, floa
     return {step: {k: v for k, v in row.items() if not k.startswith(foreign)} for step, row in rows.items()}
 
 
-def prompts(count: int) -> list[Prompt]:
-    env = f"{__name__}:OddBytes"
+def prompts(count: int, env: str = f"{__name__}:OddBytes") -> list[Prompt]:
     return [
         Prompt(PromptId(0, i), [{"role": "user", "content": "ab" * (1 + i % 5) + str(i)}], env) for i in range(count)
     ]
@@ -175,11 +174,12 @@ class LocalRun:
         client: type[InferenceClient] = InferenceClient,
         engine: Any = None,  # one that is up already, and stays up
         dispatch: Any = None,  # other workers than one in this process
+        env: str = f"{__name__}:OddBytes",
     ) -> None:
         self.cfg, self._engine_is_up = cfg, engine is not None
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
-        rules = EpisodeRules(spares=cfg.generator.spare_samples_per_prompt)
+        rules = EpisodeRules(spares=cfg.generator.spare_samples_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
         self.engine: Any = engine or TransformersEngine(engine_config(cfg.trainer.policy.model.path))
         self.client = client([self.engine], 60)
         self.dispatch, self.tracker = dispatch or RecordingDispatch(cfg), Rows()
@@ -187,8 +187,8 @@ class LocalRun:
             cfg=cfg,
             tracker=self.tracker,
             tokenizer=tokenizer,
-            train_dataset=prompts(10),
-            eval_dataset=prompts(3),
+            train_dataset=prompts(10, env),
+            eval_dataset=prompts(3, env),
             inference_engine_client=self.client,
             generator=EpisodeGenerator(self.client, local_pool(), tokenizer, 64, rules),
         )

@@ -15,8 +15,10 @@ from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout import saved
-from skyasync.rollout.types import PromptId, Trajectory
+from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.state.ledger import audit
+from skyasync.trainer import RayPPOTrainer
+from skyasync.training.bookkeeping import DULL, TRUNCATED
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 from tests.plans.parts import PLANS, make_run
@@ -82,6 +84,29 @@ def test_rollouts_of_another_group_size_are_left_out_in_a_line(
     second.train()
     assert set(second.trained) == set(second.generator.asked)
     assert "are left out and generated anew: they are not of generator.n_samples_per_prompt=4" in caplog.text
+
+
+class Long(RayPPOTrainer):
+    """The responses to one row are cut off."""
+
+    def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
+        for trajectory in (t for group in groups if group.prompt.id.row == 2 for t in group.trajectories):
+            trajectory.stop_reason = "length"
+        return groups
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_not_trained_stands_in_the_ledger_with_its_reason(plan: type, tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path, "run")
+    settings = {"dynamic_sampling__type": "variance", "truncated_responses": "drop"}
+    run = make_run(
+        type("Both", (Long, plan), {}), prompts=10, run_dir=folder, dull=frozenset({5}),
+        **{f"trainer__algorithm__{name}": value for name, value in settings.items()},
+    )  # fmt: skip
+    run.train()
+    rejected = {name: why for row in read_rows(folder.ledger) for name, why in row.get("rejected", {}).items()}
+    assert rejected == {"e0-i5": DULL, "e0-i2": TRUNCATED}
+    assert {end.partition("@")[0] for (end,) in audit(read_rows(folder.ledger)).values()} == {"trained", "rejected"}
 
 
 @pytest.mark.parametrize("plan", PLANS)

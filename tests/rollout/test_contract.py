@@ -97,7 +97,6 @@ def without_prompt():
     [
         ([], "asked for 1 trajectories and returned 0"),
         ([trajectory(action([3]), row=5)], "or others"),
-        ([trajectory(action([3], math.nan))], "e0-i0-r0: the reward is not finite"),
         ([trajectory(Segment("action", [3], [-math.inf], [0]))], "e0-i0-r0: log-probabilities of generated tokens"),
         ([without_prompt()], "e0-i0-r0: the prompt has no tokens"),
     ],

@@ -72,7 +72,7 @@ def sample(row: Row) -> Sample:
         name=str(row.get("prompt_id", "")),
         prompt=_text(row.get("prompt", "")),
         response=_text(row.get("response", "")),
-        reward=float(row.get("reward") or 0.0),
+        reward=math.nan if row.get("reward") is None else float(row["reward"]),
         stop_reason=str(row.get("stop_reason", "")),
         versions=list(row.get("versions") or []),
         tokens=tokens,
