@@ -188,22 +188,26 @@ class ConsoleTracker:
 
 @TRACKERS.register("tensorboard", extra="tensorboard")
 class TensorboardTracker:
-    """Event files in ``<run folder>/tensorboard``."""
+    """Event files in ``<run folder>/tensorboard``; steps that are made again hide those of the interrupted run."""
 
     def __init__(self, context: TrackerContext) -> None:
         need("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(context.run_dir.path / "tensorboard"))
+        self._folder = str(context.run_dir.path / "tensorboard")
+        self._writer: Any = None  # until the first step is known
 
     def log(self, metrics: Metrics, step: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=step)
         for name, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 @TRACKERS.register("wandb", extra="wandb")

@@ -202,6 +202,20 @@ def test_tensorboard_files_hold_the_metrics(run):
     assert "broken" not in events.Tags()["scalars"]
 
 
+def test_tensorboard_shows_a_step_that_is_made_again_once(run):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, value in (((1, 2, 3), 0.5), ((3, 4), 0.75)):
+        tracker = MultiTracker(["tensorboard"], run)
+        for step in steps:
+            tracker.log({"reward/mean": value}, step)
+        tracker.close()
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert found == [(1, 0.5), (2, 0.5), (3, 0.75), (4, 0.75)]
+
+
 def test_wandb_writes_an_offline_run_into_the_folder(run, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
