@@ -28,10 +28,11 @@ SETTINGS = (
     "trainer.heartbeat_timeout_s=5",  # of a machine that has other things to do as well
     "generator.heartbeat_s=0.2",
 )
-WORKER, HUNG, ENVIRONMENT, CONTROLLER = "PolicyWorker", "stop PolicyWorker", "_Host", "Controller"
+WORKER, HUNG, ENVIRONMENT = "PolicyWorker", "stop PolicyWorker", "_Host"
+CONTROLLER, HUNG_CONTROLLER = "Controller", "stop Controller"
 KILLS: dict[str, Kills] = {  # in turn, each plan something else
     "sync": {3: WORKER, 4: ENVIRONMENT, 5: CONTROLLER},
-    "one_step_off": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER},
+    "one_step_off": {3: HUNG, 4: ENVIRONMENT, 5: HUNG_CONTROLLER},
     "streamed": {3: WORKER, 4: ENVIRONMENT, 5: CONTROLLER},
     "fully_async": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER},
 }
@@ -70,7 +71,7 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
 
     what = [row["what"] for row in read_rows(run.folder / "restarts.jsonl")]
     assert what[:1] == ["a process of the policy"]
-    assert ("the controller" in what) == (CONTROLLER in KILLS[plan].values())  # which may meet the third step again
+    assert "the controller" in what  # which may meet the third step again
     assert {path.name for path in run.folder.glob("killed-*")} == {f"killed-{n}-{s}" for s, n in KILLS[plan].items()}
     assert not (run.folder / "error.txt").exists()
     at_three, next_one = [row["engines"] for row in read_rows(run.folder / SEEN)][2:4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -160,26 +161,38 @@ class Stop:
         return told
 
 
-class Remembering(Memory, AsyncRayPPOTrainer):
-    pass
+DEFINITE = [plan for plan in PLANS if plan is not FullyAsyncRayPPOTrainer]
+STEPS = 6  # of four prompts, with ten in an epoch
 
 
-def one_step_off(model: str, folder: Path, **settings: Any) -> LocalRun:
-    cfg = config(model, steps=6, ckpt_interval=1, ckpt_path=str(folder), **settings)
+def definite(plan: type[RayPPOTrainer], model: str, folder: Path, **settings: Any) -> LocalRun:
+    """Of a plan whose batches do not depend on the clock."""
+    cfg = config(model, steps=STEPS, ckpt_interval=1, ckpt_path=str(folder), **settings)
     cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
-    return LocalRun(Remembering, cfg)
+    return LocalRun(type("Remembering", (Memory, plan), {}), cfg)
 
 
-@pytest.mark.parametrize("stop", [2, 4, 5])
-async def test_one_step_off_resumes_bit_for_bit(model: str, tmp_path: Path, stop: int) -> None:
-    whole = await one_step_off(model, tmp_path / "whole").train()
-    first = one_step_off(model, tmp_path / "cut")
+@pytest.fixture(scope="module")
+def whole_runs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[type, LocalRun]:
+    """By plan: uninterrupted."""
+    runs = {plan: definite(plan, model, tmp_path_factory.mktemp("whole")) for plan in DEFINITE}
+    return {plan: asyncio.run(run.train()) for plan, run in runs.items()}
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5])
+@pytest.mark.parametrize("plan", DEFINITE)
+async def test_plans_whose_batches_are_definite_resume_bit_for_bit(
+    plan: type[RayPPOTrainer], whole_runs: dict[type, LocalRun], model: str, tmp_path: Path, stop: int
+) -> None:
+    """The step is broken off at its end, before its checkpoint: it is made again."""
+    whole = whole_runs[plan]
+    first = definite(plan, model, tmp_path / "cut")
     first.trainer.callbacks.append(Stop(after=stop))
     with pytest.raises(Broken):
         await first.train()
-    second = await one_step_off(model, tmp_path / "cut", resume_mode="latest").train()
+    second = await definite(plan, model, tmp_path / "cut", resume_mode="latest").train()
     assert first.trainer.trained_ids[: 4 * (stop - 1)] + second.trainer.trained_ids == whole.trainer.trained_ids
-    for step in range(stop, 7):
+    for step in range(stop, STEPS + 1):
         for name in ("policy/loss", "policy/grad_norm", "reward/mean", "staleness/max"):
             assert second.tracker.rows[step][name] == whole.tracker.rows[step][name], (step, name)
     ours, theirs = second.dispatch.weights(), whole.dispatch.weights()

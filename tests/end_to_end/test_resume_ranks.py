@@ -1,0 +1,40 @@
+"""Two ranks that go on from a checkpoint of the middle of a run are the run in one piece, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end.runs import Train
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+STEPS = 4
+STOP = 2  # the end of an epoch
+
+
+@pytest.mark.parametrize(("plan", "engines"), [("sync", 2), ("one_step_off", 2), ("streamed", 1)])
+def test_two_ranks_resume_bit_for_bit(plan: str, engines: int, train: Train, tmp_path: Path) -> None:
+    """What was finished or in flight behind step 2, a whole batch in ``one_step_off``, comes from the checkpoint.
+
+    ``streamed`` adds gradients up in the order in which groups finish, which several engines leave to the clock.
+    """
+    settings = (
+        f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.ckpt_interval=1", "trainer.ckpt_keep=0", "generator.sampling_params.seed=3",
+        f"generator.num_inference_engines={engines}",
+    )  # fmt: skip
+    whole = train(*settings, f"trainer.export_path={tmp_path / 'whole'}")
+    middle = whole.folder / "checkpoints" / f"step_{STOP:06d}"
+    rest = train(
+        *settings, "trainer.run_name=rest", f"trainer.resume_mode={middle}", f"trainer.export_path={tmp_path / 'rest'}"
+    )
+    assert rest.folder != whole.folder
+    assert rest.series("step") == list(range(STOP + 1, STEPS + 1))
+    for name in ("policy/loss", "policy/grad_norm", "reward/mean", "staleness/max"):
+        assert rest.series(name) == whole.series(name)[STOP:], name
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("rest", "whole"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
