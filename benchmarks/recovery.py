@@ -78,7 +78,7 @@ def _kill_newest(actor_class: str) -> None:
 
 
 def _note(folder: Path, what: str, took_s: float) -> None:
-    append_rows(folder / TIMES, [{"what": what, "time": time.time(), "took_s": took_s}])
+    append_rows(folder / TIMES, [{"step": 0, "what": what, "time": time.time(), "took_s": took_s}])
 
 
 class Killed(BasePPOExp):
