@@ -139,20 +139,21 @@ async def test_each_calls_reward_is_on_its_last_token_and_worth_less_by_the_call
     assert plain.rewards[ends].tolist() == [1.0, 0.0, -2.0, 4.0]
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.builtins())
-async def test_which_estimators_see_who_earned_what(name: str) -> None:
+async def test_which_estimators_see_who_earned_what() -> None:
     """A token is credited with what is earned from it on, or every token of an episode with all of it."""
     batch = await by_call(1.0, [1.0, 0.0, -2.0, 0.5], [0.0, 0.0, 3.0, 0.0])
     batch.group_ids = torch.zeros_like(batch.group_ids)  # one group of two
-    cfg = AlgorithmConfig(advantage_estimator=name)
     ends, values = last_tokens(batch.loss_mask), torch.zeros(batch.tokens.shape)
-    advantages, returns = compute_advantages(
-        cfg, batch.rewards, batch.loss_mask, batch.group_ids, values, batch.trajectory_ids
-    )
-    first = advantages[:2][ends[:2]]  # of the episode's four calls
-    assert (len(set(first.tolist())) > 1) == (name in ("reinforce++", "gae"))
-    if name in ("reinforce++", "gae"):
-        assert returns[:2][ends[:2]].tolist() == pytest.approx([-0.5, -1.5, -1.5, 0.5])
+    see = set()
+    for name in ADVANTAGE_ESTIMATORS.builtins():
+        cfg = AlgorithmConfig(advantage_estimator=name)
+        advantages, returns = compute_advantages(
+            cfg, batch.rewards, batch.loss_mask, batch.group_ids, values, batch.trajectory_ids
+        )
+        if len(set(advantages[:2][ends[:2]].tolist())) > 1:  # of the first episode's four calls
+            see.add(name)
+            assert returns[:2][ends[:2]].tolist() == pytest.approx([-0.5, -1.5, -1.5, 0.5])
+    assert see == {"reinforce++", "gae"}
 
 
 @pytest.mark.parametrize("failure", FAILURES)
