@@ -18,7 +18,7 @@ from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
 from skyasync.planning.ranks import Other, bytes_of, named, other_role, trained_rank
 from skyasync.planning.shape import ModelShape
-from skyasync.planning.training_memory import Lines, Rank, held, learnt, publishing, scoring, updating
+from skyasync.planning.training_memory import Lines, Rank, gradients, held, learnt, publishing, scoring, updating
 from skyasync.planning.work import batch_bytes
 from skyasync.workers.roles import POLICY, ROLES, wanted_roles
 
@@ -156,8 +156,16 @@ class _Parts:
         phases = {"update": updating(self.own, self.rank), "log-probabilities": scoring(self.own, self.rank)}
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._beside_policy:
-            phases[other.name] = held(self.own, self.rank) | idle | named(other.at_work, other.name)
+            phases[other.name] = (
+                held(self.own, self.rank) | idle | named(other.at_work, other.name) | self._waiting(other)
+            )
         return phases
+
+    def _waiting(self, other: Other, ranks: int = 1) -> Lines:
+        """The policy's gradients, while one that is trained behind it finds its own: both step after that."""
+        if not (other.rank.trained and other.shared):
+            return {}
+        return {"policy: gradients": ranks * gradients(self.own, self.rank)}
 
     @property
     def _beside_policy(self) -> list[Other]:
@@ -195,7 +203,7 @@ class _Parts:
             at_work = named(other.at_work, other.name, other.ranks)
             if other.rank.trained and not other.shared:  # beside the policy, not behind it
                 phases["update"] |= at_work
-            phases[other.name] = between | at_work
+            phases[other.name] = between | at_work | self._waiting(other, ranks)
         phases["hand-over"] = between | self._hand_over()
         phases = self._with_checkpoint(phases, between, 1)
         return _fullest("host", 1, self.machine.host_memory, phases)

@@ -297,6 +297,18 @@ def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
     assert apart.lines["policy: activations"]
 
 
+@pytest.mark.parametrize("gpus", [16, 0])
+def test_while_a_critic_on_the_policys_devices_learns_the_policys_gradients_wait(gpus: int) -> None:
+    """Both gradients are there before either model steps: what is not finite is told of both first."""
+    cfg, small = with_critic(), replace(QWEN_7B, layers=4)
+    cfg.trainer.critic.model.path, cfg.trainer.critic.gradient_checkpointing = "larger", False
+    plan = make_plan(cfg, small, replace(EIGHT, gpus=gpus), shapes={"critic": QWEN_7B})
+    fullest = plan.places[0]
+    ranks = 1 if gpus else 8  # of a place
+    assert fullest.when == "critic"
+    assert fullest.lines["policy: gradients"] == pytest.approx(ranks * 4 * small.parameters / 8, rel=1e-6)
+
+
 def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
     plan = make_plan(settings(1, 1), QWEN_7B, Machine(0, 0, 24 * GIB))
     (host,) = plan.places
