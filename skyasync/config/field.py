@@ -18,6 +18,7 @@ def key(
     doc: str,
     *,
     choices: tuple[Any, ...] = (),
+    refused: tuple[tuple[str, str], ...] = (),
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
@@ -30,6 +31,7 @@ def key(
 ) -> T:
     """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones.
 
+    ``refused`` has values that are known elsewhere and are no choice here, each with the reason.
     Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
     where the allowed names are registered; with ``open_ended`` a ``module:attribute`` reference (or, for paths,
     any string) is accepted as well, and beside ``choices`` what matches the whole of ``pattern``. ``when`` (see
@@ -39,6 +41,7 @@ def key(
     metadata = {
         "doc": doc,
         "choices": choices,
+        "refused": refused,
         "low": low,
         "above": above,
         "high": high,

@@ -28,6 +28,7 @@ class Key:
     default: Any = MISSING
     doc: str = ""
     choices: tuple[Any, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
     low: float | None = None
     above: float | None = None
     high: float | None = None

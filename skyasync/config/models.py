@@ -49,10 +49,16 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
     "cosine_with_restarts": ("num_cycles",),
     "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
     "polynomial": ("lr_end", "power"),
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": ("num_decay_steps", "decay_type", "min_lr_ratio", "num_cycles"),
 }
+#: Theirs that no number of a step decides.
+BY_A_METRIC = tuple(
+    (name, "goes by a metric that it is told of after each step, and a rate here is a function of the step's number")
+    for name in ("reduce_lr_on_plateau", "greedy")
+)
 
 
 @dataclass
@@ -77,7 +83,10 @@ class OptimizerConfig(Settings):
     num_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", low=0)
     warmup_ratio: float = key(0.0, "The same as a share of all optimizer steps.", low=0.0, below=1.0)
     scheduler: str = key(
-        "constant", "Learning rate after the warm-up, by transformers' names.", choices=tuple(SCHEDULES)
+        "constant",
+        "Learning rate after the warm-up, by transformers' names.",
+        choices=tuple(SCHEDULES),
+        refused=BY_A_METRIC,
     )
     scheduler_kwargs: dict[str, Any] = key({}, "What the schedule is told besides, such as {min_lr_rate: 0.1}.")
 

@@ -63,9 +63,9 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
         if word not in allowed:
             what = unknown("setting", str(word), allowed) if allowed else f"{optimizer.scheduler} takes none"
             yield f"{name}.scheduler_kwargs.{word} has no effect with {name}.scheduler={optimizer.scheduler}: {what}"
-    if optimizer.scheduler == "cosine_with_min_lr" and ("min_lr" in given) == ("min_lr_rate" in given):
+    if optimizer.scheduler.endswith("_with_min_lr") and ("min_lr" in given) == ("min_lr_rate" in given):
         yield (
-            f"{name}.scheduler=cosine_with_min_lr ends at a rate that must be said once: "
+            f"{name}.scheduler={optimizer.scheduler} ends at a rate that must be said once: "
             f"{name}.scheduler_kwargs={{min_lr_rate: 0.1}} (of lr) or {{min_lr: 1e-7}}"
         )
     if optimizer.scheduler == "warmup_stable_decay" and "num_decay_steps" not in given:

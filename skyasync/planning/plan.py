@@ -14,16 +14,13 @@ from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
-from skyasync.planning.activations import FLOAT32
-from skyasync.planning.adapters import adapter_parameters, between_halves
-from skyasync.planning.axes import divided, filters
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
+from skyasync.planning.ranks import Other, bytes_of, named, other_role, trained_rank
 from skyasync.planning.shape import ModelShape
-from skyasync.planning.training_memory import Lines, Rank, held, learnt, publishing, scoring, updating
-from skyasync.planning.work import batch_bytes, expert_bytes, largest_micro_batch
-from skyasync.workers.axes import Axes
-from skyasync.workers.roles import POLICY, ROLES, VOCABULARY, Role, wanted_roles
+from skyasync.planning.training_memory import Lines, Rank, gradients, held, learnt, publishing, scoring, updating
+from skyasync.planning.work import batch_bytes
+from skyasync.workers.roles import POLICY, ROLES, wanted_roles
 
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
@@ -82,98 +79,21 @@ def make_plan(
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=wanted_roles(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
-    rank, own = _rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
+    rank, own = trained_rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
     per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
     others = tuple(
-        _other(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
+        other_role(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
         for role in wanted_roles(cfg)
         if role.name != POLICY and role.own_model(cfg) is not None
     )
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
     settings = engine_config(cfg, gpus=gpus)
-    engine = engine_memory(cfg, settings, shape, backend=backend(cfg), b=_bytes(settings.dtype, gpus=gpus), share=share)
+    engine = engine_memory(
+        cfg, settings, shape, backend=backend(cfg), b=bytes_of(settings.dtype, gpus=gpus), share=share
+    )
     parts = _Parts(cfg, shape, own, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
     return MemoryPlan(shape, machine, processes, slots, tuple(parts.places()), rank, engine)
-
-
-@dataclass(frozen=True)
-class _Other:
-    """A role's model beside the policy; ``shape`` is a rank's part of it."""
-
-    name: str
-    shape: ModelShape
-    rank: Rank
-    shared: bool  # on the policy's devices
-    ranks: int
-
-    @property
-    def held(self) -> Lines:
-        return _named(held(self.shape, self.rank), self.name)
-
-    @property
-    def phase(self) -> str:
-        return "update" if self.rank.trained else "log-probabilities"
-
-    @property
-    def at_work(self) -> Lines:
-        return (updating if self.rank.trained else scoring)(self.shape, self.rank)
-
-
-def _other(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bool, ranks: int) -> _Other:
-    shape = shape if role.head == VOCABULARY else shape.with_value_head
-    if role.trains:
-        rank, own = _rank(cfg, shape, role, gpus=gpus, ranks=ranks)
-    else:
-        b, axes = _bytes(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
-        rank = Rank(
-            _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
-            shaped=policy.shaped, split=axes.tensor > 1,
-        )  # fmt: skip
-        own = divided(shape, axes.tensor, gathers=filters(cfg))
-    return _Other(role.name, own, rank, role.shares(cfg), ranks)
-
-
-def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int) -> tuple[Rank, ModelShape]:
-    trainer, sampling = cfg.trainer, cfg.generator.sampling_params
-    axes = role.axes(cfg, ranks)
-    work, count = largest_micro_batch(
-        cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
-    )
-    lora = getattr(role.settings(cfg), "lora", None)
-    optimizer = role.settings(cfg).optimizer_config
-    asked = str(role.settings(cfg).gradient_checkpointing).lower()
-    sharing = _sharing(cfg, role, axes)
-    rank = Rank(
-        ranks=sharing,
-        replicas=axes.data * axes.context // sharing,
-        routed=expert_bytes(cfg, shape) if role.name == POLICY else 0,
-        split=axes.tensor > 1,
-        b=_bytes(role.model(cfg).dtype, gpus=gpus),
-        work=work,
-        micro_batches=count,
-        adapters=adapter_parameters(shape, lora) if lora and lora.rank else 0,
-        between=between_halves(shape, lora) if lora and lora.rank else 0,
-        checkpointing=gpus if asked == "auto" else asked != "false",
-        selective=asked == "selective",
-        reduced_once=getattr(role.settings(cfg), "reduce_gradients", "") == "update",
-        vocabulary=role.head == VOCABULARY,
-        entropy=trainer.algorithm.use_entropy_loss,
-        shaped=sampling.temperature not in (0.0, 1.0),
-        muon=optimizer.name == "muon",
-        master=2 if optimizer.bf16_stochastic_round else FLOAT32,
-        eight_bits=optimizer.name == "adamw_8bit",
-    )
-    return rank, divided(shape, axes.tensor, gathers=filters(cfg))
-
-
-def _sharing(cfg: Config, role: Role, axes: Axes) -> int:
-    """Ranks over which its weights are sharded."""
-    return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
-
-
-def _bytes(dtype: str, *, gpus: bool) -> int:
-    return {"float32": 4, "bfloat16": 2}.get(dtype, 2 if gpus else 4)
 
 
 @dataclass(frozen=True)
@@ -187,7 +107,7 @@ class _Parts:
     rank: Rank
     engine: EngineMemory
     roles: dict[str, int]
-    others: tuple[_Other, ...]
+    others: tuple[Other, ...]
     engines_per_device: int
 
     def places(self) -> list[Place]:
@@ -221,10 +141,10 @@ class _Parts:
         asleep = {"sleeping engines": CONTEXT * engines}
         handing = publishing(self.own, self.rank, first=False)
         return {
-            "generation": _named(self.engine.lines, "engines", engines) | {"context": contexts},
+            "generation": named(self.engine.lines, "engines", engines) | {"context": contexts},
             **{phase: lines | asleep for phase, lines in policy.items()},
             "hand-over": {"weights": handing["weights"], "gathered": handing["gathered"]}
-            | _named({"weights": self.engine.weights}, "engines", engines)
+            | named({"weights": self.engine.weights}, "engines", engines)
             | {"context": contexts},
         }
 
@@ -236,11 +156,19 @@ class _Parts:
         phases = {"update": updating(self.own, self.rank), "log-probabilities": scoring(self.own, self.rank)}
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._beside_policy:
-            phases[other.name] = held(self.own, self.rank) | idle | _named(other.at_work, other.name)
+            phases[other.name] = (
+                held(self.own, self.rank) | idle | named(other.at_work, other.name) | self._waiting(other)
+            )
         return phases
 
+    def _waiting(self, other: Other, ranks: int = 1) -> Lines:
+        """The policy's gradients, while one that is trained behind it finds its own: both step after that."""
+        if not (other.rank.trained and other.shared):
+            return {}
+        return {"policy: gradients": ranks * gradients(self.own, self.rank)}
+
     @property
-    def _beside_policy(self) -> list[_Other]:
+    def _beside_policy(self) -> list[Other]:
         return [other for other in self.others if other.shared]
 
     # ------------------------------------------------------------ hosts
@@ -249,32 +177,35 @@ class _Parts:
         """Of the first policy node, which hands over the weights."""
         nodes, ranks = self.cfg.trainer.placement.policy_num_nodes, self.roles[POLICY]
         here = ranks // nodes
-        processes = self._processes(here * (1 + len(self._beside_policy)), -(-self.roles[ENGINES] // nodes))
+        workers = here + sum(-(-other.ranks // nodes) for other in self.others)
+        processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
         if self.cfg.trainer.placement.colocate_all:
             always["offloaded policy"] = here * sum(held(self.own, self.rank).values())
+            always |= {f"offloaded {other.name}": here * sum(other.held.values()) for other in self._beside_policy}
         phases = {"training": always, "hand-over": always | self._hand_over()}
-        phases = self._with_checkpoint(phases, always, here * sum(learnt(self.own, self.rank).values()))
+        phases = self._with_checkpoint(phases, always, nodes)
         return _fullest("host", nodes, self.machine.host_memory, phases)
 
     def _host_without_gpus(self) -> Place:
         ranks, engines = self.roles[POLICY], self.roles[ENGINES]
         workers = sum(self.roles.values()) - engines
-        always = self._processes(workers, engines) | _named(self.engine.lines, "engines", engines)
+        always = self._processes(workers, engines) | named(self.engine.lines, "engines", engines)
         always["batch"] = 2 * batch_bytes(self.cfg, self.shape)
         for other in self.others:
             always |= {what: other.ranks * size for what, size in other.held.items()}
-        idle = held(self.own, self.rank)
+        between = always | named(held(self.own, self.rank), "policy", ranks)
         phases = {
-            phase: always | _named(lines, "policy", ranks)
-            for phase, lines in {
-                "update": updating(self.own, self.rank),
-                "log-probabilities": scoring(self.own, self.rank),
-            }.items()
+            "update": always | named(updating(self.own, self.rank), "policy", ranks),
+            "log-probabilities": always | named(scoring(self.own, self.rank), "policy", ranks),
         }
-        phases["hand-over"] = always | _named(idle, "policy", ranks) | self._hand_over()
-        between = always | _named(idle, "policy", ranks)
-        phases = self._with_checkpoint(phases, between, ranks * sum(learnt(self.own, self.rank).values()))
+        for other in self.others:
+            at_work = named(other.at_work, other.name, other.ranks)
+            if other.rank.trained and not other.shared:  # beside the policy, not behind it
+                phases["update"] |= at_work
+            phases[other.name] = between | at_work | self._waiting(other, ranks)
+        phases["hand-over"] = between | self._hand_over()
+        phases = self._with_checkpoint(phases, between, 1)
         return _fullest("host", 1, self.machine.host_memory, phases)
 
     def _processes(self, workers: int, engines: int) -> Lines:
@@ -293,21 +224,21 @@ class _Parts:
             "weights in shared memory": self.shape.parameters * self.rank.b,
         }
 
-    def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, copies: int) -> dict[str, Lines]:
-        """Phases of a host on which checkpoints are put together ``between`` steps, or beside every phase."""
+    def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, nodes: int) -> dict[str, Lines]:
+        """Phases of one of so many hosts on which checkpoints are put together, role after role, ``between`` steps, or
+        of all roles at once beside every phase."""
         if not self._saves:
             return phases
+        copies = [self.roles[POLICY] // nodes * sum(learnt(self.own, self.rank).values())]
+        copies += [-(-other.ranks // nodes) * other.learnt for other in self.others]
         if self.cfg.trainer.ckpt_async:
-            phases = {phase: lines | {"checkpoint": copies} for phase, lines in phases.items()}
-        return phases | {"checkpoint": between | {"checkpoint": copies}}
+            phases = {phase: lines | {"checkpoint": sum(copies)} for phase, lines in phases.items()}
+            return phases | {"checkpoint": between | {"checkpoint": sum(copies)}}
+        return phases | {"checkpoint": between | {"checkpoint": max(copies)}}
 
     @property
     def _saves(self) -> bool:
         return saves(self.cfg.trainer)
-
-
-def _named(lines: Lines, who: str, count: int = 1) -> Lines:
-    return {f"{who}: {what}": count * size for what, size in lines.items()}
 
 
 def _fullest(name: str, count: int, room: int, phases: dict[str, Lines]) -> Place:

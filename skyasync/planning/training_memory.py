@@ -124,11 +124,16 @@ def scoring(shape: ModelShape, rank: Rank) -> Lines:
     }
 
 
+def gradients(shape: ModelShape, rank: Rank) -> int:
+    """Bytes of a rank's share of them, from its backward pass to its step."""
+    return -(-(rank.adapters or shape.parameters) // rank.ranks) * FLOAT32
+
+
 def updating(shape: ModelShape, rank: Rank) -> Lines:
     """An optimizer step at its fullest: in the head's backward pass, when all activations are there, or at the end of
     the whole, when the embeddings' gradient is, too."""
     own = held(shape, rank)
-    share = -(-(rank.adapters or shape.parameters) // rank.ranks) * FLOAT32
+    share = gradients(shape, rank)
     # The gradient of the head, or, at the end, of the embeddings: none where they are frozen.
     row = 0 if rank.adapters else shape.hidden * rank.b
     whole, embedded = shape.vocabulary * row, max(shape.vocabulary, shape.embedded) * row

@@ -17,8 +17,8 @@ from skyasync.errors import UserError
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Learning rate of optimizer step ``step`` (from 0).
 
-    Linear warm-up over ``num_warmup_steps``, or ``warmup_ratio`` of all steps (the first step already learns), then
-    what ``scheduler`` says.
+    Linear warm-up over ``num_warmup_steps``, or ``warmup_ratio`` of all steps (the first step already learns, by
+    ``warmup_lr_rate`` of the rate where the schedule is told one), then what ``scheduler`` says.
 
     Raises:
         UserError: for a schedule that needs a known end, and has none.
@@ -27,7 +27,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     if ends and total_steps <= 0:
         raise UserError(f"scheduler={config.scheduler} needs a known number of steps: set trainer.max_training_steps")
     warmup = config.num_warmup_steps or math.ceil(config.warmup_ratio * total_steps)
-    if step < warmup:
+    if step < warmup and "warmup_lr_rate" not in config.scheduler_kwargs:
         return config.lr * (step + 1) / warmup
     if config.scheduler in ("constant", "constant_with_warmup"):
         return config.lr

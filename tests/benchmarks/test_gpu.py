@@ -3,8 +3,12 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+
+from benchmarks import gpu
+from tests.warm import program
 
 PROGRAM = """
 import json, sys, tempfile
@@ -26,7 +30,7 @@ from benchmarks import gpu
 
 with tempfile.TemporaryDirectory() as folder:
     gpu.make("toy", Path(folder))
-    found = [asdict(gpu.measure(case, folder)) for case in gpu.cases("", toy=True) if not case.checkpointing]
+    found = [asdict(gpu.measure(case, folder)) for case in gpu.cases("", toy=True)]
 print(json.dumps(found))
 """
 
@@ -35,6 +39,22 @@ print(json.dumps(found))
 def test_a_worker_updates_packed_and_padded_without_ray_or_vllm():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    packed, padded = json.loads(done.stdout.splitlines()[-1])
-    assert packed["tokens"] == padded["tokens"] > 100
-    assert packed["seconds"] > 0 and packed["planned"] > 0
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 4 and len({case["tokens"] for case in found}) == 1
+    assert all(case["tokens"] > 100 and case["seconds"] > 0 and case["planned"] > 0 for case in found)
+    packed, recomputed = (case["planned"] for case in found[:2])
+    assert recomputed < packed, "the plan knows what is computed again"
+
+
+@pytest.mark.slow
+def test_the_command_has_a_line_for_every_case_and_the_reason_of_one_that_fails(warm_processes, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", program(warm_processes))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--toy"])
+    first, *_, last = gpu.cases("", toy=True)
+    monkeypatch.setattr(gpu, "cases", lambda only, toy: [replace(first, updates=0), last])
+    gpu.main()
+    title, failed, line = capsys.readouterr().out.splitlines()
+    assert title.split()[:4] == ["shape", "rows", "checkpointing", "tokens/s"]
+    assert failed.split()[:3] == ["toy", "packed", "off"] and "StatisticsError: no median" in failed
+    assert line.split()[:3] == ["toy", "padded", "on"] and len(line.split()) == 7
+    assert float(line.split()[3].replace(",", "")) > 0

@@ -74,6 +74,18 @@ def in_a_thread(data: dict[str, Any], base_url: str, api_key: str, **further: An
     return {"reward": config.get("reward", 0.5), "metrics": {"eval": float(further["is_eval"])}}
 
 
+async def by_call(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
+    """A conversation of three calls, and a call beside it, each with its reward of the row's ``rewards``, if any."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages, said = list(data["prompt"]), []
+        for _ in range(3):
+            said.append(await client.chat.completions.create(model="policy", messages=messages))
+            messages += [said[-1].choices[0].message, {"role": "user", "content": "and?"}]
+        helper = [{"role": "system", "content": "Help."}, *data["prompt"]]
+        said.append(await client.chat.completions.create(model="policy", messages=helper))
+    return {answer.id: reward for answer, reward in zip(said, data["rewards"], strict=True) if reward is not None}
+
+
 async def two_agents(data: dict[str, Any], base_url: str, api_key: str) -> float:
     """A sub-agent with a prompt of its own."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:

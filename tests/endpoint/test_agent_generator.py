@@ -8,11 +8,17 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from skyasync.algorithms.advantages import ADVANTAGE_ESTIMATORS, compute_advantages
+from skyasync.config.schema import AlgorithmConfig
 from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
 from skyasync.endpoint.agent_process import AgentProcess, load_program
@@ -21,9 +27,11 @@ from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
 from skyasync.processes.local import LocalHost
 from skyasync.rollout import rules as episode_rules
+from skyasync.rollout.collate import collate
 from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.rollout.types import Group
+from skyasync.workers.batch import RolloutBatch
 from tests.endpoint import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
 
@@ -105,6 +113,47 @@ async def test_a_sub_agent_is_a_branch_that_shares_the_score() -> None:
     assert "Help." in tokenizer().decode(trajectory.branches[0][0].tokens)
     assert [s.reward for s in trajectory.actions] == [0.0, 1.0]
     assert trajectory.metrics["agent_sequences"] == 2.0
+
+
+async def by_call(discount: float, *rewards: list[float | None]) -> RolloutBatch:
+    """A batch of episodes that are rewarded call by call, a group of one trajectory each."""
+    rows = [prompt(number, rewards=one) for number, one in enumerate(rewards)]
+    rules = replace(EpisodeRules(), turn_discount=discount)
+    async with generator(lambda: local("by_call"), rules=rules) as found:
+        return collate(await played(found, rows))
+
+
+def last_tokens(mask: Tensor) -> Tensor:
+    """Where a call's tokens end."""
+    return mask & ~F.pad(mask[:, 1:], (0, 1))
+
+
+async def test_each_calls_reward_is_on_its_last_token_and_worth_less_by_the_calls_before_it() -> None:
+    batch = await by_call(0.5, [1.0, None, -2.0, 4.0])
+    assert batch.trajectory_ids is not None and batch.trajectory_ids.tolist() == [0, 0]
+    ends = last_tokens(batch.loss_mask)
+    assert batch.rewards[0][ends[0]].tolist() == [1.0, 0.0, -2.0 * 0.25]
+    assert batch.rewards[1][ends[1]].tolist() == [4.0 * 0.125]
+    assert not batch.rewards[~ends].any()
+    plain = await by_call(1.0, [1.0, None, -2.0, 4.0])
+    assert plain.rewards[ends].tolist() == [1.0, 0.0, -2.0, 4.0]
+
+
+async def test_which_estimators_see_who_earned_what() -> None:
+    """A token is credited with what is earned from it on, or every token of an episode with all of it."""
+    batch = await by_call(1.0, [1.0, 0.0, -2.0, 0.5], [0.0, 0.0, 3.0, 0.0])
+    batch.group_ids = torch.zeros_like(batch.group_ids)  # one group of two
+    ends, values = last_tokens(batch.loss_mask), torch.zeros(batch.tokens.shape)
+    see = set()
+    for name in ADVANTAGE_ESTIMATORS.builtins():
+        cfg = AlgorithmConfig(advantage_estimator=name)
+        advantages, returns = compute_advantages(
+            cfg, batch.rewards, batch.loss_mask, batch.group_ids, values, batch.trajectory_ids
+        )
+        if len(set(advantages[:2][ends[:2]].tolist())) > 1:  # of the first episode's four calls
+            see.add(name)
+            assert returns[:2][ends[:2]].tolist() == pytest.approx([-0.5, -1.5, -1.5, 0.5])
+    assert see == {"reinforce++", "gae"}
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -11,7 +11,7 @@ from skyasync.config.schema import Config
 from skyasync.planning import engine_memory, training_memory, work
 from skyasync.planning.advice import advise
 from skyasync.planning.machine import Machine, parse_size
-from skyasync.planning.plan import MemoryPlan, Place, make_plan
+from skyasync.planning.plan import PROCESS, MemoryPlan, Place, make_plan
 from skyasync.planning.shape import shape_of
 from skyasync.workers.roles import ROLES, Role
 from tests.planning.models import as_json, configuration
@@ -229,6 +229,84 @@ def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:
     assert [p.name for p in plan.places] == ["policy and engines", "host"]
     assert plan.gpus_asked == 8
     assert plan.places[0].fits
+
+
+def with_critic(**placement: object) -> Config:
+    cfg = settings(ranks=8, engines=8)
+    cfg.trainer.algorithm.advantage_estimator = "gae"
+    vars(cfg.trainer.placement).update(placement)
+    return cfg
+
+
+def test_every_role_that_waits_for_the_engines_is_in_host_memory_and_in_the_checkpoint() -> None:
+    def host(cfg: Config) -> dict[str, int]:
+        cfg.trainer.placement.colocate_all = True
+        cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, True
+        plan = make_plan(cfg, QWEN_7B, EIGHT)
+        assert plan.gpus_asked == 8
+        return place(plan, "host").lines
+
+    alone, beside = host(settings(ranks=8, engines=8)), host(with_critic())
+    policy, critic = (12 * shape.parameters for shape in (QWEN_7B, QWEN_7B.with_value_head))
+    assert beside["offloaded policy"] == alone["offloaded policy"] == pytest.approx(policy, rel=1e-6)
+    assert beside["offloaded critic"] == pytest.approx(critic, rel=1e-6)
+    assert alone["checkpoint"] == pytest.approx(policy, rel=1e-6)
+    assert beside["checkpoint"] == pytest.approx(policy + critic, rel=1e-6)
+    reference = with_critic()
+    reference.trainer.algorithm.use_kl_loss = True
+    asked = host(reference)
+    assert asked["offloaded reference"] == pytest.approx(2 * QWEN_7B.parameters, rel=1e-6)
+    assert asked["checkpoint"] == beside["checkpoint"], "what is not trained is not saved"
+
+
+def test_roles_that_are_saved_in_turn_take_the_largest_ones_memory_and_at_once_that_of_all() -> None:
+    small = replace(QWEN_7B, layers=4)  # whose other phases are never the host's fullest
+    policy, critic = (12 * shape.parameters for shape in (small, small.with_value_head))
+
+    def checkpoint(cfg: Config, machine: Machine, *, behind: bool) -> int:
+        cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, behind
+        return place(make_plan(cfg, small, machine), "host").lines["checkpoint"]
+
+    for apart in ({}, {"colocate_policy_critic": False, "critic_num_gpus_per_node": 4}):
+        for behind, expected in ((False, policy), (True, policy + critic)):
+            found = checkpoint(with_critic(**apart), replace(EIGHT, gpus=20), behind=behind)
+            assert found == pytest.approx(expected, rel=1e-6)
+    assert checkpoint(with_critic(), replace(EIGHT, gpus=0), behind=True) == pytest.approx(policy + critic, rel=1e-6)
+
+
+def test_roles_on_devices_of_their_own_have_processes_on_the_hosts() -> None:
+    lines = [
+        place(make_plan(cfg, QWEN_7B, replace(EIGHT, gpus=20)), "host").lines["processes"]
+        for cfg in (settings(8, 8), with_critic(colocate_policy_critic=False, critic_num_gpus_per_node=4))
+    ]
+    assert lines[1] - lines[0] == 4 * PROCESS[True]
+
+
+def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
+    """Larger than the policy, it takes most while it is trained; on devices of its own that is while the policy is."""
+    small, machine = replace(QWEN_7B, layers=4), replace(EIGHT, gpus=0)
+
+    def host(**placement: object) -> Place:
+        cfg = with_critic(**placement)
+        cfg.trainer.critic.model.path = "larger"
+        return place(make_plan(cfg, small, machine, shapes={"critic": QWEN_7B}), "host")
+
+    beside, apart = host(), host(colocate_policy_critic=False, critic_num_gpus_per_node=8)
+    assert beside.when == "critic" and beside.lines["critic: activations"] and "policy: activations" not in beside.lines
+    assert apart.when == "update" and apart.lines["critic: activations"] == beside.lines["critic: activations"]
+    assert apart.lines["policy: activations"]
+
+
+@pytest.mark.parametrize("gpus", [16, 0])
+def test_while_a_critic_on_the_policys_devices_learns_the_policys_gradients_wait(gpus: int) -> None:
+    """Both gradients are there before either model steps: what is not finite is told of both first."""
+    cfg, small = with_critic(), replace(QWEN_7B, layers=4)
+    cfg.trainer.critic.model.path, cfg.trainer.critic.gradient_checkpointing = "larger", False
+    plan = make_plan(cfg, small, replace(EIGHT, gpus=gpus), shapes={"critic": QWEN_7B})
+    fullest = plan.places[0]
+    ranks = 1 if gpus else 8  # of a place
+    assert fullest.when == "critic"
+    assert fullest.lines["policy: gradients"] == pytest.approx(ranks * 4 * small.parameters / 8, rel=1e-6)
 
 
 def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:

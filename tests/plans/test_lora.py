@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from skyasync.config.schema import Config
+from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.trainer import RayPPOTrainer
 from skyasync.workers.reference import ReferenceWorker
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
+
+PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def lora(model: str) -> Config:
     return cfg
 
 
-@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer])
+@pytest.mark.parametrize("plan", PLANS)
 async def test_a_plan_trains_adapters_whose_syncs_arrive_and_whose_reference_is_the_base(
     model: str, plan: type[RayPPOTrainer]
 ) -> None:

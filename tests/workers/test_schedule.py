@@ -11,6 +11,7 @@ from transformers import get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 
+from skyasync.config import load_config
 from skyasync.config.check import check_config
 from skyasync.config.schema import SCHEDULES, Config, OptimizerConfig
 from skyasync.errors import UserError
@@ -51,6 +52,8 @@ def test_what_needs_an_end_is_refused_without_one(settings: OptimizerConfig) -> 
         ("cosine_with_restarts", {"num_cycles": 2}),
         ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
         ("cosine_with_min_lr", {"min_lr": 0.2}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr": 0.2, "num_cycles": 0.75}),
         ("polynomial", {"lr_end": 0.1, "power": 2.0}),
         ("inverse_sqrt", {}),
         ("warmup_stable_decay", {"num_decay_steps": 4, "min_lr_ratio": 0.1}),
@@ -67,6 +70,24 @@ def test_behind_the_warm_up_each_is_what_transformers_gives(name: str, options: 
         theirs.step()
 
 
+def test_every_schedule_of_transformers_is_there_or_refused_by_its_name() -> None:
+    theirs = {str(name.value) for name in TYPE_TO_SCHEDULER_FUNCTION}
+    assert theirs - set(SCHEDULES) == {"reduce_lr_on_plateau", "greedy"}
+    for name in theirs - set(SCHEDULES):
+        with pytest.raises(
+            UserError, match=f"scheduler={name}.*by a metric.*constant, .*warmup_stable_decay"
+        ) as caught:
+            load_config([f"trainer.policy.optimizer_config.scheduler={name}"])
+        assert "\n" not in str(caught.value)
+
+
+def test_a_warm_up_of_its_own_begins_where_it_is_told() -> None:
+    own = config(num_warmup_steps=3, scheduler="cosine_warmup_with_min_lr")
+    own.scheduler_kwargs = {"min_lr_rate": 0.1, "warmup_lr_rate": 0.4}
+    rates = [learning_rate(step, own, 20) for step in range(4)]
+    assert rates[:3] == pytest.approx([0.4, 0.7, 1.0]) and 0.9 < rates[3] < 1.0
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_a_schedule_may_be_told_is_what_transformers_takes(name: str) -> None:
     takes = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
@@ -80,6 +101,7 @@ def test_what_a_schedule_may_be_told_is_what_transformers_takes(name: str) -> No
         ({"scheduler": "polynomial", "scheduler_kwargs": {"lr_ende": 0.1}}, "did you mean 'lr_end'"),
         ({"scheduler_kwargs": {"power": 2}}, "constant takes none"),
         ({"scheduler": "cosine_with_min_lr"}, "must be said once"),
+        ({"scheduler": "cosine_warmup_with_min_lr"}, "must be said once"),
         ({"scheduler": "warmup_stable_decay"}, "num_decay_steps"),
     ],
 )

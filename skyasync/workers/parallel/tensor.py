@@ -53,6 +53,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     by_vocabulary = isinstance(head, nn.Linear) and head.out_features % size == 0
     embeddings = model.get_input_embeddings()
     tied = by_vocabulary and head.weight is embeddings.weight
+    plan.pop(_key(model, embeddings), None)  # whole, unless they are the head: a critic's are not
     if by_vocabulary:
         plan[_key(model, head)] = "colwise"
     if tied:

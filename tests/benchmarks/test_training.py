@@ -1,0 +1,45 @@
+"""The benchmarks of an update and of its log-probabilities run, at toy size: what they print, not how much."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import lean_logprobs, update_speed
+from tests.warm import program
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Few and short rows in the place of the benchmark's."""
+    grouped, ragged = update_speed.grouped_batch, update_speed.ragged_batch
+    monkeypatch.setattr(update_speed, "grouped_batch", lambda prompts, samples: grouped(2, 2))
+    monkeypatch.setattr(update_speed, "ragged_batch", lambda: ragged(rows=8, mean=16))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("options", "lines"), [([], 10), (["--ragged"], 5)])
+def test_every_way_to_update_has_its_seconds(small, monkeypatch, capsys, options, lines):
+    monkeypatch.setattr(sys, "argv", ["update_speed", "--rounds=1", *options])
+    update_speed.main()
+    head, *found = capsys.readouterr().out.splitlines()
+    assert head.endswith("of them trained") and len(found) == lines
+    assert all(" s " in line and line.endswith("tokens/s") for line in found)
+    assert [line.split(" s ")[1].split()[0] for line in found if line.startswith(update_speed.OWN)] == ["1.00"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory")
+def test_every_pass_has_its_memory_beside_the_plain_one(warm_processes, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", program(warm_processes))
+    monkeypatch.setattr(sys, "argv", ["lean_logprobs", "--tokens=512", "--vocabulary=20000"])
+    passes = lean_logprobs.PASSES[::3]  # the plainest, and the one with most
+    monkeypatch.setattr(lean_logprobs, "PASSES", passes)
+    lean_logprobs.main()
+    found = capsys.readouterr().out.splitlines()
+    assert [line.split(" plain ")[0].strip() for line in found] == list(passes)
+    assert all(line.count("GiB") == 2 and 0 < float(line.split()[-1]) < 2 for line in found)
