@@ -22,6 +22,7 @@ def test_planned_peaks_are_within_10_percent_of_measured_ones(case: Case, warm_p
     check(replace(case, rows=2, micro_batch_tokens=128, prompt=32, response=96), warm_processes)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_planned_peaks_with_a_short_state_are_within_10_percent_too(warm_processes: Path) -> None:
     """Of a model with fewer layers: packing moments into bytes takes a CPU its time."""
@@ -30,6 +31,7 @@ def test_planned_peaks_with_a_short_state_are_within_10_percent_too(warm_process
     check(replace(case, model=smaller, rows=2, micro_batch_tokens=256), warm_processes)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_planned_peaks_with_adapters_are_within_10_percent_too(warm_processes: Path) -> None:
     """With larger micro-batches: beside what is left without moments, what a process takes besides would weigh."""
