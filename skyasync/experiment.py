@@ -19,9 +19,9 @@ from skyasync.assembly import Assembly
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden
-from skyasync.engines.protocol import EngineConfig, InferenceEngine
+from skyasync.engines.protocol import ENGINES, EngineConfig, InferenceEngine
+from skyasync.engines.server_check import KEY_VARIABLE, check_servers
 from skyasync.engines.settings import engine_config, engines_per_device, rounding
-from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.engines.wanted import FILE as ENGINES_FILE
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans import PLANS
@@ -127,10 +127,9 @@ class BasePPOExp:
         return [self._server(config, url) for url in self.cfg.generator.engines]
 
     def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
-        from skyasync.engines.vllm.server import VLLMServerEngine
-
         own = {"url": url, "start_s": self.cfg.generator.engine_start_timeout_s, "key": self._engines_key}
-        return VLLMServerEngine(replace(config, extra=config.extra | own))
+        engine: InferenceEngine = ENGINES.find(backend(self.cfg))(replace(config, extra=config.extra | own))
+        return engine
 
     async def get_newcomer(self, name: str) -> InferenceEngine:
         """An engine that joins while the run goes on: the server with this address, or one more of the run's own.
@@ -140,7 +139,7 @@ class BasePPOExp:
         """
         generator, config = self.cfg.generator, self.engine_config()
         if generator.engines:
-            await asyncio.to_thread(check_servers, [name], config, generator.weight_sync_dir)
+            await asyncio.to_thread(check_servers, [name], config, generator.weight_sync_dir, backend(self.cfg))
             return self._server(config, name)
         from skyasync.engines.ray_engine import another
 

@@ -179,13 +179,17 @@ def check_engine(cfg: Config) -> Iterator[str]:
     from skyasync.engines.protocol import ENGINES
 
     generator, engine = cfg.generator, backend(cfg)
-    if generator.engines and generator.backend not in ("auto", "vllm_server"):
+    servers = [name for name, about in ENGINES.builtins().items() if about.can["elsewhere"]]
+    if generator.engines and generator.backend not in ("auto", *servers):
         yield (
             f"generator.backend={generator.backend} is for engines of the run's own, and generator.engines names "
             f"servers: leave one of them out"
         )
-    if generator.backend == "vllm_server" and not generator.engines:
-        yield "generator.backend=vllm_server needs generator.engines=[http://host:port, ...]: where its servers are"
+    if generator.backend in servers and not generator.engines:
+        yield (
+            f"generator.backend={generator.backend} needs generator.engines=[http://host:port, ...]: where its "
+            f"servers are"
+        )
     if not generator.run_engines_locally and not generator.engines:
         yield (
             "generator.run_engines_locally=false needs generator.engines=[http://host:port, ...], the servers that "

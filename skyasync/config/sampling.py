@@ -28,7 +28,10 @@ _LARGEST_BIAS = 100
 def backend(cfg: Config) -> str:
     """The engine that ``generator.backend`` stands for."""
     if cfg.generator.engines:
-        return "vllm_server"
+        from skyasync.engines.protocol import ENGINES
+
+        about = ENGINES.builtins().get(cfg.generator.backend)
+        return cfg.generator.backend if about and about.can["elsewhere"] else "vllm_server"
     if cfg.generator.backend != "auto":
         return cfg.generator.backend
     return "vllm" if find_spec("vllm") else "transformers"
@@ -70,9 +73,14 @@ def _check_engine(cfg: Config, group: str, sampling: SamplingConfig) -> Iterator
 
     engine, others = backend(cfg), ENGINES.builtins()
     rare = {name for about in others.values() for name in about.can["sampling"]}
-    foreign = rare - set(ENGINES.about(engine).can["sampling"])
+    can = ENGINES.about(engine).can
+    foreign = (rare - set(can["sampling"])) | set(can["lacks"])
     for name in _used(sampling, tuple(sorted(foreign))):
-        able = "|".join(other for other, about in others.items() if name in about.can["sampling"])
+        able = "|".join(
+            other
+            for other, about in others.items()
+            if name not in about.can["lacks"] and (name in about.can["sampling"] or name not in rare)
+        )
         yield (
             f"generator.{group}.{name} needs generator.backend={able}: the {engine} engine does not have it; leave it "
             f"empty, or use that one"

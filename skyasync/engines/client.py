@@ -87,6 +87,11 @@ class InferenceClient:
     def engines(self) -> list[InferenceEngine]:
         return self.roster.engines
 
+    @property
+    def proves_weights(self) -> bool:
+        """Whether every engine compares what it holds with digests of what was sent."""
+        return all(getattr(engine, "proves_weights", True) for engine in self.engines)
+
     async def start(self) -> None:
         for first in range(0, len(self.engines), self._start_at_once):
             wave = self.engines[first : first + self._start_at_once]

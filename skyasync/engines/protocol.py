@@ -241,7 +241,12 @@ class EngineConfig:
 
 ENGINES = Registry(
     "engine",
-    ["skyasync.engines.embedded.engine", "skyasync.engines.vllm.engine", "skyasync.engines.vllm.server"],
+    [
+        "skyasync.engines.embedded.engine",
+        "skyasync.engines.vllm.engine",
+        "skyasync.engines.vllm.server",
+        "skyasync.engines.sglang.server",
+    ],
     capabilities={
         "tensor_parallel": False,  # one engine may take several GPUs
         "weight_sync": ("shared_memory",),  # how weights may reach it
@@ -254,6 +259,8 @@ ENGINES = Registry(
         "returns_experts": False,  # can say which experts a mixture's routers chose
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
         "sampling": (),  # settings of generator.sampling_params that not every engine has
+        "lacks": (),  # of those that others have, the ones that it has not
+        "elsewhere": False,  # servers of generator.engines, which somebody else has started
         "options": "",  # module:function that says what is wrong with generator.engine_kwargs; none takes none
         "extra": "",  # of this library, that installs what it needs
     },

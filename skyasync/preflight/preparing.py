@@ -16,11 +16,12 @@ from skyasync.config.frozen import freeze
 from skyasync.config.load import dump_config
 from skyasync.config.paths import refuse_foreign_checkpoints
 from skyasync.config.resume import Resume, checkpoints_of, go_on_beside, settle_resume_mode
+from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.config.secrets import Secrets
 from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.server_check import check_servers
 from skyasync.engines.settings import engine_config
-from skyasync.engines.vllm.server_check import check_servers
 from skyasync.observe.claim import claim
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
 from skyasync.plans import PLANS
@@ -90,7 +91,8 @@ def _check_engines(experiment: Unprepared) -> None:
     if without_gpus(cfg.ray.address):
         engine_config(cfg, gpus=False)
     if cfg.generator.engines:
-        check_servers(cfg.generator.engines, experiment.engine_config(), cfg.generator.weight_sync_dir)
+        folder = cfg.generator.weight_sync_dir
+        check_servers(cfg.generator.engines, experiment.engine_config(), folder, backend(cfg))
 
 
 def _check_data_and_models(experiment: Unprepared) -> None:

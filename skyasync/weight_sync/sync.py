@@ -8,7 +8,7 @@ proven twice; a proof that fails is an error, never a log line.
   engines that compute on the shared memory itself, which is looked through once for all of them).
 - *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
   brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
-  of them where there are no digests (NCCL).
+  of them where there are no digests (NCCL, SGLang's servers).
 
 | fault                                | found by digests                    | found by the probe                   |
 |--------------------------------------|-------------------------------------|--------------------------------------|
@@ -150,7 +150,7 @@ class WeightSync:
                 async with paused():
                     update = await self._taken(update)
                 self._said = update.metrics
-            self._proven = update.backend in WITH_DIGESTS
+            self._proven = update.backend in WITH_DIGESTS and getattr(self.destination, "proves_weights", True)
             self._syncs += 1
 
     async def _taken(self, update: WeightUpdate) -> WeightUpdate:

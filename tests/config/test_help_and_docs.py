@@ -39,7 +39,7 @@ def test_help_for_a_group_shows_that_group_alone(capsys: pytest.CaptureFixture[s
 
 def test_help_for_one_key_lists_the_names_it_may_take(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(help_text(["--help", "generator.backend"], capsys).split())
-    assert "One of: auto, transformers, vllm, vllm_server, or module:attribute." in words
+    assert "One of: auto, sglang_server, transformers, vllm, vllm_server, or module:attribute." in words
     words = " ".join(help_text(["--help", "trainer.logger"], capsys).split())
     assert "jsonl" in words.split("One of:")[1]
 

@@ -96,7 +96,7 @@ def consistent(config: Config) -> Config:
     trainer.policy.optimizer_config = plain.trainer.policy.optimizer_config
     trainer.sync_interval = 1
     generator.weight_sync_mode = "full"
-    if generator.backend == "vllm_server" and not generator.engines:
+    if generator.backend.endswith("_server") and not generator.engines:
         generator.backend = "auto"
     trainer.plan = "sync" if trainer.plan == "streamed" else trainer.plan
     trainer.resume_mode = "none"

@@ -58,7 +58,7 @@ WRONG = [
     (f"{LR}=nan", f"{LR}=nan: must be at least 0"),
     ("generator.sampling_params.top_p=0", "must be greater than 0 and at most 1"),
     ("trainer.policy.optimizer_config.adam_betas=[0.9,1.0]", "must be at least 0 and less than 1"),
-    ("generator.backend=vlm", "unknown backend 'vlm': did you mean 'vllm'? allowed: auto, transformers, vllm"),
+    ("generator.backend=vlm", "unknown backend 'vlm': did you mean 'vllm'? allowed: auto, sglang_server"),
     ("generator.async_engine=false", "generator.async_engine=false: unknown value 'false': allowed: true"),
     ("trainer.policy.model.dtype=float16", "did you mean 'bfloat16' or 'float32'? allowed: auto, bfloat16, float32"),
     # names that are registered somewhere

@@ -11,9 +11,10 @@ from skyasync.cluster.placement import plan_slots, share_threads
 from skyasync.config.check import check_config
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
+from skyasync.engines.http import Begun, versions_of
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.server_check import ARGUMENTS, BACKEND, EXTENSION, check_servers, complaint
-from skyasync.engines.vllm.server_http import Begun, sampling_of, versions_of
+from skyasync.engines.vllm.server_http import hear, sampling_of
 from skyasync.errors import UserError
 from skyasync.tools.serve import command_line
 from skyasync.workers.roles import wanted_roles
@@ -115,12 +116,12 @@ def test_versions_are_of_this_run_or_none() -> None:
 def test_news_are_of_one_version_also_behind_an_update() -> None:
     begun = Begun(GenerationRequest("r", [1], SamplingParams()), 7)
     token = {"token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
-    begun.hear(token)
-    begun.hear(token)
+    hear(begun, token)
+    hear(begun, token)
     news = begun.news()
     assert news is not None and news.token_ids.tolist() == [5, 5] and news.versions.tolist() == [7, 7]
     begun.certain = 2
-    begun.hear(token)
+    hear(begun, token)
     assert begun.news() is None
 
 

@@ -1,293 +1,74 @@
-"""A vLLM server that somebody else has started, behind the engines' protocol.
-
-Invariant: a token's version is the one that the server's core stamped it with, and a stamp that this run did not set
-is a death: the server was started anew, or another run uses it. The server is left as it was found, but for its
-weights.
-
-What is cached under which weights is as in ``engine``: requests that have begun keep their cache over an update, those
-without a token are sent again, and prompts are salted with the version.
-
-| who waits               | for what               | woken by                                                     |
-|-------------------------|------------------------|--------------------------------------------------------------|
-| ``generate``, ``score`` | the server's answer    | the server; a broken connection (``EngineDiedError``)        |
-| control calls           | the same, each other   | the same                                                     |
-| ``start``               | the server             | the server; ``engine_start_timeout_s``                       |
-"""
+"""A vLLM server that somebody else has started; what all servers have in common is in ``engines.elsewhere``."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
-from skyasync.arrays import floats, ints
-from skyasync.engines.protocol import (
-    ENGINES,
-    EngineConfig,
-    EngineDiedError,
-    EngineStats,
-    GenerationOutput,
-    GenerationRequest,
-    PauseMode,
-)
-from skyasync.engines.stopwatch import Stopwatch
+from skyasync.engines.elsewhere import ServerEngine
+from skyasync.engines.http import Begun
+from skyasync.engines.protocol import ENGINES, GenerationOutput, PauseMode
 from skyasync.engines.vllm.server_check import complaint
-from skyasync.engines.vllm.server_http import (
-    GENERATE,
-    PREFIX,
-    Begun,
-    Server,
-    body_of,
-    prompt_scores,
-    scoring_body,
-    versions_of,
-)
-from skyasync.errors import UserError
-from skyasync.weight_sync.update import Held, WakePart, WeightSyncError, WeightUpdate
-
-AGAIN_S = 1.0  # between two looks whether a server has come back
+from skyasync.engines.vllm.server_http import DEAD, ENDS, GENERATE, PREFIX, body_of, hear, prompt_scores, scoring_body
+from skyasync.weight_sync.update import WeightUpdate
 
 
 @ENGINES.register(
     "vllm_server",
+    elsewhere=True,
     loads_as_files=True,
     takes_changes=True,
     sampling=("structured_outputs", "repetition_detection"),
 )
-class VLLMServerEngine:
-    """See ``InferenceEngine`` for the methods. ``config.extra``: ``url``; ``key``, if it wants one; ``start_s``: how
-    long its start may take; ``returns``: it has died, and may stay away until then."""
+class VLLMServerEngine(ServerEngine):
+    """See ``ServerEngine``."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.version = config.version
-        self._server = Server(config.extra["url"], config.extra.get("key", ""))
-        self._run = uuid4().hex  # whose versions these are: the server may have served others
-        self._begun: dict[str, Begun] = {}
-        self._tasks: set[asyncio.Task[GenerationOutput]] = set()
-        self._finished_tokens = self._cache_tokens = 0
-        self._busy, self._paused = Stopwatch(), Stopwatch()
-        self._control = asyncio.Lock()
-        self._held = Held()
-        self._closing: asyncio.Future[None] | None = None
+    kind = "vLLM"
+    dead = DEAD
+    info = {"config_format": "json"}  # noqa: RUF012  (a class variable of the base)
 
-    # -- life ---------------------------------------------------------------------------------------------
+    def complaint(self, info: Mapping[str, Any]) -> str:
+        return complaint(self._server.url, info, self.config)
 
-    async def start(self) -> None:
-        """Find it fit, and set back what a run before may have left: a pause, requests."""
-        async with asyncio.timeout(self.config.extra["start_s"]):
-            await self._take_over(await self._info())
-
-    async def _info(self) -> dict[str, Any]:
-        """What it says of itself; a successor is waited for."""
-        while True:
-            try:
-                info: dict[str, Any] = await self._server.get("/server_info", config_format="json")
-                return info
-            except EngineDiedError as error:
-                if not self.config.extra.get("returns"):
-                    raise UserError(f"generator.engines: {error}") from error
-                await asyncio.sleep(AGAIN_S)
-
-    async def _take_over(self, info: dict[str, Any]) -> None:
-        if problem := complaint(self._server.url, info, self.config):
-            raise UserError(problem)
+    def room(self, info: Mapping[str, Any]) -> int:
         cache = info["vllm_config"].get("cache_config") or {}
-        self._cache_tokens = int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
+        return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
+
+    async def _set_back(self) -> None:
         await self._server.post("/abort_requests", {})
         await self._server.post("/resume")
         await self._server.post("/update_weight_version", {"new_version": str(self.version)})
 
-    async def shutdown(self) -> None:
-        """The server goes on; what this run has asked of it does not."""
-        for task in list(self._tasks):
-            task.cancel()
-        if self._paused.on:
-            with contextlib.suppress(Exception):
-                await self._resume()
-        await self._server.close()
-
-    def kill(self) -> None:
-        """Hang up. Nothing here is to be ended: whoever started the server sees to it."""
-        for task in list(self._tasks):
-            task.cancel()
-        self._closing = asyncio.ensure_future(self._server.close())
-
-    def successor(self) -> VLLMServerEngine:
-        """The same address, once a server answers there again."""
-        extra = {**self.config.extra, "returns": True}
-        return VLLMServerEngine(replace(self.config, version=self.version, extra=extra))
-
-    # -- requests -----------------------------------------------------------------------------------------
-
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        finished: asyncio.Queue[asyncio.Task[GenerationOutput]] = asyncio.Queue()
-        mine = [asyncio.create_task(self._answer(request)) for request in requests]
-        self._tasks.update(mine)
-        for task in mine:
-            task.add_done_callback(finished.put_nowait)
-        unanswered = len(mine)
-        try:
-            while unanswered:
-                done = [await finished.get()]
-                while not finished.empty():
-                    done.append(finished.get_nowait())
-                unanswered -= len(done)
-                yield [task.result() for task in done]
-        finally:
-            for task in mine:
-                task.cancel()
-                self._tasks.discard(task)
-                if task.done() and not task.cancelled():
-                    task.exception()  # it may be one of many that a server's death has ended
-
-    async def _answer(self, request: GenerationRequest) -> GenerationOutput:
-        """Ask until it is answered: what a weight update found without a token is sent again."""
-        name = request.request_id
-        while True:
-            begun = self._begun[name] = Begun(request, self.version)
-            self._watch()
-            begun.playing = asyncio.create_task(self._play(begun))
-            try:
-                await asyncio.wait({begun.playing})
-                if not begun.left:
-                    return begun.playing.result()
-                if begun.left == "ended":
-                    return GenerationOutput(name, finish_reason="abort")
-            finally:
-                begun.playing.cancel()
-                del self._begun[name]
-                self._watch()
-
     async def _play(self, begun: Begun) -> GenerationOutput:
-        async for chunk in self._server.chunks(body_of(begun.request, self._salt(begun.version))):
+        async for chunk in self._server.chunks(GENERATE, body_of(begun.request, self._salt(begun.version))):
             for choice in chunk["choices"]:
-                begun.hear(choice)
-                if choice.get("finish_reason"):
-                    return self._ended(begun, choice["finish_reason"], choice.get("weight_versions"))
+                hear(begun, choice)
+                if said := choice.get("finish_reason"):
+                    reason = ENDS.get(said)
+                    if reason is None:
+                        name = begun.request.request_id
+                        raise RuntimeError(f"{self._server.name} failed on request {name}: {said}")
+                    return self._ended(begun, reason, choice.get("weight_versions"))
         raise self._server.died("it ended an answer without a reason")
 
-    def _ended(self, begun: Begun, reason: Any, spans: Any) -> GenerationOutput:  # noqa: ANN401  (JSON)
-        name, count = begun.request.request_id, len(begun.tokens)
-        versions = versions_of(spans, count)
-        if versions is None:
-            raise self._server.died("it has weights that this run did not give it; was it started anew?")
-        if reason not in ("stop", "length", "abort", "repetition"):
-            raise RuntimeError(f"the vLLM server {self._server.url} failed on request {name}: {reason}")
-        self._finished_tokens += count
-        reason = "length" if reason == "repetition" else reason
-        return GenerationOutput(name, ints(begun.tokens), floats(begun.logprobs), versions, reason)
+    async def _end(self, chosen: Collection[Begun]) -> None:
+        names = [PREFIX + begun.request.request_id for begun in chosen]
+        await self._server.post("/abort_requests", {"request_ids": names})
 
-    def _salt(self, version: int) -> str:
-        """Keeps a prompt from finding blocks that other weights have computed."""
-        return f"run {self._run} version {version}"
+    async def _alive(self) -> None:
+        await self._server.get("/is_paused")
 
-    async def progress(self) -> list[GenerationOutput]:
-        """As the protocol says; of a request that has lived through an update only the tokens from before it."""
-        await self._server.get("/is_paused")  # its core lives, and is between two steps
-        return [news for begun in self._begun.values() if (news := begun.news())]
+    async def _scored(self, sequence: Sequence[int]) -> list[float] | None:
+        answer = await self._server.post(GENERATE, scoring_body(sequence, self._salt(self.version)))
+        return prompt_scores(answer, sequence)
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """As the protocol says; waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
-        return await asyncio.gather(*(self._score(sequence) for sequence in sequences))
-
-    async def _score(self, sequence: Sequence[int]) -> list[float]:
-        if len(sequence) < 2:
-            return []
-        while True:  # until neither a weight update nor pause("abort") has cut it
-            answer = await self._server.post(GENERATE, scoring_body(sequence, self._salt(self.version)))
-            scores = prompt_scores(answer, sequence)
-            if scores is not None:
-                return scores
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        names = set(self._begun if request_ids is None else request_ids)
-        chosen = [begun for name, begun in self._begun.items() if name in names]
-        for begun in chosen:
-            if not begun.tokens:
-                begun.leave("ended")
-        if at_the_server := [PREFIX + begun.request.request_id for begun in chosen if begun.tokens]:
-            await self._server.post("/abort_requests", {"request_ids": at_the_server})
-
-    # -- control ------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        async with self._control:
-            await self._pause(mode)
-
-    async def resume(self) -> None:
-        async with self._control:
-            await self._resume()
-
-    async def _pause(self, mode: PauseMode) -> None:
+    async def _stop(self, mode: PauseMode) -> None:
         await self._server.post("/pause", mode=mode, clear_cache="false")
-        self._paused.switch(True)
-        self._watch()
 
-    async def _resume(self) -> None:
+    async def _go_on(self) -> None:
         await self._server.post("/resume")
-        self._paused.switch(False)
-        self._watch()
 
-    async def update_weights(self, update: WeightUpdate) -> None:
-        """As the protocol says; a server that is not paused is paused ("keep") for the update."""
-        if update.backend != "shared_memory":
-            raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
-        self._held.receive(update)
-        async with self._control:
-            was_paused = self._paused.on
-            if not was_paused:
-                await self._pause("keep")
-            await self._transfer(update)
-            self.version = update.version
-            self._held.settle(update)
-            self._outlive()
-            if not was_paused:
-                await self._resume()
-
-    async def _transfer(self, update: WeightUpdate) -> None:
-        """Raises WeightSyncError where the server lives and has not taken them: it may have layers without weights."""
-        try:
-            await self._server.post("/start_weight_update")
-            await self._server.post("/update_weights", {"update_info": update.info})
-            await self._server.post("/finish_weight_update", {"weight_version": str(update.version)})
-        except (EngineDiedError, RuntimeError) as error:  # vLLM hangs up on what it did not foresee
-            await self._server.get("/is_paused")
-            raise WeightSyncError(
-                f"the vLLM server {self._server.url} has refused the weights of version {update.version} (its own log "
-                f"says why) and must be started anew: {error}"
-            ) from error
-
-    def _outlive(self) -> None:
-        """What is in flight goes on with its cache, and what has no token yet begins with the new weights."""
-        for begun in self._begun.values():
-            if not begun.tokens:
-                begun.leave("again")
-            elif begun.certain is None:
-                begun.certain = len(begun.tokens)
-
-    async def sleep(self) -> None:
-        raise UserError("generator.engines: servers elsewhere share no devices with the policy, and do not sleep")
-
-    async def wake(self, part: WakePart) -> None:
-        raise UserError("generator.engines: servers elsewhere share no devices with the policy, and do not sleep")
-
-    # -- watching -----------------------------------------------------------------------------------------
-
-    async def stats(self) -> EngineStats:
-        counts = [len(begun.tokens) for begun in self._begun.values()]
-        running = sum(map(bool, counts))
-        return EngineStats(
-            running=running,
-            waiting=len(counts) - running,
-            generated_tokens=self._finished_tokens + sum(counts),
-            busy_s=self._busy.seconds,
-            paused_s=self._paused.seconds,
-            cache_tokens=self._cache_tokens,
-        )
-
-    def _watch(self) -> None:
-        self._busy.switch(bool(self._begun) and not self._paused.on)
+    async def _load(self, update: WeightUpdate) -> None:
+        await self._server.post("/start_weight_update")
+        await self._server.post("/update_weights", {"update_info": update.info})
+        await self._server.post("/finish_weight_update", {"weight_version": str(update.version)})

@@ -7,23 +7,19 @@ and the way out. Imports nothing heavy: it is asked before anything starts.
 from __future__ import annotations
 
 import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from skyasync.engines.protocol import EngineConfig
-from skyasync.errors import UserError
+from skyasync.engines.server_check import KEY_VARIABLE, Kind, check_servers
 from skyasync.model_config import overrides_of
+
+__all__ = ["KEY_VARIABLE", "check_servers", "complaint"]
 
 BACKEND = "shared_memory"
 EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
 WAY = "start it with: skyasync serve MODEL --port PORT"
-KEY_VARIABLE = "SKYASYNC_ENGINES_KEY"  # what server and run have to have alike, where the server asks for a key
 DOOR = "skyasync.engines.vllm.server_door.Door"
-ANSWER_S = 30.0  # the first time it is asked, a server looks its machine over, for seconds
 
 #: What vLLM's server is started with besides its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
 ARGUMENTS = {
@@ -38,54 +34,6 @@ ARGUMENTS = {
 ON_CPU = {"--enforce-eager": "", "--no-enable-chunked-prefill": "", "--dtype": "float32"}
 
 
-def check_servers(urls: list[str], config: EngineConfig, weight_sync_dir: str = "") -> None:
-    """Raises UserError, in one line, for the first one that does not answer or cannot be an engine."""
-    if weight_sync_dir and not os.access(weight_sync_dir, os.W_OK):
-        raise UserError(f"generator.weight_sync_dir={weight_sync_dir} is no folder that can be written to")
-    for url in urls:
-        if problem := address_complaint(url) or complaint(url, server_info(url), config):
-            raise UserError(problem)
-
-
-def address_complaint(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
-        return ""
-    return f"generator.engines: {url!r} is not the address of a server, such as http://127.0.0.1:8000"
-
-
-def server_info(url: str) -> dict[str, Any]:
-    """What a vLLM server in development mode says of itself.
-
-    Raises:
-        UserError: if nothing answers there, or something else.
-    """
-    try:
-        with urllib.request.urlopen(_question(url), timeout=ANSWER_S) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            has = "another key" if os.environ.get(KEY_VARIABLE) else f"a key: set {KEY_VARIABLE} as it is there"
-            raise UserError(f"generator.engines: {url} wants {has}") from None
-        raise UserError(foreign(url, f"/server_info answers {error.code}")) from None
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise UserError(f"generator.engines: {url} does not answer ({reason}); {WAY}") from None
-    except ValueError:
-        raise UserError(foreign(url, "/server_info is not JSON")) from None
-    return dict(found) if isinstance(found, dict) else {}
-
-
-def _question(url: str) -> urllib.request.Request:
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return urllib.request.Request(f"{url.rstrip('/')}/server_info?config_format=json", headers=headers)
-
-
-def foreign(url: str, found: str) -> str:
-    return f"generator.engines: {url} is no vLLM server with its routes for training ({found}); {WAY}"
-
-
 def complaint(url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
     """What keeps it from being an engine; empty if nothing does.
 
@@ -94,7 +42,7 @@ def complaint(url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
     """
     settings = info.get("vllm_config")
     if not isinstance(settings, Mapping):
-        return foreign(url, "it does not say how it was started")
+        return _foreign(url, info)
     model = settings.get("model_config") or {}
     transfer = (settings.get("weight_transfer_config") or {}).get("backend")
     extension = (settings.get("parallel_config") or {}).get("worker_extension_cls")
@@ -124,3 +72,12 @@ def complaint(url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
             f"--dtype {config.dtype}, or set generator.dtype={dtype}"
         )
     return ""
+
+
+def _foreign(url: str, info: Mapping[str, Any]) -> str:
+    if "internal_states" in info:
+        return f"generator.engines: {url} is an SGLang server: set generator.backend=sglang_server"
+    return KIND.foreign(url, "it does not say how it was started")
+
+
+KIND = Kind(complaint, "vLLM server with its routes for training", WAY)
