@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import pytest
@@ -278,14 +280,32 @@ class Way:
         writer.close()
 
 
-async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Running) -> None:
+class Seeing(VLLMServerEngine):
+    folders: ClassVar[set[Path]] = set()  # in which weights lay that it took
+
+    async def _load(self, update: WeightUpdate) -> None:
+        self.folders.add(Path(update.info["path"]).parent)
+        await super()._load(update)
+
+
+@pytest.fixture
+def on_disk() -> Iterator[Path]:
+    """A folder that is not in shared memory, as one of several machines is not."""
+    folder = Path(tempfile.mkdtemp(prefix="skyasync-weights-", dir="/var/tmp"))
+    assert folder.stat().st_dev != Path("/dev/shm").stat().st_dev
+    yield folder
+    shutil.rmtree(folder)
+
+
+async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Running, on_disk: Path) -> None:
+    """With weights through a folder that both see."""
     way = Way(server.url)
     await way.open()
     extra = config(server).extra | {"url": f"http://127.0.0.1:{way.port}"}
-    engine = VLLMServerEngine(replace(config(server), extra=extra))
+    engine = Seeing(replace(config(server), extra=extra))
     await engine.start()
     cfg = run_config(server.folder, steps=8, max_staleness=2, train_length=48)
-    cfg.generator.engines = [extra["url"]]
+    cfg.generator.engines, cfg.generator.weight_sync_dir = [extra["url"]], str(on_disk)
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
     sync: Any = run.trainer.handover.weight_sync
     sync.keeper = run.dispatch
@@ -306,6 +326,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     assert check_tokens(run) > 0, "no trajectory was in flight at a swap: the test shows nothing"
     gaps = [row["sync/logprob_gap_mean"] for row in run.tracker.rows.values() if "sync/logprob_gap_mean" in row]
     assert gaps and max(gaps) < 1e-3
+    assert Seeing.folders == {on_disk}
 
 
 async def test_a_server_joins_and_leaves_while_requests_are_under_way(
