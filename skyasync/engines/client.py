@@ -12,10 +12,13 @@ An engine dies when a call of it raises ``EngineDiedError``, or when whoever lis
 tokens that are known of them (``hear``), and where there is no other they wait for the one that is admitted in its
 place. Else, and for every other error, the requests that the engine had raise it.
 
+While every engine is full (``routes``) requests wait here, in a line: nobody in it is overtaken. It moves when a
+request ends, an engine is admitted, or one says that it has room (``hear``).
+
 | who waits                | for what                       | woken by                                            |
 |--------------------------|--------------------------------|-----------------------------------------------------|
 | ``generate``             | its piece's future             | ``_carry`` (answer, error), ``bereave``, or timeout |
-| a piece without engine   | the future, as above           | ``admit``, ``give_up``, or its timeout              |
+| a piece without engine   | the future, as above           | ``_advance``, ``give_up``, or its timeout           |
 | ``_carry`` (a task each) | the engine's stream of answers | the engine; its failure fails the futures; a loss   |
 | a call of all engines    | every living engine's answer   | the engines; a loss                                 |
 """
@@ -77,6 +80,7 @@ class InferenceClient:
         self._start_at_once = start_at_once or len(engines)
         self._ends = Ends(tokenizer)
         self._outbox: dict[int, Mail] = {}  # engine -> of this turn
+        self._line: dict[Piece, None] = {}  # those that have no engine yet, who came first at the front
         self._hearing = [asyncio.Lock() for _ in engines]
         self._pieces = Unanswered()
         self._cut: set[str] = set()  # the engines' ids of what has been ended early, and goes on
@@ -161,11 +165,14 @@ class InferenceClient:
             ) from error
         finally:
             del self._pieces[request.request_id]
+            self._line.pop(piece, None)
             if piece.charge is not None:
                 if piece.abandoned:
                     self._post(piece, leaves=True)
                     self._pieces.leaving.add(request.request_id)
                 self.roster.routes.ended(piece.charge, piece.answer, asyncio.get_running_loop().time())
+            if self._line:
+                self._advance()
 
     # ---------------------------------------------------------------- all engines
 
@@ -200,6 +207,7 @@ class InferenceClient:
         await self.roster.all("abort", request_ids)
 
     async def update_weights(self, update: WeightUpdate) -> None:
+        self.roster.routes.forget_prompts()
         if "members" in update.info:  # both ends meet in a group
             await self.roster.all_or_none(update.info["members"], "update_weights", update)
         else:
@@ -240,6 +248,11 @@ class InferenceClient:
                     piece.forget()  # they may have been told to nobody
                 raise
             self._pieces.hear(asked, answer[0] if answer else (), leaving)
+        if self.roster.routes.capacity[index] and answer:
+            said = await self.roster.ask(index, self.engines[index].stats())
+            if said:
+                self.roster.routes.seen(index, said[0])
+                self._advance()
 
     def bereave(self, index: int) -> Loss:
         """An engine has died: what it had goes on elsewhere."""
@@ -258,9 +271,7 @@ class InferenceClient:
             paused = self._paused
             await (engine.pause("keep") if paused else engine.resume())
         self.roster.admit(index, engine)
-        for piece in self._pieces.values():
-            if piece.engine is None and not piece.future.done():
-                self._post(piece)
+        self._advance()
 
     async def join(self, engine: InferenceEngine) -> int:
         """As ``admit``, in a place of its own, whose number is returned."""
@@ -302,17 +313,31 @@ class InferenceClient:
         Args:
             leaves: it has an engine, which is told that nobody waits for it any more.
         """
-        loop = asyncio.get_running_loop()
         if not leaves:
             if self.roster.end is not None:
                 raise self.roster.end
-            piece.charge = self.roster.routes.choose(piece.request, loop.time())
+            now = asyncio.get_running_loop().time()
+            piece.charge = None if self._line else self.roster.routes.choose(piece.request, now)
         if piece.charge is None:
-            return
-        index = piece.charge.engine
+            self._line[piece] = None
+        else:
+            self._mail(piece.charge.engine, piece, leaves=leaves)
+
+    def _advance(self) -> None:
+        """Send whoever is first in the line, for as long as there is an engine for it."""
+        while self._line:
+            piece = next(iter(self._line))
+            if not piece.future.done():
+                piece.charge = self.roster.routes.choose(piece.request, asyncio.get_running_loop().time())
+                if piece.charge is None:
+                    return
+                self._mail(piece.charge.engine, piece, leaves=False)
+            del self._line[piece]
+
+    def _mail(self, index: int, piece: Piece, *, leaves: bool) -> None:
         if index not in self._outbox:
             self._outbox[index] = Mail([], [])
-            self.roster.track(index, loop.create_task(self._carry(index)))
+            self.roster.track(index, asyncio.get_running_loop().create_task(self._carry(index)))
         if leaves:
             self._outbox[index].abandoned.append(piece.request.request_id)
         else:

@@ -74,6 +74,10 @@ class ServerEngine(ABC):
         """Tokens that its cache holds; 0 where it does not say."""
 
     @abstractmethod
+    async def _used(self) -> int | None:
+        """Tokens of its cache that running requests take; None where it does not say."""
+
+    @abstractmethod
     async def _set_back(self) -> None:
         """End what a run before may have left, a pause and requests, and set ``version``."""
 
@@ -306,6 +310,7 @@ class ServerEngine(ABC):
             busy_s=self._busy.seconds,
             paused_s=self._paused.seconds,
             cache_tokens=self._cache_tokens,
+            cache_used=await self._used() if self._cache_tokens else None,
         )
 
     def _watch(self) -> None:

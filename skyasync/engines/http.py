@@ -38,6 +38,14 @@ class Server:
     async def get(self, route: str, **query: str) -> Any:  # noqa: ANN401  (JSON)
         return await self._ask("GET", route, None, query)
 
+    async def text(self, route: str) -> str:
+        """An answer that is no JSON; empty where there is no such route."""
+        try:
+            async with self._connections.get(self.url + route) as response:
+                return await response.text() if response.status < 400 else ""
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise self.died(error) from error
+
     async def chunks(self, route: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The pieces of a streamed answer. Leaving the iteration early has the server end the request."""
         try:

@@ -144,7 +144,8 @@ class EngineDiedError(TakerDiedError):
 @dataclass
 class EngineStats:
     """Counters since start: ``busy_s`` is wall time with at least one request running. ``cache_tokens``: those that its
-    cache holds, 0 where there is no such number. ``gone``: the engine has left, and others are counted without it."""
+    cache holds, 0 where there is no such number. ``cache_used``: how many of them running requests take now; None where
+    nobody knows. ``gone``: the engine has left, and others are counted without it."""
 
     running: int = 0
     waiting: int = 0
@@ -153,6 +154,7 @@ class EngineStats:
     paused_s: float = 0.0
     cache_tokens: int = 0
     gone: bool = False
+    cache_used: int | None = None
 
 
 class InferenceEngine(Protocol):

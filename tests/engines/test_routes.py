@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineStats, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.routes import Charge, Routes
+from skyasync.engines.routes import CACHED, Charge, Routes
 from skyasync.engines.speeds import ENOUGH, Speed, relative
 from skyasync.simulate import engines as virtual
 from skyasync.simulate.clock import run_virtual
@@ -36,6 +36,7 @@ EVENTS = st.lists(
         st.tuples(st.just("end"), st.integers(0, 99), st.integers(0, 900), st.none()),
         st.tuples(st.just("die"), st.integers(0, 99), st.just(0), st.none()),
         st.tuples(st.just("renew"), st.integers(0, 99), st.just(0), st.none()),
+        st.tuples(st.just("see"), st.integers(0, 99), st.integers(0, 900), st.none()),
     ),
     max_size=80,
 )
@@ -49,8 +50,10 @@ def test_what_is_charged_is_given_back_and_the_dead_get_nothing(events: list, co
     for now, (kind, first, second, session) in enumerate(events):
         if kind == "ask":
             charge = routes.choose(request("r", first, second, session), now)
-            assert (charge is None) == (len(routes.dead) == count)
             if charge is None:
+                assert all(routes.in_flight[i] and routes.capacity[i] for i in routes.living), (
+                    "nobody waits for nothing"
+                )
                 continue
             there.append(charge)
             assert charge.engine not in routes.dead
@@ -63,10 +66,13 @@ def test_what_is_charged_is_given_back_and_the_dead_get_nothing(events: list, co
             began = {name: engine for name, engine in began.items() if engine != first % count}
         elif kind == "renew":
             routes.renew(first % count)
+        elif kind == "see":
+            routes.seen(first % count, EngineStats(waiting=second % 7, cache_used=10 * first))
         for index in range(count):
             held = [charge.tokens for charge in there if charge.engine == index]
             assert routes.in_flight[index] == len(held)
             assert routes.outstanding[index] == pytest.approx(sum(held))
+            assert routes.held[index] == pytest.approx(sum(c.held for c in there if c.engine == index))
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=2, max_size=60))
@@ -74,7 +80,8 @@ def test_engines_that_are_alike_differ_by_one_request_at_most(sizes: list[tuple[
     routes = Routes(3)
     for prompt, most in sizes:
         routes.choose(request("r", prompt, most))
-    assert max(routes.outstanding) - min(routes.outstanding) <= max(map(sum, sizes))
+    largest = max((1 + CACHED) * prompt + most for prompt, most in sizes)
+    assert max(routes.outstanding) - min(routes.outstanding) <= largest
 
 
 def test_an_engine_whose_cache_is_full_is_passed_over_while_another_has_room() -> None:
@@ -82,6 +89,58 @@ def test_an_engine_whose_cache_is_full_is_passed_over_while_another_has_room() -
     routes.capacity = [100, 0]
     chosen = [routes.choose(request(str(i), 10, 30)) for i in range(7)]
     assert [charge.engine for charge in chosen if charge] == [0, 1, 0, 1, 1, 1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.booleans()), max_size=60), st.integers(1, 3))
+def test_a_full_engine_gets_nothing_unless_it_is_idle(sizes: list[tuple[int, bool]], count: int) -> None:
+    routes, there = Routes(count), list[Charge]()
+    routes.capacity = [300] * count
+    for number, (prompt, ends) in enumerate(sizes):
+        before = list(routes.held)
+        charge = routes.choose(GenerationRequest("r", np.full(prompt, number, np.int32), SamplingParams(max_tokens=9)))
+        if charge is None:
+            assert all(held + prompt > 300 for held in before)
+        else:
+            assert not before[charge.engine] or before[charge.engine] + charge.held <= 300
+            there.append(charge)
+        if ends and there:
+            routes.ended(there.pop(0))
+
+
+def test_what_an_engine_says_of_its_cache_counts() -> None:
+    routes = Routes(1)
+    routes.capacity = [100]
+    first = routes.choose(request("a", 60))
+    assert first and routes.choose(request("b", 50, 9)) is None
+    routes.seen(0, EngineStats(cache_used=10))
+    second = routes.choose(request("b", 50, 9))
+    assert second
+    routes.seen(0, EngineStats(cache_used=95, waiting=1))
+    assert routes.choose(request("c", 10)) is None
+    routes.ended(first)
+    routes.ended(second)
+    assert routes.choose(request("c", 1000)), "for an idle engine to judge"
+
+
+def test_an_engine_that_has_the_prompt_is_preferred_while_loads_are_near() -> None:
+    def ask(text: int, prompt: int = 400, most: int = 10) -> int:
+        charge = routes.choose(GenerationRequest("r", np.full(prompt, text, np.int32), SamplingParams(max_tokens=most)))
+        assert charge
+        return charge.engine
+
+    routes = Routes(2)
+    assert [ask(1), ask(2)] == [0, 1]
+    assert [ask(2), ask(1)] == [1, 0], "each goes where its prompt is"
+    assert [ask(3, 50), ask(2)] == [0, 1], "50 tokens more are near"
+    assert ask(2) == 0, "450 are not"
+    routes.forget_prompts()
+    routes = Routes(2)
+    assert [ask(1), ask(2)] == [0, 1]
+    routes.forget_prompts()
+    assert ask(2) == 0, "new weights"
+    routes.dead.add(1)
+    routes.renew(1)
+    assert ask(2) == 1
 
 
 def test_a_response_is_expected_to_be_as_long_as_others_were() -> None:
@@ -165,6 +224,63 @@ def test_four_engines_of_two_kinds_have_as_much_to_do_for_their_speeds() -> None
     tokens, _ = run_virtual(waves(speeds, 1000, 11))
     shares = [each / speed for each, speed in zip(tokens, speeds, strict=True)]
     assert max(shares) < 1.1 * min(shares)
+
+
+class Small(Engine):
+    """Has room for a hundred tokens, and is never asked to hold more prompts than that."""
+
+    def __init__(self, speed: float, lengths: dict[str, int]) -> None:
+        super().__init__(speed, lengths)
+        self.holds: dict[str, int] = {}
+        self.most, self.order = 0, list[str]()
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(cache_tokens=100)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.holds.pop(name, None)
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        sizes = {each.request_id: len(each.prompt_token_ids) for each in requests}
+        self.order += sizes
+        self.holds |= sizes
+        self.most = max(self.most, sum(self.holds.values()))
+        async for outputs in super().generate(requests):
+            await self.abort([output.request_id for output in outputs])
+            yield outputs
+
+
+async def in_line(count: int) -> tuple[list[Small], float]:
+    """Requests of one to eighty tokens to two engines, of whom every fifth gives up before it is answered."""
+    draw = random.Random(1)
+    lengths = {str(i): draw.randint(1, 40) for i in range(count)}
+    engines = [Small(1.0, lengths), Small(2.0, lengths)]
+    client = InferenceClient(engines, 1e9)  # type: ignore[arg-type]
+    await client.start()
+
+    async def ask(i: int) -> None:
+        prompt = np.full(draw.randint(1, 80), i, np.int32)
+        asked = client.generate(GenerationRequest(str(i), prompt, SamplingParams(max_tokens=40)))
+        if i % 5:
+            await asked
+            return
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await asked
+
+    await asyncio.gather(*(ask(i) for i in range(count)))
+    assert not client._line and client.roster.routes.in_flight == [0, 0]
+    await client.shutdown()
+    return engines, asyncio.get_running_loop().time()
+
+
+def test_requests_wait_in_the_client_while_all_engines_are_full_and_nobody_starves() -> None:
+    engines, _ = run_virtual(in_line(300))
+    assert max(engine.most for engine in engines) <= 100
+    for engine in engines:
+        assert engine.order == sorted(engine.order, key=int), "nobody is overtaken"
+    assert sum(len(engine.order) for engine in engines) >= 240
 
 
 def test_engines_that_are_alike_get_the_same() -> None:

@@ -14,7 +14,7 @@ from skyasync.config.schema import Config
 from skyasync.engines.http import Begun, versions_of
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.server_check import ARGUMENTS, BACKEND, EXTENSION, check_servers, complaint
-from skyasync.engines.vllm.server_http import hear, sampling_of
+from skyasync.engines.vllm.server_http import cache_share, hear, sampling_of
 from skyasync.errors import UserError
 from skyasync.tools.serve import command_line
 from skyasync.workers.roles import wanted_roles
@@ -123,6 +123,12 @@ def test_news_are_of_one_version_also_behind_an_update() -> None:
     begun.certain = 2
     hear(begun, token)
     assert begun.news() is None
+
+
+def test_how_full_a_cache_is_stands_among_the_metrics_of_a_server() -> None:
+    lines = ["# TYPE vllm:kv_cache_usage_perc gauge", 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25']
+    assert cache_share("\n".join([*lines, 'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 7.5e-1', ""])) == 0.5
+    assert cache_share("") is None
 
 
 def test_sampling_is_told_as_json() -> None:

@@ -48,6 +48,10 @@ class SGLangServerEngine(ServerEngine):
     def room(self, info: Mapping[str, Any]) -> int:
         return int(info.get("max_total_num_tokens") or 0)
 
+    async def _used(self) -> int | None:
+        loads = (await self._server.get("/v1/loads")).get("loads") or ()
+        return sum(int(load["num_used_tokens"]) for load in loads) if loads else None
+
     async def _set_back(self) -> None:
         await self._server.post("/abort_request", {"abort_all": True})
         await self._server.post("/continue_generation", {})

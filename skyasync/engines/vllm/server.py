@@ -9,7 +9,17 @@ from skyasync.engines.elsewhere import ServerEngine
 from skyasync.engines.http import Begun
 from skyasync.engines.protocol import ENGINES, GenerationOutput, PauseMode
 from skyasync.engines.vllm.server_check import complaint
-from skyasync.engines.vllm.server_http import DEAD, ENDS, GENERATE, PREFIX, body_of, hear, prompt_scores, scoring_body
+from skyasync.engines.vllm.server_http import (
+    DEAD,
+    ENDS,
+    GENERATE,
+    PREFIX,
+    body_of,
+    cache_share,
+    hear,
+    prompt_scores,
+    scoring_body,
+)
 from skyasync.weight_sync.update import WeightUpdate
 
 
@@ -33,6 +43,10 @@ class VLLMServerEngine(ServerEngine):
     def room(self, info: Mapping[str, Any]) -> int:
         cache = info["vllm_config"].get("cache_config") or {}
         return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
+
+    async def _used(self) -> int | None:
+        share = cache_share(await self._server.text("/metrics"))
+        return None if share is None else int(share * self._cache_tokens)
 
     async def _set_back(self) -> None:
         await self._server.post("/abort_requests", {})

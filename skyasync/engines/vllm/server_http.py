@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,12 @@ GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"  # that the server puts before the name of a request
 DEAD = ("EngineDead", "EngineCore encountered")
 ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}
+
+
+def cache_share(metrics: str) -> float | None:
+    """How much of the cache is taken, by the text of ``/metrics``: the mean of its engines; None if it does not say."""
+    found = [float(value) for value in re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)]
+    return sum(found) / len(found) if found else None
 
 
 def hear(begun: Begun, choice: Mapping[str, Any]) -> None:

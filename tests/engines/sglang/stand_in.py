@@ -44,6 +44,7 @@ class StandIn:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._door])
         app.router.add_get("/server_info", self._info)
+        app.router.add_get("/v1/loads", self._loads)
         for route in (
             "generate", "abort_request", "pause_generation", "continue_generation", "update_weights_from_disk",
             "update_weight_version",
@@ -64,6 +65,10 @@ class StandIn:
             {"dtype": "float32", "context_length": 512, "max_total_num_tokens": 4096, "max_req_input_len": 506,
              "json_model_override_args": "{}", "version": "0.5.23", "internal_states": states}
         )  # fmt: skip
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        used = sum(len(mine.prompt) + len(mine.tokens) for mine in self.running.values())
+        return web.json_response({"loads": [{"dp_rank": 0, "num_used_tokens": used, "max_total_num_tokens": 4096}]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

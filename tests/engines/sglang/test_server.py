@@ -108,6 +108,8 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
     answers = asyncio.create_task(engine.answer(*(asked(f"l{i}", 150, [2 + i, 3]) for i in range(4))))
     await until_begun(engine, 4)
     news = {each.request_id: each for each in await engine.progress()}
+    said = await engine.stats()
+    assert said.cache_tokens == 4096 and said.cache_used is not None and 0 < said.cache_used < 1000
     await engine.pause("keep")
     late = asyncio.create_task(engine.answer(asked("late", 5)))
     await asyncio.sleep(0.05)

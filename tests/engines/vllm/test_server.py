@@ -177,6 +177,8 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
     answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"l{i}", [2, 3 + i], LONG) for i in range(24))))
     await until(lambda: sum(bool(b.tokens) for b in engine._begun.values()) >= 16)
     told = {news.request_id: listed(news) for news in await engine.progress()}
+    said = await engine.stats()
+    assert said.cache_used is not None and 0 < said.cache_used < said.cache_tokens
     await engine.pause("keep")
     after = await engine.sync()
     await engine.resume()
