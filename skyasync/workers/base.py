@@ -30,6 +30,7 @@ from skyasync.workers.mesh import Mesh
 from skyasync.workers.model import Wrapped, can_share_prefixes
 from skyasync.workers.offload import move_weights
 from skyasync.workers.packing import MicroBatch, MicroBatches
+from skyasync.workers.replicas import shard_placement
 from skyasync.workers.worker import LOOPBACK, Worker
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ class ModelWorker(Worker):
     def master_dtype(self) -> torch.dtype:
         """Dtype in which the weights are kept; computation is in ``self.dtype``."""
         return self.dtype
+
+    def may_cut_experts(self) -> bool:
+        """Whether a stacked expert may lie in parts on several ranks."""
+        return True
 
     def build(self) -> Wrapped:
         """Load, wrap, place and shard. Frozen weights that adapters are trained beside need no masters."""
@@ -166,9 +171,10 @@ class ModelWorker(Worker):
         computing = None if self.dtype == held else self.dtype
         precision = MixedPrecisionPolicy(computing, reduce_dtype=torch.promote_types(held, torch.float32))
         layers = set(wrapper.model._no_split_modules or ())
+        place = shard_placement(mesh.size(-1)) if self.mesh.tensor is None and self.may_cut_experts() else None
         for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-        fully_shard(wrapper, mesh=mesh, mp_policy=precision)
+            fully_shard(module, mesh=mesh, mp_policy=precision, shard_placement_fn=place)
+        fully_shard(wrapper, mesh=mesh, mp_policy=precision, shard_placement_fn=place)
         for module in wrapper.modules():
             if isinstance(module, FSDPModule):
                 # The loss weights hold the whole batch's denominators: gradients of ranks are summed, not averaged.

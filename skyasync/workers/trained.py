@@ -27,7 +27,7 @@ from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
 from skyasync.workers.offload import move_moments
-from skyasync.workers.optimizers import make_optimizer, master_dtype
+from skyasync.workers.optimizers import has_short_state, make_optimizer, master_dtype
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
 from skyasync.workers.saved import Saved
@@ -75,6 +75,9 @@ class TrainedWorker(ModelWorker):
     def master_dtype(self) -> torch.dtype:
         """Small steps vanish in bfloat16, so the optimizer sees float32 weights, unless it rounds by chance."""
         return master_dtype(self.settings.optimizer_config, self.dtype, self.role.section)
+
+    def may_cut_experts(self) -> bool:
+        return not has_short_state(self.settings.optimizer_config)  # which counts a rank's rows from its first on
 
     def build(self) -> Wrapped:
         wrapper = super().build()
