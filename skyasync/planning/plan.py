@@ -20,7 +20,17 @@ from skyasync.planning.axes import divided, filters
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
 from skyasync.planning.shape import ModelShape
-from skyasync.planning.training_memory import Lines, Rank, held, learnt, publishing, scoring, updating
+from skyasync.planning.training_memory import (
+    Lines,
+    Rank,
+    held,
+    kept,
+    learnt,
+    on_host,
+    publishing,
+    scoring,
+    updating,
+)
 from skyasync.planning.work import batch_bytes, expert_bytes, largest_micro_batch
 from skyasync.workers.axes import Axes
 from skyasync.workers.roles import POLICY, ROLES, VOCABULARY, Role, wanted_roles
@@ -128,7 +138,7 @@ def _other(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bo
         b, axes = _bytes(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
         rank = Rank(
             _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
-            shaped=policy.shaped, split=axes.tensor > 1,
+            shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
         )  # fmt: skip
         own = divided(shape, axes.tensor, gathers=filters(cfg))
     return _Other(role.name, own, rank, role.shares(cfg), ranks)
@@ -163,6 +173,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         muon=optimizer.name == "muon",
         master=2 if optimizer.bf16_stochastic_round else FLOAT32,
         eight_bits=optimizer.name == "adamw_8bit",
+        offloads=_offloads(cfg, role, gpus=gpus),
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 
@@ -170,6 +181,11 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
 def _sharing(cfg: Config, role: Role, axes: Axes) -> int:
     """Ranks over which its weights are sharded."""
     return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
+
+
+def _offloads(cfg: Config, role: Role, *, gpus: bool) -> str:
+    """What its devices lend to the host; without GPUs they are one."""
+    return getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
 
 
 def _bytes(dtype: str, *, gpus: bool) -> int:
@@ -252,7 +268,11 @@ class _Parts:
         processes = self._processes(here * (1 + len(self._beside_policy)), -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
         if self.cfg.trainer.placement.colocate_all:
-            always["offloaded policy"] = here * sum(held(self.own, self.rank).values())
+            always["offloaded policy"] = here * sum(kept(self.own, self.rank).values())
+        else:
+            always |= _named(on_host(self.own, self.rank), "policy", here)
+        for other in self.others:
+            always |= _named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
         phases = {"training": always, "hand-over": always | self._hand_over()}
         phases = self._with_checkpoint(phases, always, here * sum(learnt(self.own, self.rank).values()))
         return _fullest("host", nodes, self.machine.host_memory, phases)

@@ -28,7 +28,7 @@ from skyasync.workers.limits import MICRO_BATCH_TOKENS
 from skyasync.workers.loading import load_sharded
 from skyasync.workers.mesh import Mesh
 from skyasync.workers.model import Wrapped, can_share_prefixes
-from skyasync.workers.offload import move_weights
+from skyasync.workers.offload import HOST, PARAMETERS, move_buffers, move_weights, offload_policy, place
 from skyasync.workers.packing import MicroBatch, MicroBatches
 from skyasync.workers.replicas import shard_placement
 from skyasync.workers.worker import LOOPBACK, Worker
@@ -74,6 +74,11 @@ class ModelWorker(Worker):
         lora: LoraConfig | None = getattr(self.settings, "lora", None)
         return lora if lora and lora.rank else None
 
+    @property
+    def offloads(self) -> str:
+        """What this worker keeps in host memory while it computes (``cpu_offload``)."""
+        return getattr(self.settings, "cpu_offload", "none")
+
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Join the other ranks, if there are any, then load and shard the model."""
         self.axes = self.role.axes(self.cfg, self.world_size)
@@ -97,6 +102,7 @@ class ModelWorker(Worker):
         """Load, wrap, place and shard. Frozen weights that adapters are trained beside need no masters."""
         head, lora = HEADS[self.role.head].told(self.role.config_kwargs(self.cfg)), self.lora_config()
         dtype = self.dtype if lora else self.master_dtype()
+        home = HOST if self.offloads == PARAMETERS else self.device
 
         def wrap(model: PreTrainedModel) -> Wrapped:
             divided = self._divide(model)
@@ -120,20 +126,21 @@ class ModelWorker(Worker):
         if self._sharded():
             self._form_group()
             self.mesh = Mesh.make(self.device.type, self.axes, getattr(self.settings, "fsdp_size", 0))
-            wrapper = load_sharded(self.path, head, dtype, self.device, shard)
+            wrapper = load_sharded(self.path, head, dtype, home, shard)
         else:
             wrapper = wrap(head.load(self.path, dtype))
         if self.adapters:
             self.adapters.step_back()
-            self.adapters.begin(self.cfg.trainer.seed, self.device)
-        return wrapper.to(self.device)
+            self.adapters.begin(self.cfg.trainer.seed, home)
+        place(wrapper, self.offloads, self.device)
+        return wrapper
 
     def _join(self, host: str, port: int) -> None:
         if host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
         store = self._store or dist.TCPStore(host, port, self.world_size, is_master=False)
         dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
+            process_group_backend(self.device.type, self.offloads),
             store=store,
             rank=self.rank,
             world_size=self.world_size,
@@ -142,14 +149,13 @@ class ModelWorker(Worker):
 
     def _sharded(self) -> bool:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
-        return self.world_size > 1 or self.dtype != self.master_dtype()
+        return self.world_size > 1 or self.dtype != self.master_dtype() or self.offloads == PARAMETERS
 
     def _form_group(self) -> None:
         """Of this rank alone, where it has joined no others."""
         if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
+            backend = process_group_backend(self.device.type, self.offloads)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def replayed(self, model: PreTrainedModel) -> Routers | None:
         """Those of its routers that choose what a batch says; None: they choose themselves."""
@@ -171,10 +177,13 @@ class ModelWorker(Worker):
         computing = None if self.dtype == held else self.dtype
         precision = MixedPrecisionPolicy(computing, reduce_dtype=torch.promote_types(held, torch.float32))
         layers = set(wrapper.model._no_split_modules or ())
-        place = shard_placement(mesh.size(-1)) if self.mesh.tensor is None and self.may_cut_experts() else None
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
+        options["offload_policy"] = offload_policy(self.offloads, self.device)
+        if self.mesh.tensor is None and self.may_cut_experts():
+            options["shard_placement_fn"] = shard_placement(mesh.size(-1))
         for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:
-            fully_shard(module, mesh=mesh, mp_policy=precision, shard_placement_fn=place)
-        fully_shard(wrapper, mesh=mesh, mp_policy=precision, shard_placement_fn=place)
+            fully_shard(module, **options)
+        fully_shard(wrapper, **options)
         for module in wrapper.modules():
             if isinstance(module, FSDPModule):
                 # The loss weights hold the whole batch's denominators: gradients of ranks are summed, not averaged.
@@ -210,7 +219,10 @@ class ModelWorker(Worker):
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        move_weights(self.model, device)
+        if self.offloads == PARAMETERS:
+            move_buffers(self.model, device)
+        else:
+            move_weights(self.model, device)
 
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
@@ -284,6 +296,13 @@ def empty_micro_batch(like: B) -> MicroBatch[B]:
     row.attention_mask[:] = True
     (piece,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
     return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)
+
+
+def process_group_backend(device_type: str, offloads: str) -> str:
+    """NCCL takes tensors of GPUs alone; weights that lie on the host are gathered by gloo."""
+    if device_type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if offloads == PARAMETERS else "nccl"
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

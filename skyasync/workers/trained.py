@@ -26,7 +26,7 @@ from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
-from skyasync.workers.offload import move_moments
+from skyasync.workers.offload import HOST, OPTIMIZER, move_moments
 from skyasync.workers.optimizers import has_short_state, make_optimizer, master_dtype
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
@@ -159,7 +159,10 @@ class TrainedWorker(ModelWorker):
             metrics = found.metrics | {"lr": learning_rate(scheduled, self.settings.optimizer_config, self.total_steps)}
             for group in self.optimizer.param_groups:
                 group["lr"] = metrics["lr"]
+            if self.offloads == OPTIMIZER:
+                move_moments(self.optimizer, self.device)
             self.optimizer.step()
+            self._stow()
             self.step += 1
             return metrics
         finally:
@@ -227,7 +230,13 @@ class TrainedWorker(ModelWorker):
     def _move(self, device: torch.device) -> None:
         self.optimizer.zero_grad()  # the next update begins without gradients in any case
         super()._move(device)
-        move_moments(self.optimizer, device)
+        if self.offloads == "none":
+            move_moments(self.optimizer, device)
+
+    def _stow(self) -> None:
+        """What is the host's between steps goes there."""
+        if self.offloads == OPTIMIZER:
+            move_moments(self.optimizer, HOST)
 
     def save(self, folder: str) -> Saved:
         """Model, optimizer, step and random state, sharded; all ranks call it with the same empty folder."""
@@ -254,6 +263,7 @@ class TrainedWorker(ModelWorker):
         """What ``save`` wrote, by any number of ranks."""
         key = f"{self.role.section}.model.path"
         self.step = checkpoint.load(self.model.model, self.optimizer, Path(folder), self.role.name, key)
+        self._stow()
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""
