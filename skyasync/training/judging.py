@@ -62,9 +62,13 @@ class Judging:
                 if any(waiting is groups for waiting in self._waiting):  # else somebody before has asked for these too
                     asked = list(self._waiting)
                     await self._score([group for some in asked for group in some])
-                    del self._waiting[: len(asked)]
+                    self._forget(*asked)
         finally:
-            self._waiting = [waiting for waiting in self._waiting if waiting is not groups]
+            self._forget(groups)
+
+    def _forget(self, *asked: list[Group]) -> None:
+        """By identity: others may have come and gone meanwhile."""
+        self._waiting = [waiting for waiting in self._waiting if not any(waiting is some for some in asked)]
 
     async def _score(self, groups: list[Group]) -> None:
         from skyasync.rollout.collate import collate_in_turns

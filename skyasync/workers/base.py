@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyasync.config.schema import LoraConfig, ModelConfig
 from skyasync.workers.batch import B, TokenBatch
+from skyasync.workers.groups import loopback_interface, process_group_backend
 from skyasync.workers.heads import HEADS
 from skyasync.workers.limits import MICRO_BATCH_TOKENS
 from skyasync.workers.loading import load_sharded
@@ -73,11 +74,6 @@ class ModelWorker(Worker):
         """How adapters are trained beside this worker's model; None where its own weights are."""
         lora: LoraConfig | None = getattr(self.settings, "lora", None)
         return lora if lora and lora.rank else None
-
-    @property
-    def offloads(self) -> str:
-        """What this worker keeps in host memory while it computes (``cpu_offload``)."""
-        return getattr(self.settings, "cpu_offload", "none")
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Join the other ranks, if there are any, then load and shard the model."""
@@ -137,7 +133,7 @@ class ModelWorker(Worker):
 
     def _join(self, host: str, port: int) -> None:
         if host == LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         store = self._store or dist.TCPStore(host, port, self.world_size, is_master=False)
         dist.init_process_group(
             process_group_backend(self.device.type, self.offloads),
@@ -298,19 +294,7 @@ def empty_micro_batch(like: B) -> MicroBatch[B]:
     return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)
 
 
-def process_group_backend(device_type: str, offloads: str) -> str:
-    """NCCL takes tensors of GPUs alone; weights that lie on the host are gathered by gloo."""
-    if device_type != "cuda":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if offloads == PARAMETERS else "nccl"
-
-
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo" if "lo" in names else "lo0"

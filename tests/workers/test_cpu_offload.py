@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from skyasync.config.schema import Config
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.workers import offload
-from skyasync.workers.base import process_group_backend
+from skyasync.workers.groups import process_group_backend
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
 from tests.workers.conftest import config_for, make_batch
