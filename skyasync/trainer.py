@@ -24,7 +24,7 @@ from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
-from skyasync.rollout.contract import Generator, play
+from skyasync.rollout.contract import Generator, hands_over_trajectories, play
 from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
 from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.requests import eval_prompts, request_for
@@ -176,6 +176,7 @@ class RayPPOTrainer(Life):
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
         """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
         metrics: Metrics = {}
+        found: Metrics = {}
         async with self.handover.rollout():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
@@ -183,9 +184,12 @@ class RayPPOTrainer(Life):
                 left = [prompt for prompt in prompts if prompt.id not in had]
                 request = request_for(left, self.cfg.generator)
                 self.handover.check_awake(type(self).__name__)
-                async with self.phases.limited("generation"):
-                    groups, found = await play(self.generator, request, left, version)
-                await self.judging.add_scores(groups)
+                if self.judging.apart and len(left) > 1 and hands_over_trajectories(self.generator):
+                    groups = await self.judging.while_playing(self._play_one, left)
+                else:
+                    async with self.phases.limited("generation"):
+                        groups, found = await play(self.generator, request, left, version)
+                    await self.judging.add_scores(groups)
                 self.book.finish(groups)
                 if had:
                     known = had | {group.prompt.id: group for group in groups}
@@ -193,6 +197,12 @@ class RayPPOTrainer(Life):
         if self.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | found
+
+    async def _play_one(self, prompt: Prompt) -> list[Group]:
+        async with self.phases.limited("generation"):
+            request = request_for([prompt], self.cfg.generator)
+            groups, _ = await play(self.generator, request, [prompt], self.policy_version)
+        return groups
 
     def assemble(
         self,

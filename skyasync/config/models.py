@@ -154,6 +154,17 @@ def _fsdp_size(when: str = "") -> int:
     )
 
 
+def _cpu_offload(when: str = "") -> str:
+    return key(
+        "none",
+        "What lies in host memory while the model is trained: optimizer: the moments, which come to the device for "
+        "each optimizer step; parameters: weights, gradients and moments (FSDP2), where the CPU makes the step, and a "
+        "layer's weights come when it computes.",
+        choices=("none", "optimizer", "parameters"),
+        when=when,
+    )
+
+
 @dataclass
 class PolicyConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -167,6 +178,7 @@ class PolicyConfig(Settings):
         "stand one below the other.",
     )
     fsdp_size: int = _fsdp_size()
+    cpu_offload: str = _cpu_offload()
     router_replay: str = key(
         "none",
         "Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated "
@@ -180,6 +192,12 @@ class PolicyConfig(Settings):
 class RefConfig(Settings):
     model: ModelConfig = field(default_factory=ModelConfig)
     fsdp_size: int = _fsdp_size(KL)
+    cpu_offload: str = key(
+        "none",
+        "parameters: the reference's weights lie in host memory, and a layer's come to the device when it computes.",
+        choices=("none", "parameters"),
+        when=KL,
+    )
 
 
 @dataclass
@@ -194,6 +212,7 @@ class CriticConfig(Settings):
     gradient_checkpointing: bool | str = _gradient_checkpointing()
     reduce_gradients: str = _reduce_gradients()
     fsdp_size: int = _fsdp_size(CRITIC)
+    cpu_offload: str = _cpu_offload(CRITIC)
     value_clip: float = key(
         0.2, "The value loss lets a value move by at most this from what it was before the update; 0 is off.", low=0.0
     )

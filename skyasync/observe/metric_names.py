@@ -145,6 +145,7 @@ METRICS = (
     Metric("time/logprobs_s", "The proximal policy's log-probabilities, where they are computed apart.", SECONDS),
     Metric("time/reference_s", "The reference's log-probabilities.", SECONDS),
     Metric("time/teacher_s", "The teacher's log-probabilities.", SECONDS),
+    Metric("time/reward_s", "The reward model's scores, while others are played or trained.", SECONDS),
     Metric("time/values_s", "The critic's values.", SECONDS),
     Metric("time/sync_s", "Weights to the engines, and their verification.", SECONDS),
     Metric("time/eval_s", "An evaluation.", SECONDS),

@@ -18,7 +18,18 @@ from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
 from skyasync.planning.ranks import Other, bytes_of, named, other_role, trained_rank
 from skyasync.planning.shape import ModelShape
-from skyasync.planning.training_memory import Lines, Rank, gradients, held, learnt, publishing, scoring, updating
+from skyasync.planning.training_memory import (
+    Lines,
+    Rank,
+    gradients,
+    held,
+    kept,
+    learnt,
+    on_host,
+    publishing,
+    scoring,
+    updating,
+)
 from skyasync.planning.work import batch_bytes
 from skyasync.workers.roles import POLICY, ROLES, wanted_roles
 
@@ -181,8 +192,15 @@ class _Parts:
         processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
         if self.cfg.trainer.placement.colocate_all:
-            always["offloaded policy"] = here * sum(held(self.own, self.rank).values())
-            always |= {f"offloaded {other.name}": here * sum(other.held.values()) for other in self._beside_policy}
+            always["offloaded policy"] = here * sum(kept(self.own, self.rank).values())
+            waiting = self._beside_policy
+            always |= {f"offloaded {o.name}": here * sum(kept(o.shape, o.rank).values()) for o in waiting}
+        else:
+            always |= named(on_host(self.own, self.rank), "policy", here)
+            waiting = []
+        for other in self.others:
+            if other not in waiting:
+                always |= named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
         phases = {"training": always, "hand-over": always | self._hand_over()}
         phases = self._with_checkpoint(phases, always, nodes)
         return _fullest("host", nodes, self.machine.host_memory, phases)

@@ -54,7 +54,7 @@ def other_role(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus
         b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
         rank = Rank(
             _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
-            shaped=policy.shaped, split=axes.tensor > 1,
+            shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
         )  # fmt: skip
         own = divided(shape, axes.tensor, gathers=filters(cfg))
     return Other(role.name, own, rank, role.shares(cfg), ranks)
@@ -89,6 +89,7 @@ def trained_rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, rank
         muon=optimizer.name == "muon",
         master=2 if optimizer.bf16_stochastic_round else FLOAT32,
         eight_bits=optimizer.name == "adamw_8bit",
+        offloads=_offloads(cfg, role, gpus=gpus),
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 
@@ -96,6 +97,11 @@ def trained_rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, rank
 def _sharing(cfg: Config, role: Role, axes: Axes) -> int:
     """Ranks over which its weights are sharded."""
     return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
+
+
+def _offloads(cfg: Config, role: Role, *, gpus: bool) -> str:
+    """What its devices lend to the host; without GPUs they are one."""
+    return getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
 
 
 def bytes_of(dtype: str, *, gpus: bool) -> int:

@@ -15,6 +15,8 @@ from skyasync.workers.limits import MAX_LOGITS, STEPPED_AT_ONCE
 Lines = dict[str, int]
 """Bytes by what takes them."""
 
+PARAMETERS = "parameters"
+
 FRAGMENTATION = 0.15
 """Of what is taken and given back within a step: allocators (C's on a CPU, torch's on a GPU) keep holes. Measured."""
 
@@ -55,6 +57,7 @@ class Rank:
         routed: bytes of a token's experts, where they are replayed.
         master: bytes of a trained weight between steps, and of its moments.
         eight_bits: but these, where they are codes.
+        offloads: what its device has lent to the host (``cpu_offload``).
     """
 
     ranks: int
@@ -76,10 +79,16 @@ class Rank:
     split: bool = False
     master: int = FLOAT32
     eight_bits: bool = False
+    offloads: str = "none"
 
     @property
     def sharded(self) -> bool:
-        return self.ranks * self.replicas > 1 or self.split or (self.trained and self.b != self.master)
+        return (
+            self.offloads == PARAMETERS
+            or self.ranks * self.replicas > 1
+            or self.split
+            or (self.trained and self.b != self.master)
+        )
 
     @property
     def short(self) -> bool:
@@ -92,7 +101,27 @@ class Rank:
 
 
 def held(shape: ModelShape, rank: Rank) -> Lines:
-    """Between two calls."""
+    """Between two calls, where it computes."""
+    away = offloaded(shape, rank)
+    return {what: size for what, size in kept(shape, rank).items() if what not in away}
+
+
+def offloaded(shape: ModelShape, rank: Rank) -> Lines:
+    """Of what is kept between two calls, what the host holds."""
+    away = {"none": (), "optimizer": ("moments",), PARAMETERS: ("weights", "adapters", "moments")}[rank.offloads]
+    return {what: size for what, size in kept(shape, rank).items() if what in away}
+
+
+def on_host(shape: ModelShape, rank: Rank) -> Lines:
+    """What the host holds for a rank's device at most, gradients included."""
+    lines = {f"{what} on the host": size for what, size in offloaded(shape, rank).items()}
+    if rank.trained and rank.offloads == PARAMETERS:
+        lines["gradients on the host"] = -(-(rank.adapters or shape.parameters) // rank.ranks) * FLOAT32
+    return lines
+
+
+def kept(shape: ModelShape, rank: Rank) -> Lines:
+    """Between two calls, wherever it is."""
     share = -(-shape.parameters // rank.ranks)
     if not rank.trained:
         return {"weights": share * rank.b}
@@ -105,7 +134,7 @@ def held(shape: ModelShape, rank: Rank) -> Lines:
 def learnt(shape: ModelShape, rank: Rank) -> Lines:
     """Of what is held, what training changes: all that a checkpoint needs."""
     if not rank.adapters:
-        return held(shape, rank)
+        return kept(shape, rank)
     share = -(-rank.adapters // rank.ranks)
     return {"adapters": share * FLOAT32, "moments": rank.moments(share)}
 
@@ -140,15 +169,20 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
     if rank.reduced_once and rank.sharded and rank.micro_batches > 1:
         share = (rank.adapters or shape.parameters) * FLOAT32  # of all that is trained, until the last micro-batch
     layer, root = (rank.adapters // shape.layers, 0) if rank.adapters else (shape.layer, shape.root)
+    here = 0 if rank.offloads == PARAMETERS and not rank.reduced_once else share  # the host's, once they are reduced
     head = own | {
-        "gradients": (share if rank.micro_batches > 1 else 0) + (whole if rank.vocabulary else 0),
+        "gradients": (here if rank.micro_batches > 1 else 0) + (whole if rank.vocabulary else 0),
         "gathered": _gathered(shape, rank, reduced=layer),
         "activations": activations(shape, rank),
         "logits": logits_bytes(shape, rank, backward=True),
         "masks": mask_bytes(rank.work),
         **_routed(rank),
     }
-    end = own | {"gradients": share + embedded, "gathered": _gathered(shape, rank, reduced=root)}
+    end = own | {"gradients": here + embedded, "gathered": _gathered(shape, rank, reduced=root)}
+    if rank.offloads == PARAMETERS:  # the step is the host's
+        return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
+    if rank.offloads == "optimizer":
+        end |= {"moments": kept(shape, rank)["moments"]}
     if rank.muon and not rank.adapters:
         end["orthogonalised"] = ORTHOGONALISED * shape.largest_matrix
     if rank.short:

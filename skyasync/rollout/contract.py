@@ -64,7 +64,7 @@ async def play(
         return [], {}
     asked = request["trajectory_ids"]
     samples = len(asked) // len(prompts)
-    if not _hands_over_trajectories(generator):
+    if not hands_over_trajectories(generator):
         output = await generator.generate(request)
         return await groups_in_turns(output, prompts, version, samples), output.get("rollout_metrics") or {}
     trajectories = await generator.roll_out(request)
@@ -95,6 +95,6 @@ def _whole(sequence: list[Segment], trajectory: Trajectory) -> list[Segment]:
     return [first, *(segment for segment in others if len(segment.tokens))]
 
 
-def _hands_over_trajectories(generator: Generator) -> TypeIs[TrajectoryGenerator]:
+def hands_over_trajectories(generator: Generator) -> TypeIs[TrajectoryGenerator]:
     """Whether ``generate`` is the plain copy into lists, which no subclass or instance has replaced."""
     return getattr(generator.generate, "__func__", None) is TrajectoryGenerator.generate

@@ -63,12 +63,20 @@ class NCCLSender:
         model: the policy; parameters with a ``full_tensor`` (sharded ones) are gathered one at a time.
         rank: this trainer rank.
         dtype: what is sent; None sends each parameter as it is.
+        device: that sends; None: the parameters' own, which may be the host (``cpu_offload``).
     """
 
     def __init__(
-        self, model: Parameters, rendezvous: Rendezvous, *, rank: int, dtype: torch.dtype | None = None
+        self,
+        model: Parameters,
+        rendezvous: Rendezvous,
+        *,
+        rank: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._model, self._rendezvous, self._rank, self._dtype = model, rendezvous, rank, dtype
+        self._device = device
         self._engine: NCCLTrainerWeightTransferEngine | None = None
 
     def update(self, version: int) -> WeightUpdate:
@@ -115,7 +123,7 @@ class NCCLSender:
         for name, parameter in self._model.named_parameters():
             gather = getattr(parameter, "full_tensor", None)
             full: Tensor = gather() if gather else parameter
-            yield name, full.detach().to(self._dtype or full.dtype)
+            yield name, full.detach().to(self._device or full.device, self._dtype or full.dtype)
 
 
 def parameter_info(parameters: list[ParameterMeta]) -> dict[str, Any]:

@@ -23,13 +23,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyasync.config.schema import LoraConfig, ModelConfig
 from skyasync.workers.batch import B, TokenBatch
+from skyasync.workers.groups import loopback_interface, process_group_backend
 from skyasync.workers.heads import HEADS
 from skyasync.workers.limits import MICRO_BATCH_TOKENS
 from skyasync.workers.loading import load_sharded
 from skyasync.workers.mesh import Mesh
 from skyasync.workers.model import Wrapped, can_share_prefixes
-from skyasync.workers.offload import move_weights
+from skyasync.workers.offload import HOST, PARAMETERS, move_buffers, move_weights, offload_policy, place
 from skyasync.workers.packing import MicroBatch, MicroBatches
+from skyasync.workers.replicas import shard_placement
 from skyasync.workers.worker import LOOPBACK, Worker
 
 if TYPE_CHECKING:
@@ -88,10 +90,15 @@ class ModelWorker(Worker):
         """Dtype in which the weights are kept; computation is in ``self.dtype``."""
         return self.dtype
 
+    def may_cut_experts(self) -> bool:
+        """Whether a stacked expert may lie in parts on several ranks."""
+        return True
+
     def build(self) -> Wrapped:
         """Load, wrap, place and shard. Frozen weights that adapters are trained beside need no masters."""
         head, lora = HEADS[self.role.head].told(self.role.config_kwargs(self.cfg)), self.lora_config()
         dtype = self.dtype if lora else self.master_dtype()
+        home = HOST if self.offloads == PARAMETERS else self.device
 
         def wrap(model: PreTrainedModel) -> Wrapped:
             divided = self._divide(model)
@@ -115,20 +122,21 @@ class ModelWorker(Worker):
         if self._sharded():
             self._form_group()
             self.mesh = Mesh.make(self.device.type, self.axes, getattr(self.settings, "fsdp_size", 0))
-            wrapper = load_sharded(self.path, head, dtype, self.device, shard)
+            wrapper = load_sharded(self.path, head, dtype, home, shard)
         else:
             wrapper = wrap(head.load(self.path, dtype))
         if self.adapters:
             self.adapters.step_back()
-            self.adapters.begin(self.cfg.trainer.seed, self.device)
-        return wrapper.to(self.device)
+            self.adapters.begin(self.cfg.trainer.seed, home)
+        place(wrapper, self.offloads, self.device)
+        return wrapper
 
     def _join(self, host: str, port: int) -> None:
         if host == LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         store = self._store or dist.TCPStore(host, port, self.world_size, is_master=False)
         dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
+            process_group_backend(self.device.type, self.offloads),
             store=store,
             rank=self.rank,
             world_size=self.world_size,
@@ -137,14 +145,13 @@ class ModelWorker(Worker):
 
     def _sharded(self) -> bool:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
-        return self.world_size > 1 or self.dtype != self.master_dtype()
+        return self.world_size > 1 or self.dtype != self.master_dtype() or self.offloads == PARAMETERS
 
     def _form_group(self) -> None:
         """Of this rank alone, where it has joined no others."""
         if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
+            backend = process_group_backend(self.device.type, self.offloads)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def replayed(self, model: PreTrainedModel) -> Routers | None:
         """Those of its routers that choose what a batch says; None: they choose themselves."""
@@ -166,9 +173,13 @@ class ModelWorker(Worker):
         computing = None if self.dtype == held else self.dtype
         precision = MixedPrecisionPolicy(computing, reduce_dtype=torch.promote_types(held, torch.float32))
         layers = set(wrapper.model._no_split_modules or ())
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
+        options["offload_policy"] = offload_policy(self.offloads, self.device)
+        if self.mesh.tensor is None and self.may_cut_experts():
+            options["shard_placement_fn"] = shard_placement(mesh.size(-1))
         for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-        fully_shard(wrapper, mesh=mesh, mp_policy=precision)
+            fully_shard(module, **options)
+        fully_shard(wrapper, **options)
         for module in wrapper.modules():
             if isinstance(module, FSDPModule):
                 # The loss weights hold the whole batch's denominators: gradients of ranks are summed, not averaged.
@@ -204,7 +215,10 @@ class ModelWorker(Worker):
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        move_weights(self.model, device)
+        if self.offloads == PARAMETERS:
+            move_buffers(self.model, device)
+        else:
+            move_weights(self.model, device)
 
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
@@ -284,8 +298,3 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo" if "lo" in names else "lo0"

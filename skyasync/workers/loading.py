@@ -6,18 +6,24 @@ memory (on torch's meta device); then each rank reads its own slices of the file
 
     config ──▶ empty model ──▶ sharded, still empty ──▶ slices from the files, renamed and merged by transformers
 
-Some models' files must be joined in ways that slices cannot: there rank 0 loads the model and hands out the shards.
+Some models' files must be joined in ways that slices cannot: there rank 0 reads one parameter after the other, whole,
+and hands out the shards of each before it reads the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
@@ -30,6 +36,9 @@ from skyasync.workers.heads import Head
 from skyasync.workers.model import ATTENTION, Wrapped
 
 Shard = Callable[[PreTrainedModel], Wrapped]
+
+SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+"""The environment variable by which transformers reads a parameter when it comes to it."""
 
 
 def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device, shard: Shard) -> Wrapped:
@@ -57,12 +66,17 @@ def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device
 
 def _can_be_sliced(model: PreTrainedModel) -> bool:
     """Whether all that happens to the files' tensors happens within a slice of the first dimension."""
-    converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+    converters = _converters(model)
     if not converters:
         return True
     ranks = dist.get_world_size()
     nobody_has_nothing = all(len(parameter.chunk(ranks)) == ranks for parameter in model.base_model.parameters())
     return nobody_has_nothing and all(_keeps_rows_apart(op) for c in converters for op in c.operations)
+
+
+def _converters(model: PreTrainedModel) -> list[WeightConverter]:
+    """What joins several tensors of its files."""
+    return [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
 
 
 def _keeps_rows_apart(operation: ConversionOps) -> bool:
@@ -76,52 +90,143 @@ def _from_slices(path: str, head: Head, empty: PreTrainedModel, dtype: torch.dty
     """By transformers' own loader, with our sharding in the place where it would apply its own."""
     wrappers: list[Wrapped] = []
 
+    def distribute(model: PreTrainedModel) -> None:
+        model.tie_weights()  # before sharding, so that a tied weight is one shard
+        wrappers.append(shard(model))
+
+    model = _read(path, head, empty, dtype, distribute)
+    _check_ties(path, empty, model)
+    return wrappers[0]
+
+
+def _read(
+    path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, begin: Callable[[PreTrainedModel], None]
+) -> PreTrainedModel:
+    """The files into a model that ``begin`` is shown before anything is read."""
+
     def prepare(settings: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, Any, None]:
         return settings, device_map, None
 
     def distribute(model: PreTrainedModel, settings: DistributedConfig, mesh: None) -> PreTrainedModel:
         del model.config.distributed_config
-        model.tie_weights()  # before sharding, so that a tied weight is one shard
-        wrappers.append(shard(model))
+        begin(model)
         return model
 
     model_class = type(empty)
     hooks = {"prepare_distribute_model": staticmethod(prepare), "maybe_distribute_model": staticmethod(distribute)}
     hooked: Any = type(model_class.__name__, (model_class,), {**hooks, "__module__": model_class.__module__})
-    model, found = hooked.from_pretrained(
-        path,
-        config=head.config(path),
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        use_safetensors=True,
-        distributed_config=DistributedConfig(),
-        output_loading_info=True,
-    )
+    with _one_after_the_other() if _converters(empty) else nullcontext():
+        model, found = hooked.from_pretrained(
+            path,
+            config=head.config(path),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            distributed_config=DistributedConfig(),
+            output_loading_info=True,
+        )
     model.__class__ = model_class
     head.complete(path, model, found["missing_keys"])
-    _check_ties(path, empty, model)
-    return wrappers[0]
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+@contextmanager
+def _one_after_the_other() -> Iterator[None]:
+    """A parameter's pieces are read when it is their turn to be joined, and given back once they are.
+
+    transformers' threads would read all pieces at once, and C's allocator keep what it is given.
+    """
+    before = os.environ.get(SEQUENTIAL)
+    os.environ[SEQUENTIAL] = "1"
+    hook = register_module_parameter_registration_hook(lambda module, name, parameter: _give_back())
+    try:
+        yield
+    finally:
+        hook.remove()
+        os.environ.pop(SEQUENTIAL)
+        if before is not None:
+            os.environ[SEQUENTIAL] = before
+
+
+def _give_back() -> None:
+    """Memory that this process has freed, to the system: where C's library is GNU's, which else keeps it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _from_rank_zero(
     path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device, shard: Shard
 ) -> Wrapped:
-    """Rank 0 loads the whole model and sends each rank its shards, forgetting each parameter that it has sent."""
+    """Rank 0 reads parameters in the files' order, and sends each rank its shards of one before it reads the next."""
     wrapper = shard(empty)
     wrapper.to_empty(device=device)
-    source = head.load(path, dtype) if dist.get_rank() == 0 else None
-    if source is not None:
+    post, source = _Post(wrapper.model, device), None
+    if dist.get_rank() == 0:
+        source = post.send(lambda begin: _read(path, head, empty, dtype, begin))
         _check_ties(path, wrapper.model, source)
-    for name, parameter in wrapper.model.named_parameters():
-        whole = source.get_parameter(name) if source is not None else None
-        _hand_out(whole.data if whole is not None else None, parameter.detach(), device)
-        if whole is not None:
-            whole.data = torch.empty(0)
+    else:
+        post.receive()
     for name, buffer in wrapper.model.named_buffers():
         if source is not None:
             buffer.copy_(source.get_buffer(name))
         dist.broadcast(buffer, src=0)
     return wrapper
+
+
+class _Post:
+    """Whole parameters from rank 0 into the shards of all ranks, each once; rank 0 says which one comes, then sends it.
+
+    Args:
+        model: sharded; this rank's shards are filled in.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device, self._shards = device, dict(model.named_parameters())
+        self._names = list(self._shards)
+        of_each = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self._tied = {name for name, p in self._shards.items() if of_each[id(p)] > 1}
+
+    def send(self, read: Callable[[Callable[[PreTrainedModel], None]], PreTrainedModel]) -> PreTrainedModel:
+        """On rank 0: what ``read`` gives, each parameter forgotten once it has been sent."""
+        prefixes: dict[nn.Module, str] = {}
+        sent: set[str] = set()
+
+        def begin(model: PreTrainedModel) -> None:
+            prefixes.update({module: f"{name}." if name else "" for name, module in model.named_modules()})
+
+        def put_there(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+            full = prefixes.get(module, "") + name
+            read_in = module in prefixes and getattr(parameter, "_is_hf_initialized", False)  # not one to be drawn
+            if not read_in or full in sent or full not in self._shards or full in self._tied:
+                return None  # tied ones are compared first, by transformers
+            self._hand_out(full, parameter)
+            sent.add(full)
+            left = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            left._is_hf_initialized = True  # type: ignore[attr-defined]
+            return left
+
+        hook = register_module_parameter_registration_hook(put_there)  # type: ignore[arg-type]
+        try:
+            source = read(begin)
+        finally:
+            hook.remove()
+        for name in [name for name in self._names if name not in sent]:
+            self._hand_out(name, source.get_parameter(name))
+        return source
+
+    def receive(self) -> None:
+        """On the other ranks."""
+        coming = torch.empty((), dtype=torch.int64, device=self._device)
+        for _ in self._names:
+            dist.broadcast(coming, src=0)
+            _hand_out(None, self._shards[self._names[int(coming)]].detach(), self._device)
+            _give_back()
+
+    def _hand_out(self, name: str, whole: Tensor) -> None:
+        dist.broadcast(torch.tensor(self._names.index(name), device=self._device), src=0)
+        _hand_out(whole.detach(), self._shards[name].detach(), self._device)
 
 
 def _hand_out(whole: Tensor | None, parameter: Tensor, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A model's weights and its optimizer's moments, moved to the host and back.
+"""A model's weights and its optimizer's moments, moved to the host and back, or kept there.
 
 Invariant: bits are kept, and so are the parameter objects, which are the optimizer's keys.
 """
@@ -7,6 +7,33 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+OPTIMIZER, PARAMETERS = "optimizer", "parameters"
+"""What ``cpu_offload`` keeps in host memory: the moments between steps, or all that is sharded, always."""
+
+HOST = torch.device("cpu")
+
+
+def offload_policy(kind: str, device: torch.device) -> OffloadPolicy:
+    """FSDP2's, of weights that are computed with on ``device``."""
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if kind == PARAMETERS else OffloadPolicy()
+
+
+def place(model: nn.Module, kind: str, device: torch.device) -> None:
+    """Everything where a call finds it: on the device, or all but the weights, which FSDP2 brings from the host."""
+    if kind != PARAMETERS:
+        model.to(device)
+        return
+    model.to(HOST)
+    move_buffers(model, device)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved(buffer, device)
 
 
 def move_weights(model: nn.Module, device: torch.device) -> None:

@@ -50,12 +50,17 @@ def make_optimizer(
     if settings.name == "muon":
         groups = [{"muon": False, **group} for group in groups]
         return MuonAdamW(groups, momentum=settings.muon_momentum, **options)
-    if settings.name == "adamw_8bit" or settings.bf16_stochastic_round:
+    if has_short_state(settings):
         for parameter in learnt:
             if parameter.dtype == torch.bfloat16:
                 _add_up_in_float32(parameter)
         return ShortAdamW(groups, eight_bits=settings.name == "adamw_8bit", seed=seed, **options)
     return torch.optim.AdamW(groups, **options)
+
+
+def has_short_state(settings: OptimizerConfig) -> bool:
+    """Moments of eight bits, or weights rounded by chance: both go by the rows of a matrix (``ShortAdamW``)."""
+    return settings.name == "adamw_8bit" or settings.bf16_stochastic_round
 
 
 def master_dtype(settings: OptimizerConfig, computing: torch.dtype, section: str) -> torch.dtype:

@@ -186,7 +186,8 @@ class PolicyWorker(TrainedWorker):
         """Get ready to send weights by NCCL, in a new group. All ranks call it, with the same rendezvous."""
         if (former := getattr(self, "_sender", None)) is not None:
             former.close()
-        self._sender = NCCLSender(self.adapters or self.model.model, rendezvous, rank=self.rank, dtype=self.dtype)
+        model = self.adapters or self.model.model
+        self._sender = NCCLSender(model, rendezvous, rank=self.rank, dtype=self.dtype, device=self.device)
 
     def announce(self, version: int) -> WeightUpdate:
         """The message that tells engines of a broadcast."""

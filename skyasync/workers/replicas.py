@@ -8,9 +8,11 @@ replicas, and only gradients travel among them. Every rank knows its part withou
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 REPLICA, SHARD = "replica", "shard"
 
@@ -20,6 +22,19 @@ def shard_mesh(device_type: str, ranks: int, fsdp_size: int = 0) -> DeviceMesh:
     if fsdp_size in (0, ranks):
         return init_device_mesh(device_type, (ranks,))
     return init_device_mesh(device_type, (ranks // fsdp_size, fsdp_size), mesh_dim_names=(REPLICA, SHARD))
+
+
+def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """How FSDP2 cuts a parameter: by rows, but stacked experts that are fewer than the shards within each of them.
+
+    By rows every rank would hold as much as the one with most: of 8 experts over 32 ranks, four times what there is.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        few = parameter.dim() == 3 and parameter.shape[0] < shards
+        return Shard(1) if few and parameter.shape[1] % shards == 0 else None
+
+    return place
 
 
 def own_part(parameter: DTensor, whole: Tensor) -> Tensor:

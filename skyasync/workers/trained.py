@@ -26,8 +26,8 @@ from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
-from skyasync.workers.offload import move_moments
-from skyasync.workers.optimizers import make_optimizer, master_dtype
+from skyasync.workers.offload import HOST, OPTIMIZER, move_moments
+from skyasync.workers.optimizers import has_short_state, make_optimizer, master_dtype
 from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
 from skyasync.workers.saved import Saved
@@ -75,6 +75,9 @@ class TrainedWorker(ModelWorker):
     def master_dtype(self) -> torch.dtype:
         """Small steps vanish in bfloat16, so the optimizer sees float32 weights, unless it rounds by chance."""
         return master_dtype(self.settings.optimizer_config, self.dtype, self.role.section)
+
+    def may_cut_experts(self) -> bool:
+        return not has_short_state(self.settings.optimizer_config)  # which counts a rank's rows from its first on
 
     def build(self) -> Wrapped:
         wrapper = super().build()
@@ -156,7 +159,10 @@ class TrainedWorker(ModelWorker):
             metrics = found.metrics | {"lr": learning_rate(scheduled, self.settings.optimizer_config, self.total_steps)}
             for group in self.optimizer.param_groups:
                 group["lr"] = metrics["lr"]
+            if self.offloads == OPTIMIZER:
+                move_moments(self.optimizer, self.device)
             self.optimizer.step()
+            self._stow()
             self.step += 1
             return metrics
         finally:
@@ -224,7 +230,13 @@ class TrainedWorker(ModelWorker):
     def _move(self, device: torch.device) -> None:
         self.optimizer.zero_grad()  # the next update begins without gradients in any case
         super()._move(device)
-        move_moments(self.optimizer, device)
+        if self.offloads == "none":
+            move_moments(self.optimizer, device)
+
+    def _stow(self) -> None:
+        """What is the host's between steps goes there."""
+        if self.offloads == OPTIMIZER:
+            move_moments(self.optimizer, HOST)
 
     def save(self, folder: str) -> Saved:
         """Model, optimizer, step and random state, sharded; all ranks call it with the same empty folder."""
@@ -251,6 +263,7 @@ class TrainedWorker(ModelWorker):
         """What ``save`` wrote, by any number of ranks."""
         key = f"{self.role.section}.model.path"
         self.step = checkpoint.load(self.model.model, self.optimizer, Path(folder), self.role.name, key)
+        self._stow()
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""

@@ -55,6 +55,11 @@ class Worker:
         if threads:
             torch.set_num_threads(threads)
 
+    @property
+    def offloads(self) -> str:
+        """What this worker keeps in host memory while it computes (``cpu_offload``)."""
+        return getattr(self.settings, "cpu_offload", "none")
+
     def node(self) -> tuple[str, str]:
         """Identity and address of this rank's Ray node."""
         import ray  # the rest of a worker runs without it

@@ -102,6 +102,23 @@ def test_replicas_hold_whole_weights_among_as_many_ranks_as_shard_them() -> None
     assert any("fsdp_size=3" in problem and "1, 2, 4" in problem for problem in check_config(cfg))
 
 
+def test_what_the_host_holds_of_a_policy_is_not_its_devices() -> None:
+    def places(kind: str) -> tuple[dict[str, int], dict[str, int]]:
+        cfg = settings(4, 1)
+        cfg.trainer.policy.cpu_offload = kind
+        plan = make_plan(cfg, QWEN_7B, EIGHT)
+        return place(plan, "policy").lines, place(plan, "host").lines
+
+    (plain, host), (without_moments, moments), (bare, everything) = map(places, ("none", "optimizer", "parameters"))
+    share = QWEN_7B.parameters // 4 * 4  # bytes of float32 on each of four ranks
+    assert not any("on the host" in what for what in host)
+    assert without_moments["weights"] == plain["weights"] and sum(without_moments.values()) < sum(plain.values())
+    assert moments["policy: moments on the host"] == pytest.approx(4 * 2 * share, rel=1e-6)
+    assert not {"weights", "moments"} & bare.keys()
+    for what in ("weights", "gradients"):
+        assert everything[f"policy: {what} on the host"] == pytest.approx(4 * share, rel=1e-6)
+
+
 def test_the_token_cap_holds_whatever_the_rows() -> None:
     cfg = settings()
     cfg.trainer.micro_train_batch_size_per_gpu = 64
