@@ -180,6 +180,19 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 @dataclass
 class CriticConfig(Settings):
+    backbone: str = key(
+        "own",
+        "own: a model of its own, with processes of its own; shared: one linear map of the policy's last states, "
+        "computed and trained with the policy.",
+        choices=("own", "shared"),
+    )
+    value_loss_coef: float = key(
+        0.1,
+        "Share of the value loss's gradient that the policy's layers get of a critic on them; 0 detaches it. The head "
+        "itself learns by all of it.",
+        low=0.0,
+        when="trainer.critic.backbone=shared",
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()

@@ -15,6 +15,7 @@ from skyasync.config.conditions import holds
 from skyasync.config.reward_models import check_reward_models
 from skyasync.config.sampling import backend
 from skyasync.config.schema import REWARD, Config
+from skyasync.config.shared_critic import check_shared_critic
 from skyasync.config.values import written
 from skyasync.errors import UserError, unknown
 from skyasync.registry import Registry, resolve_reference
@@ -321,6 +322,7 @@ def check_estimator(cfg: Config) -> Iterator[str]:
 def check_critic(cfg: Config) -> Iterator[str]:
     """A policy that is never trained."""
     trainer, warmup = cfg.trainer, cfg.trainer.critic.warmup_steps
+    yield from check_shared_critic(cfg)
     if holds(CRITIC, cfg) and 0 < trainer.max_training_steps <= warmup:
         yield (
             f"trainer.critic.warmup_steps={warmup} trains the critic alone to the end of "

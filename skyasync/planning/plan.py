@@ -23,7 +23,7 @@ from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, learnt, publishing, scoring, updating
 from skyasync.planning.work import batch_bytes, expert_bytes, largest_micro_batch
 from skyasync.workers.axes import Axes
-from skyasync.workers.roles import POLICY, ROLES, VOCABULARY, Role, wanted_roles
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, wanted_roles
 
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
@@ -163,6 +163,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         muon=optimizer.name == "muon",
         master=2 if optimizer.bf16_stochastic_round else FLOAT32,
         eight_bits=optimizer.name == "adamw_8bit",
+        critic=role.name == POLICY and ROLES[CRITIC_ROLE].is_the_policys(cfg),
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 

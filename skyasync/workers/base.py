@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from skyasync.workers.lora import Adapters
     from skyasync.workers.parallel.context import Context
     from skyasync.workers.parallel.vocabulary import Vocabulary
+    from skyasync.workers.shared_critic import SharedCritic
 
 
 class ModelWorker(Worker):
@@ -51,6 +52,7 @@ class ModelWorker(Worker):
     _store: Any = None
     mesh: Mesh | None = None
     adapters: Adapters | None = None
+    critic: SharedCritic | None = None
 
     def model_config(self) -> ModelConfig:
         """Which model this worker holds."""
@@ -104,12 +106,15 @@ class ModelWorker(Worker):
             wrapper = head.wrap(model, self.cfg).eval()
             wrapper.context, wrapper.vocabulary = divided
             wrapper.routers = self.replayed(model)
+            self.add_beside(wrapper)
             return wrapper
 
         def shard(model: PreTrainedModel) -> Wrapped:
             wrapper = self._shard(wrap(model))
             if self.adapters:
                 self.adapters.step_aside()
+            if self.critic:
+                self.critic.step_aside()
             return wrapper
 
         if self._sharded():
@@ -121,6 +126,8 @@ class ModelWorker(Worker):
         if self.adapters:
             self.adapters.step_back()
             self.adapters.begin(self.cfg.trainer.seed, self.device)
+        if self.critic:
+            self.critic.begin(self.device)
         return wrapper.to(self.device)
 
     def _join(self, host: str, port: int) -> None:
@@ -145,6 +152,9 @@ class ModelWorker(Worker):
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
             )
+
+    def add_beside(self, wrapper: Wrapped) -> None:
+        """Put on a model, which has no memory yet, what else is trained on its layers."""
 
     def replayed(self, model: PreTrainedModel) -> Routers | None:
         """Those of its routers that choose what a batch says; None: they choose themselves."""
