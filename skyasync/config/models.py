@@ -101,6 +101,14 @@ class LoraConfig(Settings):
         when=_ADAPTERS,
     )
     exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
+    base_dtype: str = key(
+        "",
+        "Hold the frozen weights of linear layers in few bits (QLoRA): nf4, four with a scale per block, by "
+        "bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty "
+        "rounds nothing.",
+        choices=("", "nf4", "int8"),
+        when=_ADAPTERS,
+    )
     sync: str = key(
         "merged",
         "What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to "

@@ -225,6 +225,7 @@ def check_adapters(cfg: Config) -> Iterator[str]:
     from skyasync.engines.protocol import ENGINES
 
     generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
+    yield from _check_base(cfg)
     if not lora.rank or lora.sync != "adapter":
         return
     key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
@@ -245,6 +246,22 @@ def check_adapters(cfg: Config) -> Iterator[str]:
             f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
             f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
         )
+
+
+def _check_base(cfg: Config) -> Iterator[str]:
+    """A base in few bits, whose numbers nobody else has."""
+    lora, tensor = cfg.trainer.policy.lora, cfg.trainer.parallel.tensor
+    key = f"trainer.policy.lora.base_dtype={lora.base_dtype}"
+    if not (lora.rank and lora.base_dtype):
+        return
+    for way in ("sync", "export"):
+        if getattr(lora, way) == "adapter":
+            yield (
+                f"{key} trains adapters beside rounded weights, and trainer.policy.lora.{way}=adapter leaves them to "
+                f"whoever has the weights of the files: set trainer.policy.lora.{way}=merged"
+            )
+    if tensor > 1:
+        yield f"{key} holds whole rows as codes, and trainer.parallel.tensor={tensor} splits matrices: set it to 1"
 
 
 def check_router_replay(cfg: Config) -> Iterator[str]:

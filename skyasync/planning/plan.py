@@ -32,6 +32,10 @@ PROCESS = {False: GIB // 2, True: 3 * GIB // 2}
 """Host memory of a process with torch, by whether it has CUDA's libraries."""
 
 
+BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
+"""Of a number that is held as a code, with its share of a scale; of a row of int8 that is next to nothing."""
+
+
 @dataclass(frozen=True)
 class Place:
     """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``."""
@@ -163,6 +167,7 @@ def _rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int)
         muon=optimizer.name == "muon",
         master=2 if optimizer.bf16_stochastic_round else FLOAT32,
         eight_bits=optimizer.name == "adamw_8bit",
+        bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
         critic=role.name == POLICY and ROLES[CRITIC_ROLE].is_the_policys(cfg),
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))

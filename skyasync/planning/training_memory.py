@@ -56,6 +56,7 @@ class Rank:
         master: bytes of a trained weight between steps, and of its moments.
         eight_bits: but these, where they are codes.
         critic: a head for values is on its layers.
+        bits: of a frozen number of its layers' matrices, with its share of a scale; 0: they are as they are computed.
     """
 
     ranks: int
@@ -78,10 +79,11 @@ class Rank:
     master: int = FLOAT32
     eight_bits: bool = False
     critic: bool = False
+    bits: float = 0.0
 
     @property
     def sharded(self) -> bool:
-        return self.ranks * self.replicas > 1 or self.split or (self.trained and self.b != self.master)
+        return self.ranks * self.replicas > 1 or self.split or self.bits > 0 or (self.trained and self.b != self.master)
 
     @property
     def short(self) -> bool:
@@ -99,7 +101,9 @@ def held(shape: ModelShape, rank: Rank) -> Lines:
     if not rank.trained:
         return {"weights": share * rank.b}
     if rank.adapters:
-        return {"weights": share * rank.b} | learnt(shape, rank)
+        coded = shape.layers * shape.layer_matrices / rank.ranks if rank.bits else 0
+        spared = int(coded * (rank.b - rank.bits / 8))
+        return {"weights": share * rank.b - spared} | learnt(shape, rank)
     head = _head(shape, rank)
     turned = -(-shape.layers * shape.layer_matrices // rank.ranks) if rank.muon else 0
     return {"weights": share * rank.master, "moments": rank.moments(share) - turned * FLOAT32} | head

@@ -126,6 +126,10 @@ class ModelWorker(Worker):
         if self.adapters:
             self.adapters.step_back()
             self.adapters.begin(self.cfg.trainer.seed, self.device)
+        if lora and lora.base_dtype:
+            from skyasync.workers.quantised import quantise
+
+            quantise(wrapper.model, lora.base_dtype)
         if self.critic:
             self.critic.begin(self.device)
         return wrapper.to(self.device)
@@ -144,7 +148,9 @@ class ModelWorker(Worker):
 
     def _sharded(self) -> bool:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
-        return self.world_size > 1 or self.dtype != self.master_dtype()
+        lora = self.lora_config()
+        codes = bool(lora and lora.base_dtype)  # which FSDP turns into numbers
+        return self.world_size > 1 or self.dtype != self.master_dtype() or codes
 
     def _form_group(self) -> None:
         """Of this rank alone, where it has joined no others."""
