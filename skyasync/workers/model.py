@@ -19,6 +19,7 @@ from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.model_config import load_config
 from skyasync.workers.blocks import pack_rows
 from skyasync.workers.chosen import chosen_logprobs
+from skyasync.workers.flexible import uses_flex
 from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.logits import logits_head
 from skyasync.workers.packing import Layout
@@ -93,9 +94,10 @@ class Wrapped(nn.Module):
         """``[n, hidden]``: the states that predict the n loss tokens."""
         if self.routers:
             self.routers.replay(layout.experts)
+        flexible = uses_flex(self.model, layout.tokens.device)
         hidden = self.model.base_model(
             input_ids=layout.tokens,
-            attention_mask=layout.attention(),
+            attention_mask=layout.attention(flexible=flexible, split=self.context is not None),
             position_ids=layout.positions,
             use_cache=False,
         ).last_hidden_state

@@ -24,6 +24,7 @@ from skyasync.state.manifest import Sums
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
+from skyasync.workers.flexible import keep_blocks
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
 from skyasync.workers.offload import move_moments
@@ -86,6 +87,8 @@ class TrainedWorker(ModelWorker):
             wrapper.packs = False  # rows end to end differ in how many blocks they have: each would be compiled
             compile_layers(decoder_layers(wrapper), self.device)
         if how := self._recomputes():
+            if how == "selective":
+                keep_blocks(wrapper.model)  # torch compiles nothing while it chooses what to keep
             wrapper.model.gradient_checkpointing_enable(checkpointing_options(selective=how == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:
