@@ -36,7 +36,7 @@ from skyasync.training.bookkeeping import DULL, TRUNCATED, Bookkeeping
 from skyasync.training.cadence import Cadence
 from skyasync.training.handover import HandOver, WeightSyncing
 from skyasync.training.judging import Judging
-from skyasync.training.learner import Learner, with_advantages
+from skyasync.training.learner import Learner
 from skyasync.training.length import RunLength
 from skyasync.training.life import Life
 from skyasync.training.parts import Client, Parts
@@ -46,6 +46,7 @@ from skyasync.training.progress import Progress
 from skyasync.training.refill import Refill
 from skyasync.training.reporting import Reporting
 from skyasync.training.saving import Saving
+from skyasync.training.stages import with_advantages
 from skyasync.weight_sync.turns import DeviceTurns
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once

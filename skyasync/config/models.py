@@ -110,6 +110,14 @@ class LoraConfig(Settings):
         when=_ADAPTERS,
     )
     exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
+    base_dtype: str = key(
+        "",
+        "Hold the frozen weights of linear layers in few bits (QLoRA): nf4, four with a scale per block, by "
+        "bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty "
+        "rounds nothing.",
+        choices=("", "nf4", "int8"),
+        when=_ADAPTERS,
+    )
     sync: str = key(
         "merged",
         "What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to "
@@ -207,6 +215,19 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 @dataclass
 class CriticConfig(Settings):
+    backbone: str = key(
+        "own",
+        "own: a model of its own, with processes of its own; shared: one linear map of the policy's last states, "
+        "computed and trained with the policy.",
+        choices=("own", "shared"),
+    )
+    value_loss_coef: float = key(
+        0.1,
+        "Share of the value loss's gradient that the policy's layers get of a critic on them; 0 detaches it. The head "
+        "itself learns by all of it.",
+        low=0.0,
+        when="trainer.critic.backbone=shared",
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()

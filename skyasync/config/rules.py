@@ -15,6 +15,7 @@ from skyasync.config.conditions import holds
 from skyasync.config.reward_models import check_reward_models
 from skyasync.config.sampling import backend
 from skyasync.config.schema import REWARD, Config
+from skyasync.config.shared_critic import check_shared_critic
 from skyasync.config.values import written
 from skyasync.errors import UserError, unknown
 from skyasync.registry import Registry, resolve_reference
@@ -228,6 +229,7 @@ def check_adapters(cfg: Config) -> Iterator[str]:
     from skyasync.engines.protocol import ENGINES
 
     generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
+    yield from _check_base(cfg)
     if not lora.rank or lora.sync != "adapter":
         return
     key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
@@ -248,6 +250,24 @@ def check_adapters(cfg: Config) -> Iterator[str]:
             f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
             f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
         )
+
+
+def _check_base(cfg: Config) -> Iterator[str]:
+    """A base in few bits, whose numbers nobody else has."""
+    lora, tensor = cfg.trainer.policy.lora, cfg.trainer.parallel.tensor
+    key = f"trainer.policy.lora.base_dtype={lora.base_dtype}"
+    if not (lora.rank and lora.base_dtype):
+        return
+    for way in ("sync", "export"):
+        if getattr(lora, way) == "adapter":
+            yield (
+                f"{key} trains adapters beside rounded weights, and trainer.policy.lora.{way}=adapter leaves them to "
+                f"whoever has the weights of the files: set trainer.policy.lora.{way}=merged"
+            )
+    if cfg.trainer.policy.cpu_offload == "parameters":
+        yield f"{key} holds codes, which trainer.policy.cpu_offload=parameters cannot move: leave one of them out"
+    if tensor > 1:
+        yield f"{key} holds whole rows as codes, and trainer.parallel.tensor={tensor} splits matrices: set it to 1"
 
 
 def check_router_replay(cfg: Config) -> Iterator[str]:
@@ -325,6 +345,7 @@ def check_estimator(cfg: Config) -> Iterator[str]:
 def check_critic(cfg: Config) -> Iterator[str]:
     """A policy that is never trained."""
     trainer, warmup = cfg.trainer, cfg.trainer.critic.warmup_steps
+    yield from check_shared_critic(cfg)
     if holds(CRITIC, cfg) and 0 < trainer.max_training_steps <= warmup:
         yield (
             f"trainer.critic.warmup_steps={warmup} trains the critic alone to the end of "

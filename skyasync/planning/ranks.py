@@ -15,7 +15,10 @@ from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, learnt, scoring, updating
 from skyasync.planning.work import expert_bytes, largest_micro_batch
 from skyasync.workers.axes import Axes
-from skyasync.workers.roles import POLICY, VOCABULARY, Role
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role
+
+BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
+"""Of a number that is held as a code, with its share of a scale; of a row of int8 that is next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def trained_rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, rank
         master=2 if optimizer.bf16_stochastic_round else FLOAT32,
         eight_bits=optimizer.name == "adamw_8bit",
         offloads=_offloads(cfg, role, gpus=gpus),
+        bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
+        critic=role.name == POLICY and ROLES[CRITIC_ROLE].is_the_policys(cfg),
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 

@@ -58,6 +58,8 @@ class Rank:
         master: bytes of a trained weight between steps, and of its moments.
         eight_bits: but these, where they are codes.
         offloads: what its device has lent to the host (``cpu_offload``).
+        critic: a head for values is on its layers.
+        bits: of a frozen number of its layers' matrices, with its share of a scale; 0: they are as they are computed.
     """
 
     ranks: int
@@ -80,15 +82,13 @@ class Rank:
     master: int = FLOAT32
     eight_bits: bool = False
     offloads: str = "none"
+    critic: bool = False
+    bits: float = 0.0
 
     @property
     def sharded(self) -> bool:
-        return (
-            self.offloads == PARAMETERS
-            or self.ranks * self.replicas > 1
-            or self.split
-            or (self.trained and self.b != self.master)
-        )
+        asked = self.offloads == PARAMETERS or self.bits > 0 or self.split
+        return asked or self.ranks * self.replicas > 1 or (self.trained and self.b != self.master)
 
     @property
     def short(self) -> bool:
@@ -126,9 +126,12 @@ def kept(shape: ModelShape, rank: Rank) -> Lines:
     if not rank.trained:
         return {"weights": share * rank.b}
     if rank.adapters:
-        return {"weights": share * rank.b} | learnt(shape, rank)
+        coded = shape.layers * shape.layer_matrices / rank.ranks if rank.bits else 0
+        spared = int(coded * (rank.b - rank.bits / 8))
+        return {"weights": share * rank.b - spared} | learnt(shape, rank)
+    head = _head(shape, rank)
     turned = -(-shape.layers * shape.layer_matrices // rank.ranks) if rank.muon else 0
-    return {"weights": share * rank.master, "moments": rank.moments(share) - turned * FLOAT32}
+    return {"weights": share * rank.master, "moments": rank.moments(share) - turned * FLOAT32} | head
 
 
 def learnt(shape: ModelShape, rank: Rank) -> Lines:
@@ -136,7 +139,12 @@ def learnt(shape: ModelShape, rank: Rank) -> Lines:
     if not rank.adapters:
         return kept(shape, rank)
     share = -(-rank.adapters // rank.ranks)
-    return {"adapters": share * FLOAT32, "moments": rank.moments(share)}
+    return {"adapters": share * FLOAT32, "moments": rank.moments(share)} | _head(shape, rank)
+
+
+def _head(shape: ModelShape, rank: Rank) -> Lines:
+    """A head for values on the layers: one vector and its moments, which one rank holds."""
+    return {"critic": 3 * shape.hidden * FLOAT32} if rank.critic else {}
 
 
 def scoring(shape: ModelShape, rank: Rank) -> Lines:
@@ -211,13 +219,14 @@ def logits_bytes(shape: ModelShape, rank: Rank, *, backward: bool) -> int:
     """Of the piece of the loss tokens that spans the vocabulary at once."""
     if not rank.vocabulary:
         return rank.work.loss_tokens * FLOAT32 * (shape.hidden * (rank.b != FLOAT32) + 1)  # values, of float32 states
+    values = rank.work.loss_tokens * FLOAT32 * ((2 if rank.b != FLOAT32 else 1) * shape.hidden + 1) * rank.critic
     tokens = min(rank.work.loss_tokens, max(1, MAX_LOGITS // shape.vocabulary))
     copies = FLOAT32 * 2 + (rank.b if rank.b != FLOAT32 else 0)  # logits, their log-softmax; before, in a short dtype
     if backward:
         copies += FLOAT32  # the log-softmax saved, its gradient, that of the logits (in the short dtype as well)
         copies += FLOAT32 * (2 if rank.entropy else 0)
     copies += FLOAT32 * rank.shaped + rank.b * shape.head_copies
-    return tokens * shape.vocabulary * copies
+    return tokens * shape.vocabulary * copies + values
 
 
 def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:

@@ -43,6 +43,8 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
         check_environment(cfg.environment.env_class)
     if cfg.trainer.policy.lora.rank and find_spec("peft") is None:
         raise MissingExtraError("peft", "lora")
+    if cfg.trainer.policy.lora.base_dtype == "nf4" and find_spec("bitsandbytes") is None:
+        raise MissingExtraError("bitsandbytes", "quant")
     if cfg.trainer.dump_trajectories:
         need_pyarrow()
     if cfg.trainer.eval_answer:

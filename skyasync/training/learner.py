@@ -20,6 +20,7 @@ from skyasync.training.length import RunLength
 from skyasync.training.numbers import Numbers
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
+from skyasync.training.stages import check_experts, joined
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, TEACHER_ROLE
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
@@ -52,8 +53,9 @@ class Learner:
         self.updates, self.numbers = 0, Numbers(cfg.trainer, phases)
         self._cfg, self._progress, self._phases, self._length = cfg.trainer, progress, phases, length
         critic = ROLES[CRITIC_ROLE]
-        self._has_critic = critic.wanted(cfg)
-        self._at_once = self._has_critic and not critic.shares(cfg)  # on devices of its own it trains beside the policy
+        self._has_critic, self._critic_within = critic.asked(cfg), critic.is_the_policys(cfg)
+        own = self._has_critic and not self._critic_within
+        self._at_once = own and not critic.shares(cfg)  # on devices of its own it trains beside the policy
         self._has_teacher = ROLES[TEACHER_ROLE].wanted(cfg)
         self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step
         self._parts: list[UpdateBatch] = []  # trained in this training step
@@ -88,20 +90,26 @@ class Learner:
         if "reference" in needs:
             with self._phases.timed("reference"):
                 batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
+        several = self._length.updates_per_batch(groups) > 1 and not self._approximates
+        proximal = self._has_teacher and not self._cfg.teacher.top_k
+        proximal = proximal or "proximal" in early or ("proximal" in needs and several)
+        at_once = self._critic_within and proximal and not self.updates
         if self._has_critic:
             with self._phases.timed("values"):
-                batch.values = await self.dispatch.values(batch)
+                if at_once:  # in one pass
+                    both = await self.dispatch.ask(POLICY, "logprobs_and_values", batch)
+                    batch.proximal_logprobs, batch.values = both.unbind(-1)
+                else:
+                    batch.values = await self.dispatch.values(batch)
         if self._has_teacher:
             with self._phases.timed("teacher"):
                 if self._cfg.teacher.top_k:
                     batch.teacher_top_k = await self.dispatch.ask(TEACHER_ROLE, "top_logprobs", batch)
                 else:
                     batch.teacher_logprobs = await self.dispatch.ask(TEACHER_ROLE, "logprobs", batch)
-        several = self._length.updates_per_batch(groups) > 1 and not self._approximates
-        if batch.teacher_logprobs is not None or "proximal" in early or ("proximal" in needs and several):
-            if self.updates:
-                batch.proximal_logprobs = batch.behaviour_logprobs
-                return batch
+        if proximal and self.updates:
+            batch.proximal_logprobs = batch.behaviour_logprobs
+        elif proximal and not at_once:
             with self._phases.timed("logprobs"):
                 batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
         return batch
@@ -152,6 +160,8 @@ class Learner:
     @property
     def _turns(self) -> list[list[str]]:
         """The roles that are trained now: those of a turn at once, the next turn behind it."""
+        if self._critic_within:
+            return [[CRITIC_ROLE if self._frozen else POLICY]]
         roles = [*([] if self._frozen else [POLICY]), *([CRITIC_ROLE] if self._has_critic else [])]
         return [roles] if self._at_once else [[role] for role in roles]
 
@@ -206,7 +216,7 @@ class Learner:
     def _noted(self, role: str, metrics: Metrics) -> Metrics:
         """An update's, which the step's are made of, by the names that ``optimizer_step`` gives them."""
         for name, value in metrics.items():
-            self._found.setdefault(f"{role}/{name}", []).append(value)
+            self._found.setdefault(name if name.startswith(f"{CRITIC_ROLE}/") else f"{role}/{name}", []).append(value)
         return metrics if role == POLICY else {f"{role}/{name}": value for name, value in metrics.items()}
 
     def finish(self, whole: TrainingBatch | None = None) -> Metrics:
@@ -262,38 +272,3 @@ def _foresight(batch: TrainingBatch) -> Metrics:
         return {}
     found = value_metrics(batch.values, batch.returns, batch.loss_mask)
     return {f"critic/{name}": value for name, value in found.items()}
-
-
-def check_experts(batch: RolloutBatch) -> None:
-    """Raises ``UserError`` unless the experts are known of every token that a loss token follows."""
-    from skyasync.routing import unknown_expert
-
-    experts = batch.routed_experts
-    if experts is None:
-        lacking = int(batch.loss_mask.sum())
-    else:
-        lacking = int((batch.loss_mask[:, 1:] & (experts[:, :-1, 0, 0] == unknown_expert(experts.dtype))).sum())
-    if lacking:
-        raise UserError(
-            f"trainer.policy.router_replay=R3 replays the experts that the engine chose, and of {lacking} generated "
-            f"tokens they are not known: trajectories must be the generator's own, not made of lists; else set "
-            f"trainer.policy.router_replay=none"
-        )
-
-
-def with_advantages(batch: ScoredBatch) -> TrainingBatch:
-    """What the hook returned: it may have made the next stage, or set ``batch.advantages`` on what it was given."""
-    from skyasync.workers.batch import TrainingBatch
-
-    if isinstance(batch, TrainingBatch):
-        return batch
-    if not hasattr(batch, "advantages"):
-        raise UserError("compute_advantages_and_returns must set batch.advantages, and returned a batch without them")
-    return batch.to_stage(TrainingBatch)
-
-
-def joined(parts: list[UpdateBatch]) -> UpdateBatch:
-    """Batches one below the other."""
-    from skyasync.workers.batch import UpdateBatch
-
-    return parts[0] if len(parts) == 1 else UpdateBatch.concatenate(parts)

@@ -173,7 +173,7 @@ class Saving:
     @property
     def exports(self) -> dict[str, str]:
         """Role -> folder that its final model goes to."""
-        critic = self._cfg.critic.export_path if ROLES[CRITIC_ROLE].wanted(self._config) else ""
+        critic = self._cfg.critic.export_path if ROLES[CRITIC_ROLE].asked(self._config) else ""
         folders = {POLICY: self._cfg.export_path, CRITIC_ROLE: critic}
         return {role: folder for role, folder in folders.items() if folder}
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from skyasync.workers.lora import Adapters
     from skyasync.workers.parallel.context import Context
     from skyasync.workers.parallel.vocabulary import Vocabulary
+    from skyasync.workers.shared_critic import SharedCritic
 
 
 class ModelWorker(Worker):
@@ -53,6 +54,7 @@ class ModelWorker(Worker):
     _store: Any = None
     mesh: Mesh | None = None
     adapters: Adapters | None = None
+    critic: SharedCritic | None = None
 
     def model_config(self) -> ModelConfig:
         """Which model this worker holds."""
@@ -111,12 +113,15 @@ class ModelWorker(Worker):
             wrapper = head.wrap(model, self.cfg).eval()
             wrapper.context, wrapper.vocabulary = divided
             wrapper.routers = self.replayed(model)
+            self.add_beside(wrapper)
             return wrapper
 
         def shard(model: PreTrainedModel) -> Wrapped:
             wrapper = self._shard(wrap(model))
             if self.adapters:
                 self.adapters.step_aside()
+            if self.critic:
+                self.critic.step_aside()
             return wrapper
 
         if self._sharded():
@@ -128,6 +133,12 @@ class ModelWorker(Worker):
         if self.adapters:
             self.adapters.step_back()
             self.adapters.begin(self.cfg.trainer.seed, home)
+        if lora and lora.base_dtype:
+            from skyasync.workers.quantised import quantise
+
+            quantise(wrapper.model, lora.base_dtype)
+        if self.critic:
+            self.critic.begin(self.device)
         place(wrapper, self.offloads, self.device)
         return wrapper
 
@@ -145,13 +156,18 @@ class ModelWorker(Worker):
 
     def _sharded(self) -> bool:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
-        return self.world_size > 1 or self.dtype != self.master_dtype() or self.offloads == PARAMETERS
+        lora = self.lora_config()
+        codes = bool(lora and lora.base_dtype)  # which FSDP turns into numbers
+        return self.world_size > 1 or self.dtype != self.master_dtype() or codes or self.offloads == PARAMETERS
 
     def _form_group(self) -> None:
         """Of this rank alone, where it has joined no others."""
         if not dist.is_initialized():
             backend = process_group_backend(self.device.type, self.offloads)
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def add_beside(self, wrapper: Wrapped) -> None:
+        """Put on a model, which has no memory yet, what else is trained on its layers."""
 
     def replayed(self, model: PreTrainedModel) -> Routers | None:
         """Those of its routers that choose what a batch says; None: they choose themselves."""

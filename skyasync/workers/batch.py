@@ -140,6 +140,7 @@ class UpdateBatch(TrainingBatch):
     loss_weights: Tensor
     selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
     approximated_version: int | None = None  # that this update makes, where the proximal policy is interpolated
+    critic_alone: bool = False  # a critic on the policy's layers learns from it, and no policy
 
 
 def _apart(identities: Sequence[Tensor]) -> list[Tensor]:

@@ -7,6 +7,8 @@ rectangle in which attention pads them; what stands in the padding is read by no
     attention  a a a a a a a │ c c .                      two rectangles, one call each
                b b b b b b . │ d d d
 
+On a GPU the rectangles are not needed: FlexAttention takes the tokens as they stand (``skyasync.workers.flexible``).
+
 Blocks travel to a model's attention in the place of its mask, on whose way nothing of a model looks inside it.
 """
 
@@ -22,6 +24,8 @@ from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from skyasync.workers.flexible import Sight, attend
 
 NAME = "skyasync_blocks"
 """Of the attention, in transformers' table. Without blocks it is the library's sdpa."""
@@ -117,22 +121,54 @@ def owners_mask(owners: Tensor) -> Tensor:
 
 
 class Places(Tensor):
-    """In the place of a mask: ``blocks``, and the dense ``masks`` of those that need one."""
+    """In the place of a mask: ``blocks``, and the dense ``masks`` of those that need one; or a ``sight`` of tokens."""
 
     blocks: tuple[Block, ...]
     masks: list[Tensor | None]
+    sight: Sight | None
 
     # What is made of it is no such thing.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def as_mask(blocks: tuple[Block, ...], device: torch.device) -> Tensor:
+def as_mask(blocks: tuple[Block, ...], device: torch.device, *, flexible: bool = False) -> Tensor:
+    """What a model's attention gets of them; ``flexible``: it is FlexAttention."""
+    if flexible:
+        return places(_sight(blocks, device))
+    found = _places(device)
+    found.blocks = blocks
+    found.masks = [None if block.owners is None else owners_mask(block.owners) for block in blocks]
+    return found
+
+
+def places(sight: Sight) -> Tensor:
+    """What a model's attention gets of tokens as they stand."""
+    found = _places(sight.rows.device)
+    found.sight = sight
+    return found
+
+
+def _places(device: torch.device) -> Places:
     """Four-dimensional, so that models hand it on as it is; it has no entries, and of integers, so that no other
     attention takes it."""
-    places = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device).as_subclass(Places)
-    places.blocks = blocks
-    places.masks = [None if block.owners is None else owners_mask(block.owners) for block in blocks]
-    return places
+    found = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device).as_subclass(Places)
+    found.blocks, found.masks, found.sight = (), [], None
+    return found
+
+
+def _sight(blocks: tuple[Block, ...], device: torch.device) -> Sight:
+    """Of rows end to end."""
+    rows: list[Tensor] = []
+    owners: list[Tensor] = []
+    first = 0
+    for block in blocks:
+        own = torch.arange(first, first + block.rows, dtype=torch.int32, device=device)[:, None].expand(-1, block.width)
+        of = torch.ones_like(own) if block.owners is None else block.owners
+        for found, values in ((rows, own), (owners, of)):
+            flat = values.reshape(-1)
+            found.append(flat if block.cells is None else flat[block.cells])
+        first += block.rows
+    return Sight(torch.cat(rows)[None], torch.cat(owners)[None])
 
 
 def pack_rows(model: PreTrainedModel) -> bool:
@@ -154,6 +190,8 @@ def _attention(
     """Queries, keys, values ``[1, heads, tokens, size]``; the result is ``[1, tokens, heads, size]``."""
     if not isinstance(attention_mask, Places):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if attention_mask.sight is not None:
+        return attend(module, query, key, value, attention_mask.sight.mask(), **options), None
     blocks = attention_mask.blocks
     pieces = [_Cut.apply(tensor.transpose(1, 2)[0], blocks) for tensor in (query, key, value)]
     found = [

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -44,6 +44,15 @@ ADAPTER = ".lora_"
 """In the names of adapters' weights, which are all that a checkpoint holds of a model that has some."""
 
 
+class Beside(NamedTuple):
+    """What is trained beside a model and is no part of it, and is saved with it under a name of its own."""
+
+    name: str
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    setting: str  # that asks for it
+
+
 def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
     """Weights and saved buffers by Hugging Face name, whole, on the CPU.
 
@@ -66,43 +75,55 @@ def gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         yield name, gather() if gather else value
 
 
-def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Living shards of weights and saved buffers; a tied weight under its first name."""
     state: dict[str, Any] = dict(get_model_state_dict(model))
     names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
     return {name: value for name, value in state.items() if name in names}
 
 
-def _optimizer_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Settings, and under ``state`` living tensors by parameter and kind, made by a step of length 0 if need be."""
     return dict(get_optimizer_state_dict(model, optimizer))
 
 
-def save(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> Saved:
+def save(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path, beside: Beside | None = None
+) -> Saved:
     """Every rank writes its shard of everything that the next optimizer step depends on.
 
     Args:
         folder: must not hold another checkpoint.
     """
-    state = _state(model, optimizer, step)
+    state = _state(model, optimizer, step, beside)
     writer = Writer(folder, _files(state))
     with _quietly():
         return writer.saved(lambda: dcp.save(state, storage_writer=writer.storage, no_dist=not dist.is_initialized()))
 
 
 def begin(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path, group: dist.ProcessGroup | None
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    beside: Beside | None = None,
 ) -> Behind:
     """As ``save``, of a copy in host memory, which is made before this returns; a thread writes it."""
-    state = _state(model, optimizer, step)
+    state = _state(model, optimizer, step, beside)
     warnings.filterwarnings("ignore", message=NO_GROUP)  # for good: the thread warns later
     with _quietly():
         return Behind(state, Writer(folder, _files(state)), group)
 
 
-def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
-    moments = _optimizer_state(model, optimizer)["state"] if optimizer.state else {}
-    return _tensors(model, moments, step)
+def _state(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, beside: Beside | None
+) -> dict[str, Tensor]:
+    def moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return _optimizer_state(module, optimizer)["state"] if optimizer.state else {}
+
+    state = _tensors(model, moments(model, optimizer), step)
+    return state | _of_beside(beside, moments(beside.module, beside.optimizer)) if beside else state
 
 
 def load(
@@ -111,11 +132,13 @@ def load(
     folder: Path,
     role: str = "policy",
     key: str = "trainer.policy.model.path",
+    beside: Beside | None = None,
 ) -> int:
     """Make model, optimizer and random state what they were when they were saved, whatever they are now.
 
     Args:
         role, key: whose they are and what chose the model, for errors.
+        beside: what was saved with them.
 
     Returns:
         The number of optimizer steps taken.
@@ -129,14 +152,16 @@ def load(
     reader = HuggingFaceStorageReader(str(folder))
     metadata = reader.read_metadata().state_dict_metadata
     saved = metadata.keys()
-    optimizer.state.clear()
-    optimizer.zero_grad()
-    kept = _optimizer_state(model, optimizer)
-    # A parameter that had no gradient yet has no moments either.
-    moments = {n: m for n, m in kept["state"].items() if not saved.isdisjoint(_moment_names(n, m))}
+    kept, moments = _emptied(model, optimizer, saved)
     state = _tensors(model, moments, step=0)
+    if beside:
+        kept_beside, of_beside = _emptied(beside.module, beside.optimizer, saved, f"{beside.name}.")
+        state |= _of_beside(beside, of_beside)
     if strange := sorted(saved ^ state.keys()):
         where = "the checkpoint" if strange[0] in saved else f"the {role}"
+        if strange[0].startswith("critic."):
+            setting = beside.setting if beside else "trainer.critic.backbone=own, or without a critic"
+            raise UserError(f"{folder} was not saved by a run with {setting}: only {where} has {strange[0]}")
         raise UserError(
             f"{folder} was saved by another model ({key}), or another version: only {where} has {strange[0]}"
         )
@@ -148,9 +173,31 @@ def load(
             )
     with _quietly():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    set_optimizer_state_dict(model, optimizer, kept | {"state": moments}, options=StateDictOptions(strict=False))
+    lenient = StateDictOptions(strict=False)
+    set_optimizer_state_dict(model, optimizer, kept | {"state": moments}, options=lenient)
+    if beside:
+        set_optimizer_state_dict(beside.module, beside.optimizer, kept_beside | {"state": of_beside}, options=lenient)
     torch.set_rng_state(state[RANDOM])
     return int(state[STEP])
+
+
+def _emptied(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], prefix: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An optimizer's new state, and of it the moments that were saved: a parameter without a gradient has none."""
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    kept = _optimizer_state(model, optimizer)
+    names = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+    return kept, {n: m for n, m in kept["state"].items() if not names.isdisjoint(_moment_names(n, m))}
+
+
+def _of_beside(beside: Beside, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Its tensors by their names in a checkpoint."""
+    state = {f"model.{name}": value for name, value in own_tensors(beside.module).items()}
+    for name, of_parameter in moments.items():
+        state |= dict(zip(_moment_names(name, of_parameter), of_parameter.values(), strict=True))
+    return {f"{beside.name}.{name}": value for name, value in state.items()}
 
 
 def _tensors(model: PreTrainedModel, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ from torch import Tensor
 from skyasync.algorithms.losses.value import clipped_value_loss
 from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.packing import MicroBatch
-from skyasync.workers.trained import Totals, TrainedWorker
+from skyasync.workers.totals import Totals
+from skyasync.workers.trained import TrainedWorker
 from skyasync.workers.valued import ValueWorker
 
 

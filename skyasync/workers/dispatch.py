@@ -33,6 +33,9 @@ from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES
 from skyasync.workers.saved import Saved, files_of
 
+AS_SAMPLED = ("logprobs", "values", "logprobs_and_values")
+"""What the policy is asked of tokens with the experts that were chosen for them."""
+
 
 class Group(Protocol):
     """The ranks of one role; ``RankGroup`` says what each method does."""
@@ -94,7 +97,7 @@ class Dispatch:
         They are sent tokens, masks and groups, and the columns that the role's entry names.
         """
         asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
-        if role == POLICY and method == "logprobs":  # as it was sampled; others choose experts of their own
+        if role == POLICY and method in AS_SAMPLED:  # others choose experts of their own
             asked.routed_experts = batch.routed_experts
         vars(asked).update({name: getattr(batch, name) for name in ROLES[role].columns})
         answer = await self._groups[role].on_rows(method, asked)
@@ -106,10 +109,11 @@ class Dispatch:
         return await self._groups[role].call(method, *args)
 
     async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
-        sent = copy(batch)
-        if role != POLICY:
+        sent, holder = copy(batch), self._holder(role)
+        if holder != POLICY:
             sent.routed_experts = None
-        before = await self._groups[role].on_rows("forward_backward", sent)
+        sent.critic_alone = holder != role
+        before = await self._groups[holder].on_rows("forward_backward", sent)
         if role == POLICY and batch.proximal_logprobs is None:
             batch.proximal_logprobs = before
 
@@ -117,14 +121,21 @@ class Dispatch:
         self, schedule_step: int | None = None, scale: float = 1.0, role: str = POLICY
     ) -> dict[str, float]:
         async with self._changing():
-            return (await self._groups[role].call("optimizer_step", schedule_step, scale))[0]
+            found: dict[str, float] = (
+                await self._groups[self._holder(role)].call("optimizer_step", schedule_step, scale)
+            )[0]
+        return {name.removeprefix(f"{role}/"): value for name, value in found.items()}
 
     async def examine(self, scale: float = 1.0, role: str = POLICY) -> str:
-        found: list[str] = await self._groups[role].call("examine", scale)
+        found: list[str] = await self._groups[self._holder(role)].call("examine", scale)
         return next(filter(None, found), "")
 
     async def drop_gradient(self, role: str = POLICY) -> None:
-        await self._groups[role].call("drop_gradient")
+        await self._groups[self._holder(role)].call("drop_gradient")
+
+    def _holder(self, role: str) -> str:
+        """Whose ranks hold what a role trains: its own, or the policy's."""
+        return POLICY if role not in self._groups and ROLES[role].is_the_policys(self._cfg) else role
 
     async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
         return await self.ask(POLICY, "logprobs", batch)
@@ -135,7 +146,7 @@ class Dispatch:
         return await self.ask(REFERENCE, "logprobs", batch)
 
     async def values(self, batch: TokenBatch) -> Tensor:
-        return await self.ask(CRITIC_ROLE, "values", batch)
+        return await self.ask(self._holder(CRITIC_ROLE), "values", batch)
 
     # ---------------------------------------------------------------- the policy's weights, for engines
 
@@ -252,7 +263,8 @@ class Dispatch:
         return [role for role in self._groups if ROLES[role].trains]
 
     async def export(self, folder: Path, role: str = POLICY) -> None:
-        await self.call(role, "export", str(folder))
+        holder = self._holder(role)
+        await self.call(holder, "export" if holder == role else f"export_{role}", str(folder))
 
     async def begin_profile(self) -> None:
         await asyncio.gather(*(group.call("begin_profile") for group in self._groups.values()))

@@ -138,7 +138,7 @@ class ValueHead(Head):
             raise UserError(f"{path}: its files lack {other[0]}, which {type(model).__name__} needs")
         for name, parameter in model.get_submodule(SCORE_LAYER).named_parameters():
             if f"{SCORE_LAYER}.{name}" in missing:
-                put(parameter, _new(name, parameter))
+                put(parameter, new_head(name, parameter))
 
     def wrap(self, model: PreTrainedModel, cfg: Config) -> TokenValues:
         return TokenValues(model)
@@ -187,7 +187,7 @@ def _without_report() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _new(name: str, like: torch.Tensor) -> torch.Tensor:
+def new_head(name: str, like: torch.Tensor) -> torch.Tensor:
     """A head's weights, whole: small, so that the first values are near 0 (OpenRLHF's scale); a bias is 0."""
     if name == "bias":
         return torch.zeros(like.shape)

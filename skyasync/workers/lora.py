@@ -206,8 +206,12 @@ def merge(
         adapters: by their names in the checkpoint, whole.
         settings: ``trainer.policy.lora`` of its run.
     """
-    model = load_causal_lm(path, dtype)
-    placed = Adapters(model, LoraConfig(**settings), path)
+    model, lora = load_causal_lm(path, dtype), LoraConfig(**settings)
+    if lora.base_dtype:
+        from skyasync.workers.quantised import round_base
+
+        round_base(model.requires_grad_(requires_grad=False), lora.base_dtype)
+    placed = Adapters(model, lora, path)
     placed.begin(0, torch.device("cpu"))
     own = {name: value for name, value in own_tensors(model).items() if ADAPTER in name}
     if strange := sorted(own.keys() ^ adapters.keys()):

@@ -19,6 +19,7 @@ from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.model_config import load_config
 from skyasync.workers.blocks import pack_rows
 from skyasync.workers.chosen import chosen_logprobs
+from skyasync.workers.flexible import uses_flex
 from skyasync.workers.limits import MAX_LOGITS
 from skyasync.workers.logits import logits_head
 from skyasync.workers.packing import Layout
@@ -36,6 +37,7 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor | None
+    values: Tensor | None = None
     others: Tensor | None = None
     """``[rows, length, k]``: log-probabilities of the tokens that were asked about beside each loss token."""
 
@@ -64,8 +66,9 @@ def can_share_prefixes(config: PreTrainedConfig) -> bool:
 class Wrapped(nn.Module):
     """A model of transformers, ``model``, as a function from a :class:`Layout` to something per token.
 
-    ``context``: this rank's slice of each row, where rows are split; ``vocabulary``: its part of the logits, where a
-    head is; ``routers``: of a mixture, where they choose what a layout says.
+    ``value_head``: of a critic on the model's layers; ``context``: this rank's slice of each row, where rows are split;
+    ``vocabulary``: its part of the logits, where a head is; ``routers``: of a mixture, where they choose what a layout
+    says.
     """
 
     context: Context | None = None
@@ -75,6 +78,7 @@ class Wrapped(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.value_head: nn.Linear | None = None
         self.packs = can_share_prefixes(model.config) and pack_rows(model)  # rows may stand end to end
 
     def own(self, layout: Layout) -> Layout:
@@ -90,9 +94,10 @@ class Wrapped(nn.Module):
         """``[n, hidden]``: the states that predict the n loss tokens."""
         if self.routers:
             self.routers.replay(layout.experts)
+        flexible = uses_flex(self.model, layout.tokens.device)
         hidden = self.model.base_model(
             input_ids=layout.tokens,
-            attention_mask=layout.attention(),
+            attention_mask=layout.attention(flexible=flexible, split=self.context is not None),
             position_ids=layout.positions,
             use_cache=False,
         ).last_hidden_state
@@ -119,7 +124,9 @@ class TokenLogprobs(Wrapped):
         entropy_gradient: bool = True,
         others: Tensor | None = None,
         likeliest: int = 0,
-    ) -> TokenScores | tuple[Tensor, Tensor]:
+        value_share: float | None = None,
+        values_alone: bool = False,
+    ) -> TokenScores | tuple[Tensor, Tensor] | Tensor:
         """Entry t of a row is log p(token t | tokens < t).
 
         Args:
@@ -128,7 +135,11 @@ class TokenLogprobs(Wrapped):
             entropy_gradient: the entropy is differentiable; else it costs no memory in the backward pass.
             others: tokens (int64 ``[rows, length, k]``) that are asked about beside each loss token.
             likeliest: in the place of all this, so many tokens and their log-probabilities, ``[rows, length, k]`` each.
+            value_share: also what ``value_head`` says; this share of its gradient goes on to the layers.
+            values_alone: in the place of all this, what ``value_head`` says; the layers get no gradient.
         """
+        if values_alone:
+            return self._values_alone(layout)
         if likeliest:
             return self._likeliest(layout, likeliest)
         distribution = SampledDistribution() if plain else self.distribution
@@ -137,12 +148,25 @@ class TokenLogprobs(Wrapped):
         targets = own.targets[:, None]
         if others is not None:
             targets = torch.cat([targets, others.flatten(0, 1)[own.cells]], 1)
-        logprobs, entropy = self._score(self.hidden(own), targets, asked)
+        hidden = self.hidden(own)
+        logprobs, entropy = self._score(hidden, targets, asked)
         return TokenScores(
             self.rows(logprobs[:, 0], own),
             None if entropy is None else self.rows(entropy, own),
+            None if value_share is None else self._values(_shared(hidden, value_share), own),
             None if others is None else self.rows(logprobs[:, 1:], own),
         )
+
+    def _values_alone(self, layout: Layout) -> Tensor:
+        """``[rows, length]``, for whose gradient the layers are constants."""
+        own = self.own(layout)
+        with torch.no_grad():
+            hidden = self.hidden(own)
+        return self._values(hidden, own)
+
+    def _values(self, hidden: Tensor, own: Layout) -> Tensor:
+        assert self.value_head is not None
+        return self.rows(linear_values(self.value_head, hidden), own)
 
     def _likeliest(self, layout: Layout, k: int) -> tuple[Tensor, Tensor]:
         """Of a distribution without filters, which may leave fewer than k."""
@@ -171,6 +195,19 @@ class TokenLogprobs(Wrapped):
         ]
         logprobs = torch.cat([p[0] for p in pieces])
         return logprobs, torch.cat([p[1] for p in pieces]) if asked.entropy else None
+
+
+def linear_values(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """``[n]`` of states ``[n, hidden]``, in float32 at least."""
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    bias = None if head.bias is None else head.bias.to(exact)
+    return F.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
+
+
+def _shared(hidden: Tensor, share: float) -> Tensor:
+    """The same states, bit for bit, through which a share of the gradient goes."""
+    constant = hidden.detach()
+    return constant + share * (hidden - constant) if share else constant
 
 
 class _Asked(NamedTuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,11 +26,14 @@ from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
+from skyasync.workers.base import put_rows, sharded_afterwards
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.file_names import as_in_files, has_other_names, wants_file_names
-from skyasync.workers.model import TokenScores
-from skyasync.workers.packing import MicroBatch
-from skyasync.workers.trained import Totals, TrainedWorker
+from skyasync.workers.model import TokenScores, Wrapped
+from skyasync.workers.packing import Layout, MicroBatch
+from skyasync.workers.shared_critic import SharedCritic
+from skyasync.workers.totals import Totals
+from skyasync.workers.trained import Examined, TrainedWorker
 
 __all__ = ["NonFiniteError", "PolicyWorker"]
 
@@ -53,6 +58,10 @@ class PolicyWorker(TrainedWorker):
     def replayed(self, model: PreTrainedModel) -> Routers | None:
         return Routers(model) if self.cfg.trainer.policy.router_replay != "none" else None
 
+    def add_beside(self, wrapper: Wrapped) -> None:
+        if SharedCritic.wanted(self.cfg):
+            self.critic = SharedCritic(wrapper, self.cfg, self.total_steps)
+
     def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.
 
@@ -65,17 +74,27 @@ class PolicyWorker(TrainedWorker):
 
     def _fills(self, batch: UpdateBatch) -> bool:
         """Its ``proximal_logprobs``: the policy before the step, which the gradient computes anyway."""
-        return batch.proximal_logprobs is None
+        return batch.proximal_logprobs is None and not batch.critic_alone
+
+    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
+        if self.critic:
+            self.critic.begin_part(batch)
+        return super().forward_backward(batch)
 
     def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
-        """Returns the current log-probabilities, ``[rows, length]``."""
+        """Returns the current log-probabilities, ``[rows, length]``; values, where the critic alone learns."""
         batch = micro.batch
+        if self.critic and self.critic.alone:
+            values: Tensor = self.model(micro.layout.to(self.device), values_alone=True)
+            self.critic.loss(values, batch, self._here).backward()
+            return values.detach()
         taught = None if batch.teacher_top_k is None else self._here(batch.teacher_top_k).chunk(2, -1)
         scores: TokenScores = self.model(
             micro.layout.to(self.device),
             others=taught[0].long() if taught else None,
             with_entropy="entropy" in self.objective.needs,
             entropy_gradient=self.objective.trains_entropy,
+            value_share=self.critic.settings.value_loss_coef if self.critic else None,
         )
         current = scores.logprobs
         proximal = self._proximal(batch, current)
@@ -97,9 +116,42 @@ class PolicyWorker(TrainedWorker):
         # Where there is no loss token the loss has no meaning, and may be anything.
         weights = self._here(batch.loss_weights).to(token_loss.dtype)
         loss = (weights * token_loss.where(mask, 0.0)).sum()
-        loss.backward()
         totals.add(loss, mask, maps)
+        if self.critic and scores.values is not None:
+            loss = loss + self.critic.loss(scores.values, batch, self._here)
+        loss.backward()
         return current.detach()
+
+    def _look(self, scale: float) -> Examined:
+        if self.critic is None:
+            return super()._look(scale)
+        found = Examined({}) if self.critic.alone else super()._look(scale)
+        metrics, problem = self.critic.look(scale, self.sum_over_ranks, self.mesh)
+        return Examined(found.metrics | metrics, found.norm, "; ".join(filter(None, (found.problem, problem))))
+
+    def _clip(self) -> None:
+        if self.critic:
+            self.critic.clip()
+        if not (self.critic and self.critic.alone):
+            super()._clip()
+
+    def _change(self, scheduled: int) -> dict[str, float]:
+        metrics = {} if self.critic and self.critic.alone else super()._change(scheduled)
+        return metrics | (self.critic.change(scheduled) if self.critic else {})
+
+    def drop_gradient(self) -> None:
+        super().drop_gradient()
+        if self.critic:
+            self.critic.drop_gradient()
+
+    def _move(self, device: torch.device) -> None:
+        if self.critic:
+            self.critic.drop_gradient()
+            self.critic.move(device)
+        super()._move(device)
+
+    def _beside(self) -> checkpoint.Beside | None:
+        return self.critic.beside if self.critic else None
 
     def _proximal(self, batch: UpdateBatch, current: Tensor) -> Tensor:
         if batch.proximal_logprobs is not None:
@@ -115,6 +167,32 @@ class PolicyWorker(TrainedWorker):
         assert self.adapters is not None
         with self.adapters.aside():
             return self.logprobs(batch)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """As a critic's of its own, ``[batch, length]``."""
+        return self._pass(batch, 1, lambda layout: self.model(layout, values_alone=True)[..., None])[..., 0]
+
+    def logprobs_and_values(self, batch: TokenBatch) -> Tensor:
+        """Both in one pass, ``[batch, length, 2]``."""
+
+        def both(layout: Layout) -> Tensor:
+            scores: TokenScores = self.model(layout, value_share=0.0)
+            assert scores.values is not None
+            return torch.stack([scores.logprobs, scores.values], -1)
+
+        return self._pass(batch, 2, both)
+
+    def _pass(self, batch: TokenBatch, kinds: int, said: Callable[[Layout], Tensor]) -> Tensor:
+        result = torch.zeros(*batch.tokens.shape, kinds)
+        with torch.no_grad(), sharded_afterwards(self.model):
+            for micro in self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu):
+                put_rows(result, micro, said(micro.layout.to(self.device)))
+        return result
+
+    def export_critic(self, folder: str) -> None:
+        """As ``export``, of a critic of its own that says what the one on this model's layers does."""
+        assert self.critic is not None
+        self.critic.export(self.weights(), self.dtype, self.path, Path(folder), keep=self.rank == 0)
 
     def publish(self) -> str | None:
         """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it.

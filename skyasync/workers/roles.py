@@ -41,6 +41,7 @@ class Role:
         gpu: devices of its own are GPUs, if there are any.
         base: its model, where it names none of its own, is what the policy began as: a policy that trains adapters
             beside frozen weights answers for it (``base_logprobs``), and it has no ranks.
+        on_policy: where this condition holds it is a head on the policy's layers, and has no ranks.
         head: what its model, if it has one, says of a token (``skyasync.workers.heads``): ``vocabulary`` (a causal
             language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
     """
@@ -56,13 +57,21 @@ class Role:
     gpu: bool = True
     head: str = VOCABULARY
     base: bool = False
+    on_policy: str = ""
+
+    def asked(self, cfg: Config) -> bool:
+        """Whether a run of this configuration has it, on ranks of its own or the policy's."""
+        return not self.when or holds(self.when, cfg)
 
     def wanted(self, cfg: Config) -> bool:
         """Whether a run of this configuration has ranks of it."""
-        return (not self.when or holds(self.when, cfg)) and not self.is_the_policys(cfg)
+        return self.asked(cfg) and not self.is_the_policys(cfg)
 
     def is_the_policys(self, cfg: Config) -> bool:
-        """Whether the policy answers for it: the same model, beside which only adapters are trained."""
+        """Whether the policy answers for it: the same model, beside which only adapters are trained, or a head on its
+        layers."""
+        if self.on_policy:
+            return self.asked(cfg) and holds(self.on_policy, cfg)
         if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):
             return False
         own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
@@ -159,6 +168,7 @@ _OURS = {
             ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
             beside="trainer.placement.colocate_policy_critic or trainer.placement.colocate_all",
             head=VALUE,
+            on_policy="trainer.critic.backbone=shared",
         ),
         Role(
             REWARD_ROLE,

@@ -24,6 +24,7 @@ from skyasync.state.manifest import Sums
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
+from skyasync.workers.flexible import keep_blocks
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
 from skyasync.workers.offload import HOST, OPTIMIZER, move_moments
@@ -32,6 +33,7 @@ from skyasync.workers.packing import MicroBatch
 from skyasync.workers.recomputing import checkpointing_options
 from skyasync.workers.saved import Saved
 from skyasync.workers.schedule import learning_rate
+from skyasync.workers.totals import Totals
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class TrainedWorker(ModelWorker):
             wrapper.packs = False  # rows end to end differ in how many blocks they have: each would be compiled
             compile_layers(decoder_layers(wrapper), self.device)
         if how := self._recomputes():
+            if how == "selective":
+                keep_blocks(wrapper.model)  # torch compiles nothing while it chooses what to keep
             wrapper.model.gradient_checkpointing_enable(checkpointing_options(selective=how == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:
@@ -102,7 +106,7 @@ class TrainedWorker(ModelWorker):
 
     def _make_optimizer(self, wrapper: Wrapped) -> torch.optim.AdamW:
         # A weight that is frozen only while it is looked at is the optimizer's all the same; one under adapters is not.
-        learnt = [p for p in wrapper.parameters() if p.requires_grad or self.adapters is None]
+        learnt = [p for p in wrapper.model.parameters() if p.requires_grad or self.adapters is None]
         return make_optimizer(wrapper, learnt, self.settings.optimizer_config, self.cfg.trainer.seed)
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
@@ -155,18 +159,21 @@ class TrainedWorker(ModelWorker):
             found = self._examined
             assert found is not None
             self._clip()
-            scheduled = self.step if schedule_step is None else schedule_step
-            metrics = found.metrics | {"lr": learning_rate(scheduled, self.settings.optimizer_config, self.total_steps)}
-            for group in self.optimizer.param_groups:
-                group["lr"] = metrics["lr"]
-            if self.offloads == OPTIMIZER:
-                move_moments(self.optimizer, self.device)
-            self.optimizer.step()
-            self._stow()
-            self.step += 1
-            return metrics
+            return found.metrics | self._change(self.step if schedule_step is None else schedule_step)
         finally:
             self.drop_gradient()
+
+    def _change(self, scheduled: int) -> dict[str, float]:
+        """The weights, by the gradient that was examined and clipped; the learning rate."""
+        rate = learning_rate(scheduled, self.settings.optimizer_config, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.offloads == OPTIMIZER:
+            move_moments(self.optimizer, self.device)
+        self.optimizer.step()
+        self._stow()
+        self.step += 1
+        return {"lr": rate}
 
     def examine(self, scale: float = 1.0) -> str:
         """Scale the gradient that has been added up, and say what is not finite of it and the loss, "" if all is.
@@ -201,7 +208,7 @@ class TrainedWorker(ModelWorker):
         return Examined(metrics, norm, where)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [p.grad for p in self.model.model.parameters() if p.grad is not None]
 
     @overload
     def _here(self, tensor: Tensor) -> Tensor: ...
@@ -240,7 +247,7 @@ class TrainedWorker(ModelWorker):
 
     def save(self, folder: str) -> Saved:
         """Model, optimizer, step and random state, sharded; all ranks call it with the same empty folder."""
-        return checkpoint.save(self.model.model, self.optimizer, self.step, Path(folder))
+        return checkpoint.save(self.model.model, self.optimizer, self.step, Path(folder), self._beside())
 
     def begin_save(self, folder: str) -> None:
         """As ``save``, but of a copy, while other calls go on."""
@@ -248,7 +255,7 @@ class TrainedWorker(ModelWorker):
             # Of its own: in the group that trains, its messages would get between the others' in no fixed order.
             self._checkpoint_group = dist.new_group(backend="gloo")
         self._behind = checkpoint.begin(
-            self.model.model, self.optimizer, self.step, Path(folder), self._checkpoint_group
+            self.model.model, self.optimizer, self.step, Path(folder), self._checkpoint_group, self._beside()
         )
 
     def saved(self) -> Saved | None:
@@ -262,8 +269,13 @@ class TrainedWorker(ModelWorker):
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""
         key = f"{self.role.section}.model.path"
-        self.step = checkpoint.load(self.model.model, self.optimizer, Path(folder), self.role.name, key)
+        model = self.model.model
+        self.step = checkpoint.load(model, self.optimizer, Path(folder), self.role.name, key, self._beside())
         self._stow()
+
+    def _beside(self) -> checkpoint.Beside | None:
+        """What is trained beside the model, and saved with it."""
+        return None
 
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder: safetensors, config, tokenizer. All ranks call it."""
@@ -281,23 +293,3 @@ class TrainedWorker(ModelWorker):
     def weights(self) -> Mapping[str, Any]:
         """By the names of the files; adapters are added to them as they are gathered."""
         return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
-
-
-class Totals:
-    """Sums over micro-batches, in float64, of what becomes a metric."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, loss: Tensor, mask: Tensor, maps: dict[str, Tensor]) -> None:
-        values = {"loss": loss, "tokens": mask.sum()}
-        values.update({name: per_token.where(mask, 0.0).sum(dtype=torch.float64) for name, per_token in maps.items()})
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
-
-    def reduce(self, sum_over_ranks: Any) -> dict[str, float]:
-        """Global loss and token count; the rest as global means over tokens."""
-        names = list(self.sums)
-        totals = dict(zip(names, sum_over_ranks(torch.stack([self.sums[n] for n in names])).tolist(), strict=True))
-        tokens = max(1.0, totals["tokens"])
-        return {name: value if name in ("loss", "tokens") else value / tokens for name, value in totals.items()}

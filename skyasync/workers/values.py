@@ -6,11 +6,9 @@ applied in float32 at least, whatever the weights' dtype.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skyasync.workers.model import Wrapped
+from skyasync.workers.model import Wrapped, linear_values
 from skyasync.workers.packing import Layout
 
 SCORE_LAYER = "score"
@@ -27,9 +25,6 @@ class TokenValues(Wrapped):
     def forward(self, layout: Layout) -> Tensor:
         """``[rows, length]``: 0 where there is no loss token."""
         own = self.own(layout)
-        hidden, head = self.hidden(own), self.model.get_submodule(SCORE_LAYER)
-        exact = torch.promote_types(hidden.dtype, torch.float32)
+        head = self.model.get_submodule(SCORE_LAYER)
         assert isinstance(head, nn.Linear)
-        bias = None if head.bias is None else head.bias.to(exact)
-        values = F.linear(hidden.to(exact), head.weight.to(exact), bias)
-        return self.rows(values.squeeze(-1), own)
+        return self.rows(linear_values(head, self.hidden(own)), own)

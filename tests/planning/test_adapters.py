@@ -47,5 +47,9 @@ def test_frozen_weights_have_neither_gradients_nor_moments_nor_masters() -> None
     assert place(adapters, "policy").total < place(whole, "policy").total - (20 << 30)
     assert "reference" in whole.processes and "reference" not in adapters.processes
     assert "reference: weights" not in lines
+    cfg.trainer.policy.lora.base_dtype = "nf4"
+    coded = place(make_plan(cfg, QWEN_7B, EIGHT), "policy").lines["weights"]
+    matrices = QWEN_7B.layers * QWEN_7B.layer_matrices
+    assert coded == pytest.approx((2 * (QWEN_7B.parameters - matrices) + 4.5 / 8 * matrices) / 4, rel=1e-6)
     saved = place(adapters, "host").lines.get("checkpoint", 0)
     assert saved <= 4 * 3 * trained * 4

@@ -238,6 +238,17 @@ def test_a_critic_is_counted_without_a_head_over_the_vocabulary_beside_the_polic
     assert critic.lines["weights"] == pytest.approx(2 * parameters, rel=1e-6)
 
 
+def test_a_critic_on_the_policys_layers_is_one_vector_and_no_process() -> None:
+    cfg = settings()
+    before = make_plan(cfg, QWEN_7B, EIGHT)
+    cfg.trainer.algorithm.advantage_estimator, cfg.trainer.critic.backbone = "gae", "shared"
+    plan = make_plan(cfg, QWEN_7B, EIGHT)
+    assert plan.processes == before.processes and plan.gpus_asked == before.gpus_asked
+    policy, alone = place(plan, "policy").lines, place(before, "policy").lines
+    assert policy["critic"] == 12 * QWEN_7B.hidden and "critic" not in alone
+    assert policy["logits"] > alone["logits"]
+
+
 def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:
     cfg = settings(ranks=8, engines=8)
     cfg.trainer.placement.colocate_all = True

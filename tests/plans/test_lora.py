@@ -51,6 +51,26 @@ async def test_a_plan_trains_adapters_whose_syncs_arrive_and_whose_reference_is_
         assert torch.equal(batch.reference_logprobs, reference.logprobs(batch))
 
 
+@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer])
+async def test_engines_generate_with_the_numbers_that_a_base_in_few_bits_stands_for(
+    model: str, plan: type[RayPPOTrainer]
+) -> None:
+    cfg = lora(model)
+    cfg.trainer.policy.lora.base_dtype = "int8"
+    run = LocalRun(plan, cfg)
+    try:
+        await run.train()
+        rows = [run.tracker.rows[step] for step in (1, 2, 3)]
+        assert all(row["sync/logprob_gap_mean"] < 1e-4 for row in rows)
+        assert rows[0]["policy/kl_loss"] == 0 and rows[-1]["policy/kl_loss"] > 0
+        first = run.dispatch.batches[0]
+        gap = (first.behaviour_logprobs - first.reference_logprobs)[first.loss_mask].abs().max()
+        assert float(gap) < 1e-4, "from the first sample on"
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 async def test_a_reference_of_another_model_is_loaded(model: str, tmp_path: Path) -> None:
     cfg = lora(model)
     cfg.trainer.ref.model.path = save_tiny_llama(tmp_path, tied=False)

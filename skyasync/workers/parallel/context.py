@@ -23,6 +23,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from skyasync.errors import UserError
+from skyasync.workers.blocks import Places
+from skyasync.workers.flexible import attend, uses_flex, window_mask
 from skyasync.workers.model import can_share_prefixes
 from skyasync.workers.packing import Layout
 from skyasync.workers.parallel import ring
@@ -126,7 +128,13 @@ def attention(
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     query, key, value = (_exchanged(states, context) for states in (query, key, value))
-    if sliding_window and sliding_window < query.shape[2]:
+    windowed = bool(sliding_window and sliding_window < query.shape[2])
+    sight = attention_mask.sight if isinstance(attention_mask, Places) else None
+    if uses_flex(module, query.device) and (sight or (windowed and attention_mask is None)):
+        window = sliding_window if windowed and sliding_window else 0
+        squares = sight.mask(window) if sight else window_mask(query.shape[2], window, query.device)
+        return _exchanged(attend(module, query, key, value, squares, **options), context), None
+    if windowed and sliding_window:
         near = _window(query.shape[2], sliding_window, query.device)
         attention_mask = near if attention_mask is None else attention_mask & near
     stand_in = _OneHeadEach() if few else module
