@@ -45,7 +45,8 @@ def test_a_run_lives_on_while_the_disk_takes_nothing_and_ends_in_one_line_when_t
         assert "\n" not in str(caught.value)
         lines = [line for line in heard.read_text().splitlines() if "could not be saved" in line]
         assert all("the run goes on, failure" in line for line in lines)
-        assert all(words in line for line, words in zip(lines, [WORDS[first]] * 2 + [WORDS[FULL]] * 9, strict=False))
+        assert all(WORDS[first] in line or WORDS[FULL] in line for line in lines)
+        assert WORDS[first] in lines[0] and WORDS[FULL] in lines[-1]
         failed = 1 if way == BEHIND else 0
         assert 5 <= len(lines) <= 5 + failed, lines
         kept = [path.name for path in run.folder.glob("checkpoints/*")]
