@@ -6,10 +6,12 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,7 +19,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
 from skyasync.envs import ENVS
-from tests.warm import nursery, warm_children, warm_engines_on_ray, warm_workers
+from tests.warm import TEMPORARY, nursery, warm_children, warm_engines_on_ray, warm_workers
 
 # How fast examples are drawn and run says more of the machine than of the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -90,8 +92,14 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
 
     from skyasync.cluster.ray_cluster import start_on_loopback
 
-    with warm_workers(warm_processes):
-        start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
+    tempfile.gettempdir()  # kept: this process's files, and Ray's, are where they would be
+    with (
+        warm_workers(warm_processes),
+        tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder,
+        mock.patch.dict(os.environ, {TEMPORARY: folder}),
+    ):
+        with mock.patch.dict(os.environ, TMPDIR=folder):
+            start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
         yield
         ray.shutdown()
 

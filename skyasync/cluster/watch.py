@@ -105,7 +105,7 @@ class Watch(TrainerCallback):
         for name, processes in {**self._processes(), "controller": [os.getpid()]}.items():
             every = resources.with_descendants(processes) if name != "controller" else processes
             found[f"memory/{name}_gib"] = sum(map(resources.own_bytes, every))
-        raylet = os.getppid()
+        raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())  # it need not have started us
         found["memory/object_store_gib"] = resources.own_bytes(raylet, "RssShmem") or None
         found["memory/shared_gib"] = resources.shared_bytes()
         found["memory/free_gib"] = resources.free_memory()

@@ -45,6 +45,16 @@ def test_a_process_is_counted_with_what_it_has_started() -> None:
     assert resources.own_bytes(parent.pid) == 0  # gone
 
 
+def test_the_object_store_is_that_of_the_raylet_that_ray_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import mmap, sys; m = mmap.mmap(-1, 16 << 20); m.write(b'x' * len(m)); print(1, flush=1); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout is not None and raylet.stdin is not None
+        raylet.stdout.readline()
+        monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
+        assert a_watch(tmp_path).read()["memory/object_store_gib"] == pytest.approx(16 / 1024, rel=0.1)
+        raylet.stdin.close()
+
+
 def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100000 kB\nMemAvailable: 50000 kB\n")
     monkeypatch.setattr(resources, "PROC", tmp_path)

@@ -63,15 +63,25 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         goes_on_from(saved[-1], train)
 
 
+IN_TIME, LATE = 30.0, 0.001  # of seconds that a run has to save itself
+STOPPED = [
+    pytest.param("fully_async", IN_TIME, id="fully_async"),
+    pytest.param("one_step_off", IN_TIME, id="one_step_off", marks=pytest.mark.fault),
+    pytest.param("streamed", LATE, id="too late", marks=pytest.mark.fault),
+]
+
+
+@pytest.mark.parametrize(("plan", "grace_s"), STOPPED)
 def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
-    skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
+    plan: str, grace_s: float, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
 ) -> None:
     """As schedulers end a job. ``ckpt_on_exit`` is not set: that the run keeps checkpoints is enough."""
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
-    keeps = [*STREAMED[:2], "trainer.ckpt_interval=1000"]
+    late = grace_s == LATE
+    keeps = [f"trainer.plan={plan}", f"trainer.ckpt_interval={2 if late else 1000}", "trainer.ckpt_keep=1"]
     with output.open("w") as terminal:
         program = subprocess.Popen(
-            [*skyasync, *arguments(*keeps, runs=tmp_path, model=models["tied"])],
+            [*skyasync, *arguments(*keeps, f"trainer.sigterm_grace_s={grace_s}", runs=tmp_path, model=models["tied"])],
             env={**outside_environment(), "MARK": mark}, cwd=Path(__file__).parents[2],
             stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -82,14 +92,14 @@ def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
         assert program.wait(timeout=40) == 143, output.read_text()
     finally:
         program.kill()
-    (folder,) = run.folder.glob("checkpoints/step_*")
-    step = int(folder.name.removeprefix("step_"))
     lines = output.read_text().rstrip().splitlines()
-    newest = f"the newest checkpoint is of step {step}"
-    assert lines[-1] == f"terminated by SIGTERM: {newest}, go on with trainer.resume_mode=latest"
+    step = max(int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_??????"))
+    newest = f"the newest checkpoint is of step {step}, go on with trainer.resume_mode=latest"
+    too_late = f"the run was not saved, it took more than {LATE:g} s (trainer.sigterm_grace_s)"
+    assert lines[-1] == f"terminated by SIGTERM: {too_late if late else newest}"
     assert "Traceback" not in output.read_text() and "raylet" not in output.read_text()
     assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
-    goes_on_from(step, train)
+    goes_on_from(step, train, keeps[0], least=2 if late else 3)
 
 
 def hears_ctrl_c() -> None:
@@ -97,10 +107,10 @@ def hears_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def goes_on_from(step: int, train: Train) -> None:
+def goes_on_from(step: int, train: Train, plan: str = STREAMED[0], least: int = 3) -> None:
     """Two more steps: every prompt of the run is trained once, also those that were in flight."""
-    run = train(*STREAMED, "trainer.resume_mode=latest", f"trainer.max_training_steps={step + 2}")
-    assert step >= 3
+    run = train(plan, "trainer.resume_mode=latest", f"trainer.max_training_steps={step + 2}")
+    assert step >= least
     assert run.series("step") == list(range(1, step + 3))
     trained = [prompt for _, prompts in run.prompts for prompt in prompts]
     assert len(set(trained)) == len(trained) == 8 * (step + 2)

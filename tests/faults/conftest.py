@@ -1,5 +1,25 @@
 """The runs of the end-to-end tests, on the session's Ray cluster."""
 
-from tests.end_to_end.conftest import models, train
+from __future__ import annotations
 
-__all__ = ["models", "train"]
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyasync.testing.chaos.leftovers import temporary_files
+from tests.end_to_end import leftovers
+from tests.end_to_end.conftest import models, train
+from tests.warm import TEMPORARY
+
+__all__ = ["models", "no_temporary_files", "train"]
+
+
+@pytest.fixture
+def no_temporary_files(ray_session: None) -> Iterator[None]:
+    """Behind the test there are no more of them than before, of all processes of the cluster."""
+    folder = Path(os.environ[TEMPORARY])
+    before = set(temporary_files(folder))
+    yield
+    assert leftovers.none_soon(lambda: sorted(set(temporary_files(folder)) - before)) == []

@@ -1,6 +1,6 @@
-"""A small file system that is filled and emptied while a run writes to it, and a run in which that is done.
+"""A small file system that is filled, made read-only and mended while a run writes to it, and runs on it.
 
-Invariant: what fails fails in the kernel, with ENOSPC, in the process that writes.
+Invariant: what fails fails in the kernel, with ENOSPC or EROFS, in the process that writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from tests.faults.heard import Heard
 SIZE_MIB = 64
 BALLAST = "ballast"
 
-Full = dict[int, bool]  # behind this step: whether the disk is full from here on
+FULL, READ_ONLY, WELL = "full", "read-only", "well"
+
+States = dict[int, str]  # behind this step: how the disk is from here on
 
 
 @contextlib.contextmanager
@@ -50,21 +52,36 @@ def empty(disk: Path) -> None:
     (disk / BALLAST).unlink(missing_ok=True)
 
 
-class Filling(TrainerCallback):
-    def __init__(self, disk: Path, full: Full) -> None:
-        self._disk, self._full = disk, full
+def forbid(disk: Path) -> None:
+    """No file is opened for writing from here on; a file system with files that are open for it cannot be remounted."""
+    subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+
+
+def allow(disk: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+class Breaking(TrainerCallback):
+    def __init__(self, disk: Path, states: States) -> None:
+        self._disk, self._states, self._state = disk, states, WELL
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if (full := self._full.get(trainer.global_step)) is not None:
-            fill(self._disk) if full else empty(self._disk)
+        if (state := self._states.get(trainer.global_step)) is None:
+            return
+        mended = {FULL: empty, READ_ONLY: allow}.get(self._state)
+        broken = {FULL: fill, READ_ONLY: forbid}.get(state)
+        for change in filter(None, (mended, broken)):
+            change(self._disk)
+        self._state = state
 
 
-class Filled(Heard):
+class Broken(Heard):
     """Args: disk: where the run's folder is. file: for warnings, on another one."""
 
-    def __init__(self, cfg: Config, file: Path, disk: Path, full: Full) -> None:
+    def __init__(self, cfg: Config, file: Path, disk: Path, states: States) -> None:
         super().__init__(cfg, file)
-        self.disk, self.full = disk, full
+        self.disk, self.states = disk, states
 
     def get_callbacks(self) -> list[TrainerCallback]:
-        return [Filling(self.disk, self.full)]
+        return [Breaking(self.disk, self.states)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,15 @@ import ray
 
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
+from skyasync.engines.client import InferenceClient
+from skyasync.workers.dispatch import RayWorkerDispatch
 
 SEEN = "processes.jsonl"  # in the run's folder: which engines each step had
 
-Kills = dict[int, str]  # behind this step, once: an actor's class, "stop" before it if it is to hang
+# Behind this step, once: an actor's class, "stop" before it if it is to hang, "in training" or "in sync" behind it if
+# that is to come in the middle of the next one.
+Kills = dict[int, str]
+MIDDLE_S = 0.005
 
 
 def living(name: str) -> list[int]:
@@ -29,6 +36,7 @@ class Kill(TrainerCallback):
 
     def __init__(self, kills: Kills) -> None:
         self.kills = kills
+        self.due = ("", "")  # in which moment, and what
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         folder: Path = trainer.run_dir.path
@@ -38,14 +46,43 @@ class Kill(TrainerCallback):
         mark = folder / f"killed-{name}-{trainer.global_step}"
         if name and not mark.exists():
             mark.touch()
-            how, _, of = name.rpartition(" ")
-            os.kill(living(of)[-1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+            what, _, moment = name.partition(" in ")
+            if moment:
+                self.due = (moment, what)
+            else:
+                strike(what)
+
+    def watch(self) -> None:
+        """From here on this process's parts tell of their moments."""
+        for owner, name, moment in (
+            (RayWorkerDispatch, "forward_backward", "training"),
+            (InferenceClient, "update_weights", "sync"),
+        ):
+            setattr(owner, name, self._telling(getattr(owner, name), moment))
+
+    def _telling(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
+        async def told(*args: Any, **options: Any) -> Any:
+            if self.due[0] == moment:
+                asyncio.get_running_loop().call_later(MIDDLE_S, strike, self.due[1])
+                self.due = ("", "")
+            return await call(*args, **options)
+
+        return told
+
+
+def strike(what: str) -> None:
+    how, _, of = what.rpartition(" ")
+    os.kill(living(of)[-1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 class Killed(BasePPOExp):
     def __init__(self, cfg: Config, kills: Kills) -> None:
         super().__init__(cfg)
-        self.kills = kills
+        self.kills = Kill(kills)
+
+    def build(self) -> Any:
+        self.kills.watch()
+        return super().build()
 
     def get_callbacks(self) -> list[TrainerCallback]:
-        return [Kill(self.kills)]
+        return [self.kills]

@@ -14,10 +14,10 @@ from tests.end_to_end.runs import Train, Trained
 from tests.faults.heard import Heard
 from tests.faults.lives import SETTINGS, as_if_nothing_had_been, check
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_temporary_files")]
 
 
-@pytest.mark.parametrize("plan", ["one_step_off", "streamed", "fully_async"])
+@pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
 def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, train: Train, tmp_path: Path) -> None:
     settings = [f"trainer.plan={plan}", *SETTINGS, "trainer.ckpt_keep=3"]
 
@@ -40,7 +40,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, t
     goes_on(8, newest, " bytes instead of ")
     shutil.rmtree(checkpoints / "step_000008")  # in which nothing is ahead: it was to be the last
     newest = checkpoints / "step_000007"
-    flip(largest(newest) if plan == "streamed" else newest / "rollouts.safetensors")
+    flip(largest(newest) if plan in ("sync", "streamed") else newest / "rollouts.safetensors")
     run = goes_on(12, newest, "does not hold what was written (its checksum differs)")
     check(run, 12)
     if plan != "fully_async":

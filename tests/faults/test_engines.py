@@ -11,7 +11,7 @@ from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, read_lines
 from tests.faults.ends import FOUND, Ends, EnginesEnd
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault]
+pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_temporary_files")]
 
 BATCH = 8
 SETTINGS = (

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.fault]
 BATCH, STEPS, SAMPLES = 8, 12, 4
 PLAYS = 3  # of an episode that loses its process each time
 ORDERS: Orders = {2: ["kill"], 4: ["stop"], 6: ["kill"] * PLAYS}
+HOLDERS = ("controller", "workers", "engines", "environments", "object_store")
 LIMIT_S = 45.0  # of a step: a process that hangs is silent for 5 s and a step's limit, the rest is the machine's
 
 
@@ -39,4 +40,5 @@ def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, tr
     given_up = round(sum(run.series("env/given_up")) * BATCH * SAMPLES)
     assert 1 <= given_up <= 2 * BATCH * SAMPLES, "those that lost their process three times in a row are counted"
     assert max(run.series("time/step_s")) < LIMIT_S
+    assert all(run.metrics[-1][f"memory/{who}_gib"] > 0 for who in HOLDERS), "of each kind of process"
     assert leftovers.none_soon(leftovers.of_the_cluster) == []

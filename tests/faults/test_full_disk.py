@@ -1,4 +1,4 @@
-"""A run's whole folder on a disk that is full for a while, and then for good."""
+"""A run's whole folder on a disk that is full or read-only for a while, and then full for good."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from skyasync.state import manifest
 from skyasync.state.checkpoint import glance
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained
-from tests.faults.disk import Filled, empty, small_disk
+from tests.faults.disk import FULL, READ_ONLY, WELL, Broken, empty, small_disk
 from tests.faults.lives import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 PATIENCE, STEPS = 4, 14
-FULL = {3: True, 5: False, 8: True}  # before that step is saved; what is being written behind it may fail, too
+STATES = {5: WELL, 8: FULL}  # before that step is saved; what is being written behind it may fail, too
+WORDS = {FULL: "No space left", READ_ONLY: "Read-only file system"}
 AT_ONCE, BEHIND = "trainer.ckpt_async=false", "trainer.ckpt_async=true"
 
 
 @pytest.mark.parametrize(
-    "plan, way", [("sync", AT_ONCE), ("one_step_off", BEHIND), ("streamed", AT_ONCE), ("fully_async", BEHIND)]
-)
-def test_a_run_lives_on_while_the_disk_is_full_and_ends_in_one_line_when_that_lasts(
-    plan: str, way: str, train: Train, tmp_path: Path
+    "plan, way, first",
+    [
+        ("sync", AT_ONCE, READ_ONLY), ("one_step_off", BEHIND, FULL),
+        ("streamed", AT_ONCE, FULL), ("fully_async", BEHIND, READ_ONLY),
+    ],
+)  # fmt: skip
+def test_a_run_lives_on_while_the_disk_takes_nothing_and_ends_in_one_line_when_that_lasts(
+    plan: str, way: str, first: str, train: Train, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
         run, heard = Trained(disk / "run"), tmp_path / "heard"
@@ -36,13 +41,15 @@ def test_a_run_lives_on_while_the_disk_is_full_and_ends_in_one_line_when_that_la
         ]  # fmt: skip
         end = rf"the checkpoint of step 1[01] could not be saved: .*No space left .* {PATIENCE} in a row"
         with pytest.raises(UserError, match=end) as caught:
-            train(*command, experiment=partial(Filled, file=heard, disk=disk, full=FULL))  # type: ignore[arg-type]
+            train(*command, experiment=partial(Broken, file=heard, disk=disk, states={3: first, **STATES}))  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
         lines = [line for line in heard.read_text().splitlines() if "could not be saved" in line]
-        assert {"the run goes on, failure" in line and "No space left" in line for line in lines} == {True}
+        assert all("the run goes on, failure" in line for line in lines)
+        assert all(WORDS[first] in line or WORDS[FULL] in line for line in lines)
+        assert WORDS[first] in lines[0] and WORDS[FULL] in lines[-1]
         failed = 1 if way == BEHIND else 0
         assert 5 <= len(lines) <= 5 + failed, lines
-        kept = [path.name for path in run.folder.glob("checkpoints/*")]
+        kept = [path.name for path in run.folder.glob("checkpoints/step_??????")]
         assert len(kept) == 2 and max(kept) in ("step_000006", "step_000007"), kept
         assert all(whole(run.folder / "checkpoints" / name) for name in kept)
         empty(disk)

@@ -19,7 +19,7 @@ CHANGES = {1: ["0", "1"], 5: ["1"]}
 STEPS = 10  # four behind a change: what two of them train is on its way when it is asked for
 
 
-@pytest.mark.parametrize("plan", ["fully_async"])
+@pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
 def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: Train) -> None:
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", "generator.heartbeat_s=0.2",

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 HERE = Path(__file__).parent
+TEMPORARY = "SKYASYNC_TESTS_TEMPORARY"  # where the processes of the session's cluster have their temporary files
 
 
 @contextmanager
