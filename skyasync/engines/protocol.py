@@ -257,6 +257,7 @@ ENGINES = Registry(
         "loads_as_files": False,  # wants weights by the names of the model's files, not of transformers' parameters
         "takes_changes": False,  # can be sent what has changed of weights alone
         "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights
+        "adaptable": "",  # module:function(config.json, gpus=) that says why it has no adapters of such a model, or ""
         "forgets_asleep": False,  # its weights are gone after ``sleep``
         "returns_experts": False,  # can say which experts a mixture's routers chose
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away

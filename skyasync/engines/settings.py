@@ -10,11 +10,12 @@ import os
 import sys
 from math import ceil
 
-from skyasync.config.model_files import config_file, read_json
+from skyasync.config.model_files import config_file, read_json, read_shape
 from skyasync.config.sampling import backend, sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
+from skyasync.registry import resolve_reference
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
 FEW_TURNS = 4  # that there is room for where generator.max_turns does not say
@@ -38,7 +39,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "sleep_mode": _sleep(cfg, gpus=gpus),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": _options(generator, gpus=gpus),
-            "adapter_rank": adapter_rank(cfg),
+            "adapter_rank": _adapter_rank(cfg, gpus=gpus),
             "routed_experts": replays_routers(cfg),
             "config_kwargs": dict(trainer.policy.model.config_kwargs),
         },
@@ -54,6 +55,20 @@ def adapter_rank(cfg: Config) -> int:
     """Of the adapters that engines are sent alone; 0 where they are sent weights."""
     lora = cfg.trainer.policy.lora
     return lora.rank if lora.sync == "adapter" else 0
+
+
+def _adapter_rank(cfg: Config, *, gpus: bool) -> int:
+    """The same, of a model whose adapters the engine can compute with, as far as this machine can tell."""
+    rank, model, judge = adapter_rank(cfg), cfg.trainer.policy.model, ENGINES.about(backend(cfg)).can["adaptable"]
+    file = config_file(model.path) if rank and judge else None
+    if file is not None:
+        shape = {**read_shape(file, f"trainer.policy.model.path={model.path}"), **model.config_kwargs}
+        if why := resolve_reference(judge, kind="check of adapters")(shape, gpus=gpus):
+            raise UserError(
+                f"trainer.policy.lora.sync=adapter cannot be had with generator.backend={backend(cfg)} and "
+                f"{model.path}: {why}; set trainer.policy.lora.sync=merged"
+            )
+    return rank
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:

@@ -54,6 +54,7 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     loads_as_files=True,
     takes_changes=True,
     takes_adapters=("layers",),
+    adaptable="skyasync.engines.vllm.adaptable:why_not",
     forgets_asleep=True,
     sleeps_on=("gpu",),
     sampling=("structured_outputs", "repetition_detection"),
