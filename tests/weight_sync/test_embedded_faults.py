@@ -1,13 +1,14 @@
 """Faults of a weight sync into the embedded engine: each is found at once, also when a step changes almost nothing."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.errors import UserError
-from skyasync.weight_sync import digests, kept_file
+from skyasync.weight_sync import digests, kept_file, lent
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.engines.tiny_llama import save_tiny_llama
@@ -88,9 +89,24 @@ async def test_weights_take_turns_in_two_places_where_the_engine_computes_on_the
         places.append(head.weight.data_ptr())
         assert head.weight is pair.engine._core._model._model.get_input_embeddings().weight
     assert len(set(places)) == 2 and places[:3] == places[2:]
+
+
+async def test_what_an_engine_computes_on_is_proven_before_it_is_paused(pair, monkeypatch):
+    order, prove = [], lent.Lender.prove
+    monkeypatch.setattr(lent.Lender, "prove", lambda lender: (order.append("proven"), prove(lender)))
+
+    @asynccontextmanager
+    async def paused():
+        order.append("paused")
+        yield
+
+    pair.step()
+    await pair.sync.sync(1, paused)
+    assert order == ["proven", "paused"]
     pair.step()
     with losing_a_bit(), pytest.raises(WeightSyncError, match="shared memory holds other weights"):
-        await pair.hand_over()
+        await pair.sync.sync(2, paused)
+    assert order == ["proven", "paused", "proven"], "the engine was left alone"
     await pair.hand_over()
     await pair.verify()
 
