@@ -165,13 +165,30 @@ def computes_on_lent_weights(cfg: Config) -> bool:
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     """A line that says what ``auto`` has come to, and why; empty where there was nothing to choose."""
-    if not gpus or cfg.generator.weight_sync_backend != "auto":
+    if cfg.generator.weight_sync_backend != "auto":
         return ""
     if weight_sync_backend(cfg, gpus=gpus) == "nccl":
         return "generator.weight_sync_backend=auto is nccl: weights go to the engines from GPU to GPU"
-    if cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg):
-        what = "trainer.policy.lora.sync=adapter" if adapter_rank(cfg) else "generator.weight_sync_mode=delta"
-        return f"generator.weight_sync_backend=auto is shared_memory: {what} goes by a file"
-    shared = cfg.trainer.placement.colocate_all
-    why = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
-    return f"generator.weight_sync_backend=auto is shared_memory: {why}"
+    shared, why = cfg.trainer.placement.colocate_all, ""
+    if gpus and not (cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)):
+        reason = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
+        why = f" ({reason})"
+    return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}"
+
+
+def _way(cfg: Config) -> str:
+    """What weights travel by where it is not NCCL."""
+    if computes_on_lent_weights(cfg):
+        dtype = cfg.generator.dtype
+        if dtype in ("auto", cfg.trainer.policy.model.dtype):
+            return "mapped memory, on which the engines compute"
+        return f"mapped memory, from which the engines copy (generator.dtype={dtype} is not the policy's)"
+    if lends_weights(cfg):
+        return f"mapped memory, which the {backend(cfg)} engine loads"
+    where = cfg.generator.weight_sync_dir or "memory of this machine (/dev/shm, or the temporary folder)"
+    what = "of the weights"
+    if adapter_rank(cfg):
+        what = "of the adapters alone (trainer.policy.lora.sync=adapter)"
+    elif cfg.generator.weight_sync_mode == "delta":
+        what = "of what has changed (generator.weight_sync_mode=delta)"
+    return f"a file {what} in {where}"
