@@ -189,10 +189,11 @@ class InferenceEngine(Protocol):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) with ``finish_reason="abort"``; unknown ids are ignored."""
 
-    async def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         """Fetch and load the weights; tokens computed afterwards carry ``update.version``.
 
-        The caller has paused the engine or knows it idle.
+        Returns the weights of which the engine could never see that it holds what was sent, for the probe to be run
+        after every sync; None is of none. The caller has paused the engine or knows it idle.
         """
 
     async def sleep(self) -> None:

@@ -8,7 +8,8 @@ proven twice; a proof that fails is an error, never a log line.
   engines that compute on the shared memory itself, which is looked through once for all of them).
 - *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
   brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
-  of them where there are no digests (NCCL, SGLang's servers).
+  of them where there are no digests (NCCL, SGLang's servers), or an engine has weights that it cannot compare with what
+  was sent (layers that are quantised, and experts, in vLLM).
 
 | fault                                | found by digests                    | found by the probe                   |
 |--------------------------------------|-------------------------------------|--------------------------------------|
@@ -66,7 +67,7 @@ class Keeper(Protocol):
 class Destination(Protocol):
     """What needs them (the inference client)."""
 
-    async def update_weights(self, update: WeightUpdate) -> None: ...
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None: ...
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
 
 
@@ -99,6 +100,7 @@ class WeightSync:
     _floor: float | None = field(default=None, init=False)
     _syncs: int = field(default=0, init=False)
     _proven: bool = field(default=False, init=False)
+    _unproven: Sequence[str] = field(default=(), init=False)  # weights that an engine could never compare
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _kept: WeightUpdate | None = field(default=None, init=False)
     _said: dict[str, float] = field(default_factory=dict, init=False)  # by the last publishing
@@ -150,7 +152,8 @@ class WeightSync:
                 async with paused():
                     update = await self._taken(update)
                 self._said = update.metrics
-            self._proven = update.backend in WITH_DIGESTS and getattr(self.destination, "proves_weights", True)
+            able = getattr(self.destination, "proves_weights", True) and not self._unproven
+            self._proven = update.backend in WITH_DIGESTS and able
             self._syncs += 1
 
     async def _taken(self, update: WeightUpdate) -> WeightUpdate:
@@ -158,12 +161,13 @@ class WeightSync:
         try:
             async with together() as both:
                 both.start(self.source.send_weights(update))
-                both.start(self.destination.update_weights(update))
+                taken = both.start(self.destination.update_weights(update))
         except OtherWeightsError:
             return await self._whole(update)
         except TakerDiedError as error:  # which the others wait for
             self._lost = hasattr(self.source, "give_up_sync") and self.source.give_up_sync(error)
             raise
+        self._unproven = taken.result() or ()
         return update
 
     @asynccontextmanager
@@ -199,7 +203,7 @@ class WeightSync:
     async def _whole(self, update: WeightUpdate) -> WeightUpdate:
         """Hand all weights to all engines, where one could not take what has changed."""
         async with self._written_whole(update, fell_back=True) as whole:
-            await self.destination.update_weights(whole)
+            self._unproven = await self.destination.update_weights(whole) or ()
         return whole
 
     @asynccontextmanager

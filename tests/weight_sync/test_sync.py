@@ -35,8 +35,8 @@ class Trainer:
 
 
 class Engines:
-    def __init__(self, *scores, seconds=0.0, fault=None):
-        self.scores, self.updates = [[list(s) for s in e] for e in scores], []
+    def __init__(self, *scores, seconds=0.0, fault=None, unproven=None):
+        self.scores, self.updates, self.unproven = [[list(s) for s in e] for e in scores], [], unproven
         self.seconds, self.fault = seconds, fault
 
     async def update_weights(self, update):
@@ -44,6 +44,7 @@ class Engines:
         await asyncio.sleep(self.seconds)
         if self.fault:
             raise self.fault
+        return self.unproven
 
     async def score(self, sequences):
         return self.scores
@@ -218,12 +219,20 @@ async def test_of_two_engines_the_one_that_is_off_at_start_up_is_named():
         await WeightSync(Trainer(), engines, [[1, 2, 3]]).measure_floor()
 
 
-@pytest.mark.parametrize(("backend", "probed"), [("shared_memory", [1, 2, 4, 8]), ("nccl", list(range(1, 10)))])
-def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(backend, probed):
+@pytest.mark.parametrize(
+    ("backend", "unproven", "probed"),
+    [
+        ("shared_memory", None, [1, 2, 4, 8]),
+        ("shared_memory", [], [1, 2, 4, 8]),
+        ("shared_memory", ["experts"], list(range(1, 10))),
+        ("nccl", None, list(range(1, 10))),
+    ],
+)
+def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(backend, unproven, probed):
     @virtual_time
     async def run():
         trainer = Trainer(backend=backend)
-        both = WeightSync(trainer, Engines([(-1.0, -2.0)]), [[1, 2, 3]], interval=4)
+        both = WeightSync(trainer, Engines([(-1.0, -2.0)], unproven=unproven), [[1, 2, 3]], interval=4)
         found = []
         for version in range(1, 10):
             await both.sync(version)
