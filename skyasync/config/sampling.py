@@ -43,6 +43,11 @@ def evaluation(generator: GeneratorConfig) -> SamplingConfig:
     return dataclasses.replace(generator.sampling_params, **_own(generator))
 
 
+def samples_as_scored(sampling: SamplingConfig) -> bool:
+    """Whether tokens are drawn from the very distribution whose log-probabilities a weight sync's probe compares."""
+    return sampling.temperature == 1 and not _used(sampling, (*FILTERS, *UNMIRRORED, *HISTORY))
+
+
 def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
     """Both, by their name, with nothing left open."""
     return {"sampling_params": generator.sampling_params, "eval_sampling_params": evaluation(generator)}

@@ -1,6 +1,6 @@
 """How far the policy that is trained is from the one that sampled, of a whole batch, as metrics.
 
-Invariant: ``gap/...`` compares two computations of the same weights. Where the trainer's log-probabilities are of others
+Invariant: ``gap/...`` compares two computations of the same weights; where the trainer has log-probabilities of others
 (behind an update of the same step) there is none.
 """
 

@@ -244,6 +244,54 @@ def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nt
     run()
 
 
+def sampling_sync(interval=4, engines=1):
+    found = [[(-1.0, -2.0)]] * engines
+    return WeightSync(Trainer(backend="shared_memory"), Engines(*found), [[1, 2, 3]], tolerance=1e-3, interval=interval)
+
+
+async def steps(both, gaps):
+    """A sync per step, and then the gap of its tokens; by version whether the probe ran."""
+    probed = []
+    for version, gap in enumerate(gaps, start=both._syncs + 1):
+        await both.sync(version)
+        if await both.verify(version):
+            probed.append(version)
+        if gap is not None:
+            both.sampled(version, gap)
+    return probed
+
+
+@virtual_time
+async def test_tokens_of_the_version_before_take_the_place_of_a_probe_that_is_due():
+    assert await steps(sampling_sync(), [1e-4] * 9) == [1, 2]
+    assert await steps(sampling_sync(), [1e-4, 1e-4, None, 1e-4, 1e-4, 1e-4, 1e-4]) == [1, 2, 4], "none of version 3"
+    assert await steps(sampling_sync(), [None] * 9) == [1, 2, 4, 8]
+    assert await steps(sampling_sync(interval=1), [1e-4] * 5) == [1, 2, 3, 4, 5], "as was asked"
+    assert await steps(sampling_sync(engines=4), [1e-4, 1e-4, 3e-4, 1e-4]) == [1, 2, 4], "one of four may be off"
+
+
+@virtual_time
+async def test_tokens_that_are_further_off_than_the_limit_end_the_run_and_both_numbers_are_said():
+    both = sampling_sync()
+    await steps(both, [1e-4, 1e-4, 1e-4])
+    with pytest.raises(WeightSyncError, match=r"version 4 .*by 0\.002 in log-probability.*allowed is 0\.001 "):
+        await steps(both, [2e-3])
+
+
+@virtual_time
+async def test_tokens_that_are_off_where_the_probe_has_just_found_nothing_are_not_comparable_and_prove_nothing():
+    both = sampling_sync()
+    assert await steps(both, [2e-3, 1e-4, 2e-3, 1e-4, 2e-3]) == [1, 2, 4]
+    both.sampled(3, 2.0)  # of another version than the last: nothing is known of it
+
+
+@virtual_time
+async def test_tokens_prove_nothing_where_no_gap_was_measured():
+    both = WeightSync(Trainer(), Engines(), [], tolerance=1e-3)
+    await both.sync(1)
+    both.sampled(1, 9.0)
+
+
 @virtual_time
 async def test_without_a_probe_nothing_is_compared():
     assert await sync_and_verify(1, Trainer(), Engines([(9.0,)]), probe=()) == {}
