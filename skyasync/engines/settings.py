@@ -115,12 +115,17 @@ def engines_per_device(cfg: Config) -> int:
 
 
 def _options(generator: GeneratorConfig, *, gpus: bool) -> dict[str, object]:
-    """The engine's own arguments. vLLM's CPU engine dies of its first request where a pipeline has stages."""
+    """The engine's own arguments, without those that vLLM's CPU engine dies of: stages of a pipeline, and chunks."""
     stages = generator.engine_kwargs.get("pipeline_parallel_size", 1)
     if stages > 1 and not gpus:
         raise UserError(
             f"generator.engine_kwargs.pipeline_parallel_size={stages} needs GPUs: on a CPU vLLM has no pipelines; "
             f"generator.inference_engine_tensor_parallel_size={stages} divides an engine there"
+        )
+    if generator.engine_kwargs.get("enable_chunked_prefill") and not gpus:
+        raise UserError(
+            "generator.engine_kwargs.enable_chunked_prefill=true needs GPUs: vLLM's CPU engine ends at the first "
+            "request with a seed whose prompt is computed in chunks; leave it out"
         )
     return dict(generator.engine_kwargs)
 

@@ -67,6 +67,7 @@ INPUTS = [
     (["generator.engine_kwargs.block_size=16"], "generator.engine_kwargs={block_size: 16}", "generator.backend=vllm"),
     (["generator.backend=vllm", "generator.engine_kwargs.seed=3"], "engine_kwargs.seed", "trainer.seed"),
     (["generator.backend=vllm", "generator.engine_kwargs.pipeline_parallel_size=2"], "pipeline_parallel_size=2", "GPU"),
+    (["generator.backend=vllm", "generator.engine_kwargs.enable_chunked_prefill=true"], "chunked_prefill=true", "GPU"),
     (["generator.weight_sync_backend=nccl", "generator.backend=vllm"], "nccl needs GPUs", "shared_memory"),
     (["generator.backend=vllm", "trainer.placement.colocate_all=true"], "colocate_all=true", "CPU"),
     (["environment.env_class=''", "generator.agent_program={x}/none.py:run"], "does not exist", "agent_program"),
