@@ -268,8 +268,8 @@ class WeightSync:
             WeightSyncError: if it is beyond the limit (``by_tokens``).
         """
         if self._floor is not None and version == self._version:
-            now = {"sync": self._syncs, "engines": self._engines, "probed": self._probed == self._syncs}
-            self._tokens.judge(version, gap, floor=self._floor, limit=self._limit(self._floor), **now)
+            limits, probed = {"floor": self._floor, "limit": self._limit(self._floor)}, self._probed == self._syncs
+            self._tokens.judge(version, gap, **limits, sync=self._syncs, engines=self._engines, probed=probed)
 
     def _limit(self, floor: float) -> float:
         return self.tolerance or self.rounding.limit(floor)

@@ -47,7 +47,7 @@ def _places(registry: Path) -> dict[str, tuple[str, str]]:
     if not registry.is_file():
         return {}
     return {
-        key.value: (module.value, name.value)
+        str(key.value): (str(module.value), str(name.value))
         for table in ast.walk(ast.parse(registry.read_bytes()))
         if isinstance(table, ast.Dict)
         for key, place in zip(table.keys, table.values, strict=True)
