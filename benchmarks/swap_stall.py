@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 uv run -m benchmarks.swap_stall [--backends transformers vllm] [--hidden 256] [--swaps 5]
 
 A Llama of 6 layers, 64 requests of 200 tokens in flight, a swap every 30 tokens, one thread. Weights go as in a run:
-they are published into memory that the engine has mapped, while it computes; then it is paused. Per engine:
+they are published into memory that the engine has mapped, while it computes; then it is paused. What lies there is
+proven before the pause where the engine computes on it, and else while it loads. Per engine:
 
 - load: ``update_weights`` on the idle engine, the least that a swap can take;
 - stall: for swaps that keep the cache, how much longer than usual one streamed request waits for the next token across
@@ -70,15 +71,19 @@ class Bench:
         self.client = InferenceClient([self.engine])
         self.weights, self.swaps, self.version = weights, swaps, 0
         self.kinds = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
-        self.lender = Lender(computed_on=ENGINES.about(backend).can["computes_on_lent_weights"])
+        self.computed_on = ENGINES.about(backend).can["computes_on_lent_weights"]
+        self.lender = Lender(computed_on=self.computed_on)
 
     async def publish(self) -> WeightUpdate:
         self.version += 1
         info = await asyncio.to_thread(self.lender.write, self.kinds, self.weights.items())
+        if self.computed_on:
+            await asyncio.to_thread(self.lender.prove)
         return WeightUpdate(self.version, "shared_memory", info)
 
     async def take(self, update: WeightUpdate) -> None:
-        await self.client.update_weights(update)
+        proving = [] if self.computed_on else [asyncio.to_thread(self.lender.prove)]
+        await asyncio.gather(self.client.update_weights(update), *proving)
         self.lender.settle(update.info["path"])
 
     async def load(self) -> Moment:

@@ -294,6 +294,7 @@ class RayPPOTrainer(Life):
         staleness = await staleness_metrics(rollout.groups, self.global_step)
         for name, value in (rollout.metrics | staleness).items():
             self.metrics.setdefault(name, value)  # what a hook has found stands
+        self.handover.look_at_tokens(self.metrics)
         await self._judge_numbers(rollout)
         self.progress.trained(rollout.position, rollout.ahead)
         self.saving.step_done()

@@ -46,7 +46,27 @@ def off_policy_metrics(
     if staleness is not None:
         for s in staleness[mask].unique().tolist():
             metrics |= _metrics(f"off_policy/staleness_{int(s)}/", ratio, drift, mask & (staleness == s), weights)
-    return metrics | _by_position(drift, mask)
+    return metrics | _by_position("off_policy/from_{}/abs_log_ratio", drift, mask, mask)
+
+
+def gap_metrics(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Tensor) -> dict[str, float]:
+    """How far trainer and engine are apart where both had the same weights: of tokens of staleness 0, nothing else.
+
+    Args:
+        proximal: log-probabilities ``[batch, length]`` by the policy as it was before the first update.
+
+    Returns:
+        Of d = proximal - behaviour: the mean and the largest of abs(d), ``k3`` = mean of exp(d) - 1 - d, and where rows
+        are long enough the mean by position: "gap/from_n". Nothing where no token is of staleness 0.
+    """
+    fresh = mask & (staleness == 0)
+    if not fresh.any():
+        return {}
+    drift = torch.where(mask, proximal - behaviour, 0).detach()
+    chosen = drift[fresh].double()
+    near = chosen.clamp(-20, 20)
+    found = {"mean": chosen.abs().mean(), "max": chosen.abs().max(), "k3": (near.expm1() - near).mean()}
+    return {f"gap/{name}": float(v) for name, v in found.items()} | _by_position("gap/from_{}", drift, mask, fresh)
 
 
 def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Tensor) -> str | None:
@@ -60,16 +80,16 @@ def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Te
     )
 
 
-def _by_position(drift: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean |log w| of the tokens from each of ``POSITIONS`` of a row's loss tokens to the next; none of short rows."""
+def _by_position(name: str, drift: Tensor, mask: Tensor, chosen: Tensor) -> dict[str, float]:
+    """Mean |log w| of ``chosen`` from each of ``POSITIONS`` of a row's loss tokens to the next; none of short rows."""
     position = mask.cumsum(1) - 1
     if not mask.any() or int(position.max()) < POSITIONS[1]:
         return {}
     edges = torch.tensor(POSITIONS[1:], device=mask.device)
-    which = torch.bucketize(position[mask], edges, right=True)
-    apart = drift[mask].double().abs()
+    which = torch.bucketize(position[chosen], edges, right=True)
+    apart = drift[chosen].double().abs()
     return {
-        f"off_policy/from_{first}/abs_log_ratio": float(apart[which == number].mean())
+        name.format(first): float(apart[which == number].mean())
         for number, first in enumerate(POSITIONS)
         if bool((which == number).any())
     }

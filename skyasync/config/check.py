@@ -35,6 +35,7 @@ from skyasync.config.rules import (
     check_teacher,
     corrected,
     missing_parts,
+    reads_behaviour,
     weighs_by_behaviour,
 )
 from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
@@ -89,7 +90,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *_check_spikes(cfg.trainer),
         *_check_batches(cfg),
         *_check_lengths(cfg),
-        *check_sampling(cfg),
+        *check_sampling(cfg, reads_behaviour=reads_behaviour(cfg.trainer.algorithm)),
         *check_spares(cfg),
         *check_estimator(cfg),
         *check_critic(cfg),

@@ -397,11 +397,20 @@ def judges_by(algorithm: AlgorithmConfig, about: About, capability: str, pool: s
 
 def corrected(algorithm: AlgorithmConfig) -> bool:
     """Whether the behaviour policy enters the objective at all."""
-    return (
-        algorithm.off_policy_correction != "none"
-        or bool(set(algorithm.off_policy_masks) - {"none"})
-        or _uses_behaviour(algorithm)
-    )
+    return bool(reads_behaviour(algorithm))
+
+
+def reads_behaviour(algorithm: AlgorithmConfig) -> str:
+    """The setting by which it does; "" if it does not."""
+    masks = [mask for mask in algorithm.off_policy_masks if mask != "none"]
+    if _uses_behaviour(algorithm):
+        anchored = not any("behaviour" in about.inputs for about in _loss(algorithm))
+        name = "ratio_anchor" if anchored else "policy_loss_type"
+    elif algorithm.off_policy_correction != "none":
+        name = "off_policy_correction"
+    else:
+        return f"trainer.algorithm.off_policy_masks={written(masks)}" if masks else ""
+    return f"trainer.algorithm.{name}={getattr(algorithm, name)}"
 
 
 def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:

@@ -11,15 +11,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from skyasync.config.schema import Config, GeneratorConfig, SamplingConfig
+from skyasync.config.values import written
 
 #: Those that look at the response so far, which a request started over from its tokens takes for its prompt.
 COUNTS_RESPONSE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
 #: Those that the models can apply to their own logits (``trainer.algorithm.filter_logprobs``).
 FILTERS = ("top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids")
-#: Those that depend on the tokens before, and are in the engine's log-probabilities alone.
-HISTORY = (
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words", "structured_outputs",
-)  # fmt: skip
+#: Those that depend on the tokens before, and are in the engine's log-probabilities alone. Of the ones that can change
+#: every token, an objective that reads these log-probabilities cannot do right; ``HISTORY``: of a few tokens.
+UNMIRRORED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "structured_outputs")
+HISTORY = ("min_tokens",)
 
 _OFF = SamplingConfig()
 _LARGEST_BIAS = 100
@@ -42,16 +43,26 @@ def evaluation(generator: GeneratorConfig) -> SamplingConfig:
     return dataclasses.replace(generator.sampling_params, **_own(generator))
 
 
+def samples_as_scored(sampling: SamplingConfig) -> bool:
+    """Whether tokens are drawn from the very distribution whose log-probabilities a weight sync's probe compares."""
+    return sampling.temperature == 1 and not _used(sampling, (*FILTERS, *UNMIRRORED, *HISTORY))
+
+
 def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
     """Both, by their name, with nothing left open."""
     return {"sampling_params": generator.sampling_params, "eval_sampling_params": evaluation(generator)}
 
 
-def check_sampling(cfg: Config) -> Iterator[str]:
-    """Contradictions."""
+def check_sampling(cfg: Config, *, reads_behaviour: str) -> Iterator[str]:
+    """Contradictions.
+
+    Args:
+        reads_behaviour: the setting for which the objective reads the log-probabilities of sampling; "" if none does.
+    """
     for group, sampling in _set_groups(cfg.generator):
         yield from _check_bias(f"generator.{group}.logit_bias", sampling)
         yield from _check_engine(cfg, group, sampling)
+    yield from _check_mirrored(cfg.generator.sampling_params, reads_behaviour)
     if cfg.trainer.partial_rollout == "recompute":
         for name in _used(cfg.generator.sampling_params, COUNTS_RESPONSE):
             yield (
@@ -64,6 +75,19 @@ def check_sampling(cfg: Config) -> Iterator[str]:
             f"generator.eval_n_samples_per_prompt={samples} draws the same response {samples} times with "
             f"generator.eval_sampling_params.temperature=0 (greedy): raise the temperature (null is that of training), "
             f"or set the number to 1"
+        )
+
+
+def _check_mirrored(sampling: SamplingConfig, reads_behaviour: str) -> Iterator[str]:
+    """Distributions that the trainer cannot compute, and an objective that takes its own for them."""
+    names = _used(sampling, UNMIRRORED) if reads_behaviour and sampling.temperature else []
+    if names:
+        said = ", ".join(f"{name}={written(getattr(sampling, name))}" for name in names)
+        yield (
+            f"generator.sampling_params ({said}) depends on the tokens before and is in the engine's log-probabilities "
+            f"alone, which {reads_behaviour} reads as if the trainer computed the same: leave "
+            f"{'it' if len(names) == 1 else 'them'} out, or choose trainer.algorithm.off_policy_correction=none and a "
+            f"loss without the behaviour policy (with trainer.allow_uncorrected=true where samples may be stale)"
         )
 
 

@@ -44,8 +44,8 @@ def check_shared_critic(cfg: Config) -> Iterator[str]:
             yield f"{key.path}={written(value)} is for matrices of a model, and {_SHARED} trains one vector: {way}"
     if (kind := cfg.trainer.policy.cpu_offload) == "parameters":
         yield (
-            f"{_SHARED} is a vector on the policy's device, and trainer.policy.cpu_offload={kind} keeps its layers on the "
-            f"host: set trainer.policy.cpu_offload=optimizer or none, or trainer.critic.backbone=own"
+            f"{_SHARED} is a vector on the policy's device, and trainer.policy.cpu_offload={kind} keeps its layers on "
+            f"the host: set trainer.policy.cpu_offload=optimizer or none, or trainer.critic.backbone=own"
         )
     for axis in ("tensor", "context"):
         if (size := getattr(cfg.trainer.parallel, axis)) > 1:

@@ -206,12 +206,14 @@ class InferenceClient:
                 piece.future.set_result(piece.so_far)
         await self.roster.all("abort", request_ids)
 
-    async def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> list[str]:
+        """As the protocol says, of all engines."""
         self.roster.routes.forget_prompts()
         if "members" in update.info:  # both ends meet in a group
             await self.roster.all_or_none(update.info["members"], "update_weights", update)
-        else:
-            await self.roster.all("update_weights", update)
+            return []
+        answers = await self.roster.all("update_weights", update)
+        return sorted({name for unproven in answers.values() for name in unproven or ()})
 
     async def sleep(self) -> None:
         await self.roster.all("sleep")

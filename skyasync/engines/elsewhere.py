@@ -106,7 +106,7 @@ class ServerEngine(ABC):
         """Undo that."""
 
     @abstractmethod
-    async def _load(self, update: WeightUpdate) -> None:
+    async def _load(self, update: WeightUpdate) -> list[str] | None:
         """Have it take the weights, paused as it is, and stamp their version."""
 
     # -- life ---------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ class ServerEngine(ABC):
         self._paused.switch(False)
         self._watch()
 
-    async def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> list[str] | None:
         """As the protocol says; a server that is not paused is paused ("keep") for the update."""
         if update.backend != "shared_memory":
             raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
@@ -266,17 +266,18 @@ class ServerEngine(ABC):
             was_paused = self._paused.on
             if not was_paused:
                 await self._pause("keep")
-            await self._transfer(update)
+            unproven = await self._transfer(update)
             self.version = update.version
             self._held.settle(update)
             self._outlive()
             if not was_paused:
                 await self._resume()
+            return unproven
 
-    async def _transfer(self, update: WeightUpdate) -> None:
+    async def _transfer(self, update: WeightUpdate) -> list[str] | None:
         """Raises WeightSyncError where the server lives and has not taken them: it may have layers without weights."""
         try:
-            await self._load(update)
+            return await self._load(update)
         except (EngineDiedError, RuntimeError) as error:  # some hang up on what they did not foresee
             await self._alive()
             raise WeightSyncError(

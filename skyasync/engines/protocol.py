@@ -189,10 +189,11 @@ class InferenceEngine(Protocol):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) with ``finish_reason="abort"``; unknown ids are ignored."""
 
-    async def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         """Fetch and load the weights; tokens computed afterwards carry ``update.version``.
 
-        The caller has paused the engine or knows it idle.
+        Returns the weights of which the engine could never see that it holds what was sent, for the probe to be run
+        after every sync; None is of none. The caller has paused the engine or knows it idle.
         """
 
     async def sleep(self) -> None:
@@ -257,6 +258,7 @@ ENGINES = Registry(
         "loads_as_files": False,  # wants weights by the names of the model's files, not of transformers' parameters
         "takes_changes": False,  # can be sent what has changed of weights alone
         "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights
+        "adaptable": "",  # module:function(config.json, gpus=) that says why it has no adapters of such a model, or ""
         "forgets_asleep": False,  # its weights are gone after ``sleep``
         "returns_experts": False,  # can say which experts a mixture's routers chose
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away

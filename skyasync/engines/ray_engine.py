@@ -148,9 +148,10 @@ class RayEngine:
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         await self._call("abort", request_ids)
 
-    async def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         with _deaths():
-            await self._actor.call.remote("update_weights", update)
+            unproven: Sequence[str] | None = await self._actor.call.remote("update_weights", update)
+        return unproven
 
     async def sleep(self) -> None:
         await self._call("sleep")

@@ -10,11 +10,12 @@ import os
 import sys
 from math import ceil
 
-from skyasync.config.model_files import config_file, read_json
+from skyasync.config.model_files import config_file, read_json, read_shape
 from skyasync.config.sampling import backend, sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
+from skyasync.registry import resolve_reference
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
 FEW_TURNS = 4  # that there is room for where generator.max_turns does not say
@@ -38,7 +39,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "sleep_mode": _sleep(cfg, gpus=gpus),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": _options(generator, gpus=gpus),
-            "adapter_rank": adapter_rank(cfg),
+            "adapter_rank": _adapter_rank(cfg, gpus=gpus),
             "routed_experts": replays_routers(cfg),
             "config_kwargs": dict(trainer.policy.model.config_kwargs),
         },
@@ -54,6 +55,20 @@ def adapter_rank(cfg: Config) -> int:
     """Of the adapters that engines are sent alone; 0 where they are sent weights."""
     lora = cfg.trainer.policy.lora
     return lora.rank if lora.sync == "adapter" else 0
+
+
+def _adapter_rank(cfg: Config, *, gpus: bool) -> int:
+    """The same, of a model whose adapters the engine can compute with, as far as this machine can tell."""
+    rank, model, judge = adapter_rank(cfg), cfg.trainer.policy.model, ENGINES.about(backend(cfg)).can["adaptable"]
+    file = config_file(model.path) if rank and judge else None
+    if file is not None:
+        shape = {**read_shape(file, f"trainer.policy.model.path={model.path}"), **model.config_kwargs}
+        if why := resolve_reference(judge, kind="check of adapters")(shape, gpus=gpus):
+            raise UserError(
+                f"trainer.policy.lora.sync=adapter cannot be had with generator.backend={backend(cfg)} and "
+                f"{model.path}: {why}; set trainer.policy.lora.sync=merged"
+            )
+    return rank
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:
@@ -100,12 +115,17 @@ def engines_per_device(cfg: Config) -> int:
 
 
 def _options(generator: GeneratorConfig, *, gpus: bool) -> dict[str, object]:
-    """The engine's own arguments. vLLM's CPU engine dies of its first request where a pipeline has stages."""
+    """The engine's own arguments, without those that vLLM's CPU engine dies of: stages of a pipeline, and chunks."""
     stages = generator.engine_kwargs.get("pipeline_parallel_size", 1)
     if stages > 1 and not gpus:
         raise UserError(
             f"generator.engine_kwargs.pipeline_parallel_size={stages} needs GPUs: on a CPU vLLM has no pipelines; "
             f"generator.inference_engine_tensor_parallel_size={stages} divides an engine there"
+        )
+    if generator.engine_kwargs.get("enable_chunked_prefill") and not gpus:
+        raise UserError(
+            "generator.engine_kwargs.enable_chunked_prefill=true needs GPUs: vLLM's CPU engine ends at the first "
+            "request with a seed whose prompt is computed in chunks; leave it out"
         )
     return dict(generator.engine_kwargs)
 
@@ -150,13 +170,30 @@ def computes_on_lent_weights(cfg: Config) -> bool:
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     """A line that says what ``auto`` has come to, and why; empty where there was nothing to choose."""
-    if not gpus or cfg.generator.weight_sync_backend != "auto":
+    if cfg.generator.weight_sync_backend != "auto":
         return ""
     if weight_sync_backend(cfg, gpus=gpus) == "nccl":
         return "generator.weight_sync_backend=auto is nccl: weights go to the engines from GPU to GPU"
-    if cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg):
-        what = "trainer.policy.lora.sync=adapter" if adapter_rank(cfg) else "generator.weight_sync_mode=delta"
-        return f"generator.weight_sync_backend=auto is shared_memory: {what} goes by a file"
-    shared = cfg.trainer.placement.colocate_all
-    why = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
-    return f"generator.weight_sync_backend=auto is shared_memory: {why}"
+    shared, why = cfg.trainer.placement.colocate_all, ""
+    if gpus and not (cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)):
+        reason = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
+        why = f" ({reason})"
+    return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}"
+
+
+def _way(cfg: Config) -> str:
+    """What weights travel by where it is not NCCL."""
+    if computes_on_lent_weights(cfg):
+        dtype = cfg.generator.dtype
+        if dtype in ("auto", cfg.trainer.policy.model.dtype):
+            return "mapped memory, on which the engines compute"
+        return f"mapped memory, from which the engines copy (generator.dtype={dtype} is not the policy's)"
+    if lends_weights(cfg):
+        return f"mapped memory, which the {backend(cfg)} engine loads"
+    where = cfg.generator.weight_sync_dir or "memory of this machine (/dev/shm, or the temporary folder)"
+    what = "of the weights"
+    if adapter_rank(cfg):
+        what = "of the adapters alone (trainer.policy.lora.sync=adapter)"
+    elif cfg.generator.weight_sync_mode == "delta":
+        what = "of what has changed (generator.weight_sync_mode=delta)"
+    return f"a file {what} in {where}"

@@ -104,6 +104,15 @@ METRICS = (
         "The same of a row's trained tokens from the n-th on (0, 16, 64, 256, 1024, 4096) to the next such n.",
         "nats per token",
     ),
+    Metric(
+        "gap/mean",
+        "Mean difference of log-probabilities, trainer to engine, of tokens of staleness 0: both had the same weights "
+        "(under partial_rollout=keep some read what older ones had cached).",
+        "nats",
+    ),
+    Metric("gap/max", "The largest.", "nats"),
+    Metric("gap/k3", "Their KL of engine to trainer, k3 estimate.", "nats per token"),
+    Metric("gap/from_<n>", "gap/mean of a row's trained tokens from the n-th on to the next such n.", "nats"),
     Metric("off_policy/masked_fraction", "Tokens whose correction factor is 0.", SHARE),
     Metric("off_policy/clipped_fraction", "Tokens whose factor is neither 0 nor w.", SHARE),
     Metric("off_policy/staleness_<n>/<name>", "The same of the tokens that are n versions old."),

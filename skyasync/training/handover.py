@@ -12,11 +12,12 @@ step to the next sync, which wakes them; nothing is asked of them in between.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Protocol
 
 from skyasync.cleanup import afterwards
+from skyasync.config.sampling import samples_as_scored
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import PauseMode
 from skyasync.errors import UserError
@@ -25,6 +26,8 @@ from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress
 from skyasync.weight_sync.sync import Paused
 from skyasync.weight_sync.turns import DeviceTurns
+
+ENOUGH_TOKENS = 256  # as the probe has at most; a few may be off by chance
 
 
 class WeightSyncing(Protocol):
@@ -55,6 +58,7 @@ class HandOver:
         self.turns: DeviceTurns | None = None
         self._cfg, self._client, self._progress, self._phases = cfg.trainer, client, progress, phases
         self._gate = Gate()  # where rollouts for training can be kept out of the engines
+        self._comparable = samples_as_scored(cfg.generator.sampling_params)
         self._announced = False  # the engines have got weights at all
 
     def due(self, last: bool) -> bool:
@@ -66,9 +70,21 @@ class HandOver:
     async def engines_paused(self) -> AsyncIterator[None]:
         """Around a swap under the requests in flight: they go on, or (``partial_rollout=recompute``) in a new piece."""
         client = self._client
+        self._comparable = self._comparable and self._cfg.partial_rollout == "recompute"  # caches of older weights
         await (client.cut() if self._cfg.partial_rollout == "recompute" else client.pause("keep"))
         async with afterwards(client.resume):
             yield
+
+    def look_at_tokens(self, metrics: Mapping[str, float]) -> None:
+        """What a batch's tokens of the trainer's own version say of the sync that brought it; few say nothing.
+
+        Raises:
+            WeightSyncError: that the engines computed with something else.
+        """
+        judge = getattr(self.weight_sync, "sampled", None)
+        enough = metrics.get("staleness/tokens_0", 0) >= ENOUGH_TOKENS
+        if judge and enough and self._comparable and "gap/mean" in metrics:
+            judge(self._progress.step, metrics["gap/mean"])
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:

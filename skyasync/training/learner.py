@@ -10,12 +10,12 @@ the update), current (with gradient).
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.together import together
+from skyasync.training.drift import drift_metrics
 from skyasync.training.length import RunLength
 from skyasync.training.numbers import Numbers
 from skyasync.training.phases import Metrics, Phases
@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
 
     from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
     from skyasync.workers.protocol import WorkerDispatch
-
-log = logging.getLogger(__name__)
 
 
 class Learner:
@@ -60,6 +58,7 @@ class Learner:
         self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step
         self._parts: list[UpdateBatch] = []  # trained in this training step
         self.trained: list[UpdateBatch] = []
+        self._computed = False  # the batch's log-probabilities by the policy before its first update
         self._denominator = 0.0  # of the loss, where the parts' weights lack it
 
     # ---------------------------------------------------------------- prepare
@@ -107,6 +106,8 @@ class Learner:
                     batch.teacher_top_k = await self.dispatch.ask(TEACHER_ROLE, "top_logprobs", batch)
                 else:
                     batch.teacher_logprobs = await self.dispatch.ask(TEACHER_ROLE, "logprobs", batch)
+        if proximal:
+            self._computed = not self.updates
         if proximal and self.updates:
             batch.proximal_logprobs = batch.behaviour_logprobs
         elif proximal and not at_once:
@@ -230,7 +231,7 @@ class Learner:
             batch = whole if whole is not None and self.updates > 1 else joined(self._parts)
             metrics |= self._drift(batch) | _foresight(batch)
         self.trained = self._parts
-        self._found, self._parts, self.updates = {}, [], 0
+        self._found, self._parts, self.updates, self._computed = {}, [], 0, False
         return metrics
 
     @property
@@ -244,19 +245,8 @@ class Learner:
         return parts
 
     def _drift(self, batch: TrainingBatch) -> Metrics:
-        """How far the proximal policy is from the one that sampled, also by staleness."""
-        from skyasync.algorithms.off_policy import off_policy_metrics, stuck_ratio
-
-        proximal, behaviour, mask = batch.proximal_logprobs, batch.behaviour_logprobs, batch.loss_mask
-        if proximal is None or behaviour[mask].isnan().any():
-            return {}
-        staleness = self._progress.step - batch.versions
-        weights = self.objective.correction_weights(batch) if "behaviour" in self.objective.needs else None
-        metrics = off_policy_metrics(proximal, behaviour, mask, staleness, weights)
-        if problem := stuck_ratio(proximal, behaviour, mask, staleness):
-            log.warning("step %d: %s", self._progress.step + 1, problem)
-            metrics["warnings/stuck_ratio"] = 1.0
-        return metrics
+        weigh = self.objective.correction_weights if "behaviour" in self.objective.needs else None
+        return drift_metrics(batch, self._progress.step, weigh, exact=self.updates <= 1 or self._computed)
 
 
 def _of(role: str) -> dict[str, str]:

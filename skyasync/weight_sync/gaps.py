@@ -31,6 +31,10 @@ class Rounding:
     least: float
     most: float
 
+    def limit(self, floor: float) -> float:
+        """The largest mean gap that it explains where so much was measured at start-up."""
+        return min(max(TIMES * floor, self.least), self.most)
+
 
 FLOAT32 = Rounding(least=2e-5, most=1e-3)
 BFLOAT16 = Rounding(least=2e-2, most=0.5)

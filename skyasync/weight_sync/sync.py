@@ -8,7 +8,13 @@ proven twice; a proof that fails is an error, never a log line.
   engines that compute on the shared memory itself, which is looked through once for all of them).
 - *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
   brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
-  of them where there are no digests (NCCL, SGLang's servers).
+  of them where there are no digests (NCCL, SGLang's servers), or an engine has weights that it cannot compare with what
+  was sent (layers that are quantised, and experts, in vLLM).
+
+- *Tokens of the trainer's own version*, which cost nothing (``sampled``): where their mean gap is within the probe's
+  limit, the probe that is due after the next sync is left out (not one that was asked for after all of them); beyond
+  it the run ends. Not where they are drawn from another
+  distribution than the probe's (a temperature, filters, penalties), or caches of older weights were kept.
 
 | fault                                | found by digests                    | found by the probe                   |
 |--------------------------------------|-------------------------------------|--------------------------------------|
@@ -35,7 +41,8 @@ from typing import Any, Protocol
 
 from skyasync.cleanup import afterwards
 from skyasync.together import together
-from skyasync.weight_sync.gaps import FLOAT32, TIMES, Rounding, Scores, gap
+from skyasync.weight_sync.by_tokens import ByTokens
+from skyasync.weight_sync.gaps import FLOAT32, Rounding, Scores, gap
 from skyasync.weight_sync.update import (
     OtherWeightsError,
     TakerDiedError,
@@ -66,7 +73,7 @@ class Keeper(Protocol):
 class Destination(Protocol):
     """What needs them (the inference client)."""
 
-    async def update_weights(self, update: WeightUpdate) -> None: ...
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None: ...
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
 
 
@@ -99,6 +106,11 @@ class WeightSync:
     _floor: float | None = field(default=None, init=False)
     _syncs: int = field(default=0, init=False)
     _proven: bool = field(default=False, init=False)
+    _version: int = field(default=-1, init=False)  # that the engines have
+    _probed: int = field(default=0, init=False)  # the last sync that the probe followed
+    _engines: int = field(default=1, init=False)  # that it looked at
+    _tokens: ByTokens = field(default_factory=ByTokens, init=False)
+    _unproven: Sequence[str] = field(default=(), init=False)  # weights that an engine could never compare
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _kept: WeightUpdate | None = field(default=None, init=False)
     _said: dict[str, float] = field(default_factory=dict, init=False)  # by the last publishing
@@ -150,20 +162,23 @@ class WeightSync:
                 async with paused():
                     update = await self._taken(update)
                 self._said = update.metrics
-            self._proven = update.backend in WITH_DIGESTS and getattr(self.destination, "proves_weights", True)
+            able = getattr(self.destination, "proves_weights", True) and not self._unproven
+            self._proven = update.backend in WITH_DIGESTS and able
             self._syncs += 1
+            self._version = version
 
     async def _taken(self, update: WeightUpdate) -> WeightUpdate:
         """What the engines have taken: the update, or all weights instead."""
         try:
             async with together() as both:
                 both.start(self.source.send_weights(update))
-                both.start(self.destination.update_weights(update))
+                taken = both.start(self.destination.update_weights(update))
         except OtherWeightsError:
             return await self._whole(update)
         except TakerDiedError as error:  # which the others wait for
             self._lost = hasattr(self.source, "give_up_sync") and self.source.give_up_sync(error)
             raise
+        self._unproven = taken.result() or ()
         return update
 
     @asynccontextmanager
@@ -199,7 +214,7 @@ class WeightSync:
     async def _whole(self, update: WeightUpdate) -> WeightUpdate:
         """Hand all weights to all engines, where one could not take what has changed."""
         async with self._written_whole(update, fell_back=True) as whole:
-            await self.destination.update_weights(whole)
+            self._unproven = await self.destination.update_weights(whole) or ()
         return whole
 
     @asynccontextmanager
@@ -238,10 +253,26 @@ class WeightSync:
             WeightSyncError: naming the engine, the gap, the floor and the limit.
         """
         early, regular = self._syncs <= 2, self._syncs % self.interval == 0
+        regular = regular and (self.interval == 1 or self._tokens.shown < self._syncs - 1)
         if not self.probe or (self._proven and not early and not regular and not self._latecomer):
             return self._said
         self._latecomer = False
-        return self._said | await self._compare(f"after the weight sync to version {version}")
+        found = await self._compare(f"after the weight sync to version {version}")
+        self._probed = self._syncs if found else self._probed
+        return self._said | found
+
+    def sampled(self, version: int, gap: float) -> None:
+        """What tokens say that engines sampled by ``version``: their mean gap to the trainer's log-probabilities by it.
+
+        Raises:
+            WeightSyncError: if it is beyond the limit (``by_tokens``).
+        """
+        if self._floor is not None and version == self._version:
+            limits, probed = {"floor": self._floor, "limit": self._limit(self._floor)}, self._probed == self._syncs
+            self._tokens.judge(version, gap, **limits, sync=self._syncs, engines=self._engines, probed=probed)
+
+    def _limit(self, floor: float) -> float:
+        return self.tolerance or self.rounding.limit(floor)
 
     async def _compare(self, when: str) -> dict[str, float]:
         expected, found = await self._scores()
@@ -252,7 +283,7 @@ class WeightSync:
         if self._floor is None or (self.adapted and self._syncs and self._proven):
             self._floor = max(self._floor or 0.0, min(each.mean for each in gaps))
             self.adapted = self.adapted and not self._syncs  # once is enough
-        limit = self.tolerance or min(max(TIMES * self._floor, self.rounding.least), self.rounding.most)
+        limit, self._engines = self._limit(self._floor), len(found)
         worst = max(gaps, key=lambda each: each.mean)
         if worst.mean > limit:
             raise WeightSyncError(

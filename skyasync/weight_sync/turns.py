@@ -109,11 +109,12 @@ class DeviceTurns:
         await self._make_way_for_engines()
         return update
 
-    async def load_engines(self, update: WeightUpdate) -> None:
+    async def load_engines(self, update: WeightUpdate) -> Sequence[str] | None:
         await self._engines.wake("weights")
-        await self._engines.update_weights(update)
+        unproven = await self._engines.update_weights(update)
         await self._engines.wake("cache")
         self._awake.set()
+        return unproven
 
     async def score_by_policy(self, sequences: Sequences) -> list[list[float]]:
         """Of anything but the probe: the policy comes back for it, beside engines that are awake if there is room."""
@@ -154,8 +155,8 @@ class _EnginesInTurn:
     def __init__(self, turns: DeviceTurns) -> None:
         self._turns = turns
 
-    async def update_weights(self, update: WeightUpdate) -> None:
-        await self._turns.load_engines(update)
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
+        return await self._turns.load_engines(update)
 
     async def score(self, sequences: Sequences) -> list[list[list[float]]]:
         return await self._turns._engines.score(sequences)

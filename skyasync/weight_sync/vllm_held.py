@@ -1,12 +1,15 @@
 """What a vLLM worker really holds, tensor by tensor, whatever layout its kernels have packed it into.
 
 Invariant: a check that has held once for a tensor must hold at every later update, or the update is an error. A
-tensor for which it has never held is in another layout (sharded, transposed, quantised) and left to the probe.
+tensor for which it has never held is in another layout (quantised, a layer of experts, transposed) and named by
+``unproven``: the probe is then due after every sync.
 
 A packed linear layer cannot be read, but it can be asked: its product with rows of the identity is columns of its
 weight, exactly, because 1 * w + 0 + ... is w in every dtype. Each update asks every layer once for the next ``COLUMNS``
 of its columns, all parts of a fused one together, which costs about as much as decoding one token for as many requests:
-each weight is read once. So, of a tensor that is checked:
+each weight is read once. A rank of several is asked for its own part (``vllm_shards``).
+
+Of a tensor that is checked:
 
 | fault                                         | is found                                                          |
 |-----------------------------------------------|-------------------------------------------------------------------|
@@ -29,7 +32,8 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from skyasync.weight_sync.digests import holds, refuse
+from skyasync.weight_sync.digests import digest, holds, refuse
+from skyasync.weight_sync.vllm_shards import inputs_of, own_part
 
 COLUMNS = 8  # of each linear layer, per update
 
@@ -48,6 +52,7 @@ class HeldWeights:
         self._checked: set[str] = set()  # tensors that have been found right
         self._asked: dict[nn.Module, Columns | None] = {}  # in this update
         self._updates = 0
+        self.unproven: list[str] = []  # tensors of the last update that have never been found right
 
     def check(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError naming the tensors that are not what was sent."""
@@ -57,20 +62,26 @@ class HeldWeights:
             self._asked.clear()
         refuse([name for name in found if name in self._checked and not found[name]], "the vLLM engine holds")
         self._checked.update(name for name, right in found.items() if right)
+        self.unproven = [name for name in {**weights, **found} if name not in self._checked]
         self._updates += 1
 
     def _answers(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
         """By name, whether what was sent is there; nothing for what cannot be looked up."""
-        for name, sent in weights.items():
+        for name, whole in weights.items():
             module, first = self._place(name, weights)
+            sent = None if module is None else own_part(module, name, whole)
+            if module is None or sent is None:
+                continue
             if isinstance(module, LinearBase | ParallelLMHead) and name.endswith(".weight"):
                 yield name, self._columns_are(module, first, sent)
-            elif module is not None:
+            else:
                 held = getattr(module, name.rpartition(".")[2], None)
                 if isinstance(held, Tensor):
-                    yield name, holds(held[first : first + len(sent)], sent, digests[name])
+                    there = held[first : first + len(sent)]
+                    yield name, holds(there, sent, digests[name] if sent is whole else digest(sent))
         for head, name in self._heads:
-            yield f"the output layer tied to {name}", self._columns_are(head, 0, weights[name])
+            sent = own_part(head, name, weights[name])
+            yield f"the output layer tied to {name}", sent is not None and self._columns_are(head, 0, sent)
 
     def _place(self, name: str, weights: Mapping[str, Tensor]) -> tuple[nn.Module | None, int]:
         """The module that holds a tensor, perhaps fused with its neighbours, and the tensor's first row in it."""
@@ -79,29 +90,36 @@ class HeldWeights:
             return self._modules[path], 0
         parent, _, part = path.rpartition(".")
         for fused, parts in self._parts.items():
-            if part in parts and f"{parent}.{fused}" in self._modules:
-                before = [weights.get(f"{parent}.{other}.{leaf}") for other in parts[: parts.index(part)]]
-                return self._modules[f"{parent}.{fused}"], sum(len(w) for w in before if w is not None)
+            module = self._modules.get(f"{parent}.{fused}")
+            if part in parts and module is not None:
+                before = [f"{parent}.{other}.{leaf}" for other in parts[: parts.index(part)]]
+                owned = [own_part(module, other, weights[other]) for other in before if other in weights]
+                return module, sum(len(each) for each in owned if each is not None)
         return None, 0
 
     def _columns_are(self, module: nn.Module, first: int, sent: Tensor) -> bool:
         """Whether a linear layer has the next columns of ``sent``, ``[out, in]``, at its outputs from ``first`` on."""
+        if sent.dim() != 2:
+            return False
         if module not in self._asked:
-            self._asked[module] = self._ask(module)
+            self._asked[module] = self._ask(module, sent.shape[1])
         asked = self._asked[module]
-        if asked is None or sent.dim() != 2 or sent.shape[1] != asked.inputs:
+        if asked is None or sent.shape[1] != asked.inputs:
             return False
         columns = sent[:, asked.start : asked.stop].T.to(asked.values.dtype)
         return torch.equal(asked.values[:, first : first + len(sent)], columns)
 
     @torch.no_grad()
-    def _ask(self, module: nn.Module) -> Columns | None:
-        """The next columns of a linear layer, of all its outputs; None of one that computes otherwise."""
+    def _ask(self, module: nn.Module, inputs: int) -> Columns | None:
+        """The next columns of a linear layer, of all its outputs; None of one that computes otherwise.
+
+        Args:
+            inputs: how many it has, by what was sent.
+        """
         layer: Any = module
         known = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-        if not known or layer.tp_size > 1:
+        if not known or inputs != inputs_of(layer):
             return None
-        inputs = layer.embedding_dim if isinstance(layer, ParallelLMHead) else layer.input_size
         start = self._updates * COLUMNS % inputs
         stop = min(start + COLUMNS, inputs)
         rows = _unit_rows(start, stop, inputs, like=layer.weight)

@@ -72,6 +72,11 @@ class SharedMemoryTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, Shar
         self._borrower = Borrower()
         self._held = HeldWeights(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
 
+    @property
+    def unproven(self) -> list[str]:
+        """See ``HeldWeights``."""
+        return self._held.unproven
+
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None: ...
 
     def start_weight_update(self) -> None: ...
@@ -156,6 +161,12 @@ def have_experts_packed(model: torch.nn.Module) -> None:
 
 class WorkerExtension:
     """Mixed into vLLM's worker, which imports this module for it."""
+
+    def unproven(self) -> list[str]:
+        """Tensors of the last update of which nobody could ever see that they are what was sent."""
+        worker: Any = self
+        names: list[str] = worker.weight_transfer_engine.unproven
+        return names
 
     def adapter_differences(self, path: str) -> list[str]:
         """Layers that do not compute with a file's adapter; it has been loaded."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.engines.settings import adapter_rank, lends_weights
+from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
 from skyasync.weight_sync.changed_weights import Published
@@ -154,7 +154,10 @@ class Dispatch:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
         if self._lends:
-            return WeightUpdate(version, "shared_memory", (await self._groups[POLICY].call("lend"))[0])
+            info = (await self._groups[POLICY].call("lend"))[0]
+            if computes_on_lent_weights(self._cfg):
+                await self._groups[POLICY].call_first("prove_lent")
+            return WeightUpdate(version, "shared_memory", info)
         if self._sends_changes:
             return _as_update(version, (await self._groups[POLICY].call("publish_changes"))[0])
         if adapter_rank(self._cfg):
@@ -163,10 +166,14 @@ class Dispatch:
         return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
 
     async def send_weights(self, update: WeightUpdate) -> None:
-        """While the engines take them; what they take from where it lies is looked through meanwhile, once for all."""
+        """While the engines take them. What they read from where it lies is looked through meanwhile, once for all.
+
+        What they compute on, which takes them no time, has been looked through before it was published: they do not
+        stand still for it, and never compute on what is wrong.
+        """
         if self._broadcast is not None:
             await self._broadcast.send()
-        elif "kinds" in update.info:
+        elif "kinds" in update.info and not computes_on_lent_weights(self._cfg):
             await self._groups[POLICY].call_first("prove_lent")
 
     async def release_weights(self, update: WeightUpdate) -> None:

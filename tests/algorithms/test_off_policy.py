@@ -12,7 +12,7 @@ from skyasync.algorithms import CORRECTIONS
 from skyasync.algorithms.binding import bind
 from skyasync.algorithms.corrections import normalize_weights, summarize
 from skyasync.algorithms.masked import segment_mean
-from skyasync.algorithms.off_policy import effective_sample_size, off_policy_metrics, stuck_ratio
+from skyasync.algorithms.off_policy import effective_sample_size, gap_metrics, off_policy_metrics, stuck_ratio
 from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.errors import UserError
 from tests.algorithms.batches import config, random_batch
@@ -131,6 +131,24 @@ def test_ratios_beyond_every_float_stay_finite() -> None:
     far = torch.tensor([[-1000.0]], dtype=torch.float32)
     metrics = off_policy_metrics(torch.zeros(1, 1), far, torch.ones(1, 1, dtype=torch.bool))
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_the_gap_is_of_tokens_that_the_trainers_own_version_sampled() -> None:
+    drift = torch.zeros(2, 80, dtype=torch.float64)
+    drift[:, :16], drift[0, 20], drift[1] = 0.25, -0.5, 7.0
+    mask, staleness = torch.ones(2, 80, dtype=torch.bool), torch.zeros(2, 80, dtype=torch.long)
+    mask[0, 79], drift[0, 79], staleness[1] = False, 9.0, 1
+    found = gap_metrics(drift, torch.zeros_like(drift), mask, staleness)
+    k3 = 16 * (math.exp(0.25) - 1.25) + (math.exp(-0.5) - 0.5)
+    assert found == {
+        "gap/mean": pytest.approx(4.5 / 79),
+        "gap/max": 0.5,
+        "gap/k3": pytest.approx(k3 / 79),
+        "gap/from_0": 0.25,
+        "gap/from_16": pytest.approx(0.5 / 48),
+        "gap/from_64": 0.0,
+    }
+    assert gap_metrics(drift, torch.zeros_like(drift), mask, staleness + 1) == {}
 
 
 def test_the_gap_by_position_counts_loss_tokens_alone() -> None:

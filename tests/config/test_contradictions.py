@@ -9,6 +9,9 @@ from skyasync.workers.roles import wanted_roles
 
 UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correction=none"]
 
+#: What the engines report of their own probabilities is not read.
+NOT_READ = ["trainer.algorithm.off_policy_correction=none", "trainer.allow_uncorrected=true"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "named"),
@@ -85,7 +88,13 @@ UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correc
          ["generator.eval_sampling_params.repetition_detection", "generator.backend=vllm"]),
         (["generator.sampling_params.logit_bias={word: 1.0}"], ["sampling_params.logit_bias has the token 'word'"]),
         (["generator.sampling_params.logit_bias={7: 101}"], ["sampling_params.logit_bias.7=101", "-100 to 100"]),
-        (["trainer.plan=fully_async", "trainer.partial_rollout=recompute",
+        (["generator.sampling_params.repetition_penalty=1.1", "generator.sampling_params.bad_words=[no]"],
+         ["repetition_penalty=1.1, bad_words=[no]", "trainer.algorithm.off_policy_correction=auto reads",
+          "trainer.algorithm.off_policy_correction=none", "trainer.allow_uncorrected=true"]),
+        (["generator.backend=vllm", "generator.sampling_params.structured_outputs.regex=a+",
+          "trainer.algorithm.policy_loss_type=rollout_is"],
+         ["structured_outputs={regex: a+}", "trainer.algorithm.policy_loss_type=rollout_is reads"]),
+        (["trainer.plan=fully_async", "trainer.partial_rollout=recompute", *NOT_READ,
           "generator.sampling_params.frequency_penalty=0.5"],
          ["sampling_params.frequency_penalty", "trainer.partial_rollout=keep"]),
         (["trainer.algorithm.dynamic_sampling.mode=refill"],

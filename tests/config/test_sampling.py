@@ -8,7 +8,7 @@ import pytest
 
 from skyasync.config import ConfigError, load_config
 from skyasync.config.check import config_warnings
-from skyasync.config.sampling import FILTERS, HISTORY, backend, evaluation
+from skyasync.config.sampling import FILTERS, HISTORY, UNMIRRORED, backend, evaluation
 from skyasync.config.schema import SamplingConfig
 from skyasync.engines.protocol import ENGINES
 from skyasync.rollout.requests import request_seed, sampling_params
@@ -21,8 +21,7 @@ SAMPLING = "generator.sampling_params"
     [
         ([f"{SAMPLING}.top_p=0.9", "trainer.algorithm.filter_logprobs=false"],
          ["top_p=0.9", "ratio to the behaviour policy is biased", "trainer.algorithm.filter_logprobs=true"]),
-        ([f"{SAMPLING}.repetition_penalty=1.1", f"{SAMPLING}.min_tokens=4"],
-         ["repetition_penalty=1.1, min_tokens=4", "in the engine's log-probabilities alone"]),
+        ([f"{SAMPLING}.min_tokens=4"], ["min_tokens=4", "in the engine's log-probabilities alone"]),
     ],
 )  # fmt: skip
 def test_what_biases_the_ratio_to_the_behaviour_policy_is_said(overrides: list[str], named: list[str]) -> None:
@@ -38,6 +37,9 @@ def test_what_biases_the_ratio_to_the_behaviour_policy_is_said(overrides: list[s
         [f"{SAMPLING}.top_p=0.9", "trainer.algorithm.filter_logprobs=false",
          "trainer.algorithm.off_policy_correction=none"],
         ["generator.eval_sampling_params.repetition_penalty=1.1"],
+        [f"{SAMPLING}.repetition_penalty=1.1", f"{SAMPLING}.presence_penalty=1",
+         "trainer.algorithm.off_policy_correction=none"],
+        [f"{SAMPLING}.bad_words=[no]", f"{SAMPLING}.temperature=0"],
     ],
 )  # fmt: skip
 def test_no_warning_where_the_ratio_is_right_or_not_used(overrides: list[str]) -> None:
@@ -52,7 +54,7 @@ def test_every_setting_arrives_at_the_engines() -> None:
     ours = set(vars(cfg)) - {"max_generate_length"}
     assert ours == set(vars(found)) - {"max_tokens"}
     assert {n for about in ENGINES.builtins().values() for n in about.can["sampling"]} | set(FILTERS) | set(
-        HISTORY
+        (*HISTORY, *UNMIRRORED)
     ) <= ours
 
 

@@ -22,6 +22,7 @@ GAP = 1e-4  # between the log-probabilities of trainer and engine, in float32
 def test_every_step_is_logged_once_and_every_sync_arrives(whole_run: Trained) -> None:
     assert whole_run.series("step") == [1, 2, 3, 4, 5, 6]
     assert max(whole_run.series("sync/logprob_gap")) <= GAP
+    assert max(row["gap/max"] for row in whole_run.metrics if "gap/max" in row) <= GAP
     assert all(norm > 0 for norm in whole_run.series("policy/grad_norm"))
 
 

@@ -35,6 +35,9 @@ def test_one_step_off_with_vllm(train: Train) -> None:
         "generator.backend=vllm", "generator.kv_cache_gb=0.2", "generator.max_num_seqs=32",
     )  # fmt: skip
     assert max(run.series("sync/logprob_gap")) <= 1e-4
+    first, *others = run.metrics
+    assert 0 < first["gap/mean"] <= first["gap/max"] <= 1e-4, "of the step in which nothing is stale"
+    assert not any("gap/mean" in row for row in others[1:])
     assert run.versions == [(1, {0}), (2, {0}), (3, {1})]
     assert all(norm > 0 for norm in run.series("policy/grad_norm"))
     assert leftovers.none_soon(leftovers.of_the_cluster) == []

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.cluster.placement import plan_slots
+from skyasync.config import load_config
 from skyasync.config.schema import Config
 from skyasync.engines.settings import (
     chosen_backend,
@@ -20,6 +21,9 @@ from skyasync.engines.settings import (
 )
 from skyasync.errors import UserError
 from skyasync.workers.roles import wanted_roles
+
+SERVER = "generator.engines=[http://127.0.0.1:8000]"
+ADAPTER = ["trainer.policy.lora.rank=4", "trainer.policy.lora.sync=adapter"]
 
 
 def config(
@@ -36,9 +40,15 @@ def config(
     ("cfg", "gpus", "expected", "said"),
     [
         (config(), True, "nccl", "auto is nccl: weights go to the engines from GPU to GPU"),
-        (config(shared=True), True, "shared_memory", "auto is shared_memory: engines and policy share their GPUs"),
+        (
+            config(shared=True),
+            True,
+            "shared_memory",
+            "shared_memory (engines and policy share their GPUs): mapped",
+        ),
         (config(backend="transformers"), True, "shared_memory", "the transformers engine has no other way"),
-        (config(), False, "shared_memory", ""),
+        (config(), False, "shared_memory", "auto is shared_memory: mapped memory, which the vllm engine loads"),
+        (config(backend="transformers"), False, "shared_memory", "shared_memory: mapped memory, on which the engines"),
         (config(asked="shared_memory"), True, "shared_memory", ""),
         (config(asked="nccl"), True, "nccl", ""),
     ],
@@ -50,6 +60,23 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
     line = chosen_backend(cfg, gpus=gpus)
     assert said in line
     assert bool(line) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["generator.backend=vllm"], "mapped memory, which the vllm engine loads"),
+        (["generator.backend=transformers"], "mapped memory, on which the engines compute"),
+        (["generator.backend=transformers", "generator.dtype=bfloat16"], "engines copy (generator.dtype=bfloat16"),
+        ([SERVER, "generator.weight_sync_dir=/shared/w"], "a file of the weights in /shared/w"),
+        ([SERVER], "a file of the weights in memory of this machine"),
+        (["generator.backend=vllm", "generator.weight_sync_mode=delta"], "a file of what has changed"),
+        (["generator.backend=vllm", *ADAPTER], "a file of the adapters alone"),
+    ],
+)
+def test_a_run_says_by_what_its_weights_travel(overrides: list[str], said: str) -> None:
+    line = chosen_backend(load_config(overrides), gpus=False)
+    assert line.startswith("generator.weight_sync_backend=auto is shared_memory: ") and said in line
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from skyasync.engines.ray_engine import RayEngine
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.shared_memory import remove_weights
 from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs
+from tests.weight_sync.worker_faults import update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,7 +36,16 @@ PROMPTS = [[2, 3, 4, 5], [7, 8, 9], [40, 41, 42, 43, 44, 45]]
 
 
 class Inspected(VLLMEngine):
-    """Says what each rank holds: a digest of its part of each weight, by rank and name."""
+    """Says what each rank holds: a digest of its part of each weight, by rank and name. Its ranks can be struck."""
+
+    async def start(self) -> None:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of ours are run in the workers
+        await super().start()
+
+    async def struck(self, fault: str, path: str) -> list[str]:
+        """What each rank says to an update with a fault."""
+        answers: list[str] = await self._core.llm.collective_rpc(update_with, args=(fault, {"path": path}))
+        return answers
 
     async def digests(self) -> dict[str, str]:
         return {
@@ -105,10 +116,20 @@ async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight
         perturb(pair.model, seed=version)
         update = publish(pair.model, version)
         for engine in (pair.whole, pair.halves):
-            await engine.update_weights(update)
+            assert await engine.update_weights(update) == [], "each rank has compared its part of every tensor"
         remove_weights(update.info["path"])
         await check_equal(pair, f"version-{version}")
         before, digests = digests, await pair.halves._actor.call.remote("digests")
         assert digests.keys() == before.keys()
         received = {name for name in digests if digests[name] != before[name]}
         assert {f"dp0:pp0:pcp0:tp{rank}:{name}" for rank in ranks for name in PLAIN} <= received
+
+
+@pytest.mark.parametrize("fault", ["stale layer", "swapped pair", "head left behind"])
+async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(pair: Pair, fault: str) -> None:
+    for seed, struck in ((11, ""), (12, fault), (13, "")):
+        perturb(pair.model, seed=seed, size=1e-5)
+        update = publish(pair.model, seed)
+        answers = await pair.halves._actor.call.remote("struck", struck, update.info["path"])
+        remove_weights(update.info["path"])
+        assert len(answers) == 2 and all(("engine holds" in answer) == bool(struck) for answer in answers), answers

@@ -60,6 +60,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "other_tokens",
         "recurrent",
         "planless",
+        "experts",
     ):
         shutil.copytree(model, folder / name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -70,7 +71,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad_config" / "config.json").write_text("{model_type: llama}")
     plain = json.loads((model / "config.json").read_text())
     (folder / "recurrent" / "config.json").write_text(json.dumps(plain | {"layer_types": ["linear_attention"]}))
-    (folder / "planless" / "config.json").write_text(json.dumps(plain | {"model_type": "gpt2"}))
+    gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    (folder / "planless" / "config.json").write_text(json.dumps(plain | gpt2))
+    (folder / "experts" / "config.json").write_text(json.dumps(plain | {"model_type": "qwen3_moe", "num_experts": 4}))
     shape = json.loads((model / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
     (folder / "two_labels" / "config.json").write_text(json.dumps(shape))
     (folder / "other_tokens" / "config.json").write_text(json.dumps(shape | {"id2label": {"0": "score"}}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 HERE = "tests.refusals.parts"
 ALGORITHM = "trainer.algorithm"
 FOUR = ["trainer.placement.policy_num_gpus_per_node=4"]
+ADAPTERS = ["generator.backend=vllm", "trainer.policy.lora.rank=4", "trainer.policy.lora.sync=adapter"]
 PPO = [f"{ALGORITHM}.advantage_estimator=gae"]
 
 #: Keys that nothing reads, given what else is chosen, and groups that have no advantage.
@@ -66,6 +67,7 @@ INPUTS = [
     (["generator.engine_kwargs.block_size=16"], "generator.engine_kwargs={block_size: 16}", "generator.backend=vllm"),
     (["generator.backend=vllm", "generator.engine_kwargs.seed=3"], "engine_kwargs.seed", "trainer.seed"),
     (["generator.backend=vllm", "generator.engine_kwargs.pipeline_parallel_size=2"], "pipeline_parallel_size=2", "GPU"),
+    (["generator.backend=vllm", "generator.engine_kwargs.enable_chunked_prefill=true"], "chunked_prefill=true", "GPU"),
     (["generator.weight_sync_backend=nccl", "generator.backend=vllm"], "nccl needs GPUs", "shared_memory"),
     (["generator.backend=vllm", "trainer.placement.colocate_all=true"], "colocate_all=true", "CPU"),
     (["environment.env_class=''", "generator.agent_program={x}/none.py:run"], "does not exist", "agent_program"),
@@ -106,6 +108,8 @@ INPUTS = [
     (["trainer.algorithm.preset=distill"], "trainer.algorithm.advantage_estimator=none", "trainer.teacher.model.path"),
     ([*PPO, "trainer.critic.export_path={x}/rows.jsonl"], "trainer.critic.export_path", "cannot be written"),
     (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], "size=3", "2 attention heads"),
+    ([*ADAPTERS, "trainer.policy.model.path={x}/planless"], "GPT2LMHeadModel", "trainer.policy.lora.sync=merged"),
+    ([*ADAPTERS, "trainer.policy.model.path={x}/experts"], "num_experts=4", "trainer.policy.lora.sync=merged"),
     (["generator.sampling_params.stop_token_ids=[100000]"], "stop_token_ids has 100000", "vocabulary"),
     (["generator.sampling_params.logit_bias={{99999: 1.0}}"], "logit_bias has 99999", "vocabulary"),
     (["generator.sampling_params.allowed_token_ids=[5,88888]"], "allowed_token_ids has 88888", "vocabulary"),

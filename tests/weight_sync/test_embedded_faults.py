@@ -1,13 +1,16 @@
 """Faults of a weight sync into the embedded engine: each is found at once, also when a step changes almost nothing."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
 from skyasync.engines.embedded.engine import TransformersEngine
+from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.errors import UserError
-from skyasync.weight_sync import digests, kept_file
+from skyasync.weight_sync import digests, kept_file, lent
+from skyasync.weight_sync.gaps import gap
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.engines.tiny_llama import save_tiny_llama
@@ -88,11 +91,58 @@ async def test_weights_take_turns_in_two_places_where_the_engine_computes_on_the
         places.append(head.weight.data_ptr())
         assert head.weight is pair.engine._core._model._model.get_input_embeddings().weight
     assert len(set(places)) == 2 and places[:3] == places[2:]
+
+
+async def test_what_an_engine_computes_on_is_proven_before_it_is_paused(pair, monkeypatch):
+    order, prove = [], lent.Lender.prove
+    monkeypatch.setattr(lent.Lender, "prove", lambda lender: (order.append("proven"), prove(lender)))
+
+    @asynccontextmanager
+    async def paused():
+        order.append("paused")
+        yield
+
+    pair.step()
+    await pair.sync.sync(1, paused)
+    assert order == ["proven", "paused"]
     pair.step()
     with losing_a_bit(), pytest.raises(WeightSyncError, match="shared memory holds other weights"):
-        await pair.hand_over()
+        await pair.sync.sync(2, paused)
+    assert order == ["proven", "paused", "proven"], "the engine was left alone"
     await pair.hand_over()
     await pair.verify()
+
+
+async def gap_of_tokens(pair, name):
+    """The mean over 256 sampled ones, as a run's own are compared."""
+    sampling = SamplingParams(max_tokens=64, ignore_eos=True, temperature=1.0)
+    asked = [GenerationRequest(f"{name}-{i}", [7, i + 1, 3], sampling) for i in range(4)]
+    answers = await asyncio.gather(*(pair.client.generate(request) for request in asked))
+    whole = [[*r.prompt_token_ids, *a.token_ids.tolist()] for r, a in zip(asked, answers, strict=True)]
+    scores = await pair.dispatch.score(whole)
+    return gap([row[2:] for row in scores], [answer.logprobs.tolist() for answer in answers]).mean
+
+
+async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_that_are_sampled_next(pair, monkeypatch):
+    """Its digests are right, and no probe is due."""
+    pair.sync.interval = 100
+    for name in ("first", "second", "third"):
+        pair.step(1e-3)
+        await pair.hand_over()
+        await pair.verify()
+        pair.sync.sampled(pair.version, await gap_of_tokens(pair, name))
+    sent, write = pair.dispatch._policy.weights(), lent.Lender.write
+    old = {n: getattr(w, "_local_tensor", w).detach().clone() for n, w in sent.items() if LAYER in n}
+
+    def stale(lender, kinds, weights):
+        return write(lender, kinds, ((name, old.get(name, tensor)) for name, tensor in weights))
+
+    monkeypatch.setattr(lent.Lender, "write", stale)
+    pair.step(5e-2)
+    await pair.hand_over()
+    assert not await pair.verify()
+    with pytest.raises(WeightSyncError, match=r"sampled by version 4 and the trainer differ by .*allowed is"):
+        pair.sync.sampled(pair.version, await gap_of_tokens(pair, "fourth"))
 
 
 async def test_an_engine_that_computes_on_lent_weights_takes_a_file_as_well(pair):

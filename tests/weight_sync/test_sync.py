@@ -35,8 +35,8 @@ class Trainer:
 
 
 class Engines:
-    def __init__(self, *scores, seconds=0.0, fault=None):
-        self.scores, self.updates = [[list(s) for s in e] for e in scores], []
+    def __init__(self, *scores, seconds=0.0, fault=None, unproven=None):
+        self.scores, self.updates, self.unproven = [[list(s) for s in e] for e in scores], [], unproven
         self.seconds, self.fault = seconds, fault
 
     async def update_weights(self, update):
@@ -44,6 +44,7 @@ class Engines:
         await asyncio.sleep(self.seconds)
         if self.fault:
             raise self.fault
+        return self.unproven
 
     async def score(self, sequences):
         return self.scores
@@ -218,12 +219,20 @@ async def test_of_two_engines_the_one_that_is_off_at_start_up_is_named():
         await WeightSync(Trainer(), engines, [[1, 2, 3]]).measure_floor()
 
 
-@pytest.mark.parametrize(("backend", "probed"), [("shared_memory", [1, 2, 4, 8]), ("nccl", list(range(1, 10)))])
-def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(backend, probed):
+@pytest.mark.parametrize(
+    ("backend", "unproven", "probed"),
+    [
+        ("shared_memory", None, [1, 2, 4, 8]),
+        ("shared_memory", [], [1, 2, 4, 8]),
+        ("shared_memory", ["experts"], list(range(1, 10))),
+        ("nccl", None, list(range(1, 10))),
+    ],
+)
+def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(backend, unproven, probed):
     @virtual_time
     async def run():
         trainer = Trainer(backend=backend)
-        both = WeightSync(trainer, Engines([(-1.0, -2.0)]), [[1, 2, 3]], interval=4)
+        both = WeightSync(trainer, Engines([(-1.0, -2.0)], unproven=unproven), [[1, 2, 3]], interval=4)
         found = []
         for version in range(1, 10):
             await both.sync(version)
@@ -233,6 +242,54 @@ def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nt
         assert trainer.probed == len(probed)
 
     run()
+
+
+def sampling_sync(interval=4, engines=1):
+    found = [[(-1.0, -2.0)]] * engines
+    return WeightSync(Trainer(backend="shared_memory"), Engines(*found), [[1, 2, 3]], tolerance=1e-3, interval=interval)
+
+
+async def steps(both, gaps):
+    """A sync per step, and then the gap of its tokens; by version whether the probe ran."""
+    probed = []
+    for version, gap in enumerate(gaps, start=both._syncs + 1):
+        await both.sync(version)
+        if await both.verify(version):
+            probed.append(version)
+        if gap is not None:
+            both.sampled(version, gap)
+    return probed
+
+
+@virtual_time
+async def test_tokens_of_the_version_before_take_the_place_of_a_probe_that_is_due():
+    assert await steps(sampling_sync(), [1e-4] * 9) == [1, 2]
+    assert await steps(sampling_sync(), [1e-4, 1e-4, None, 1e-4, 1e-4, 1e-4, 1e-4]) == [1, 2, 4], "none of version 3"
+    assert await steps(sampling_sync(), [None] * 9) == [1, 2, 4, 8]
+    assert await steps(sampling_sync(interval=1), [1e-4] * 5) == [1, 2, 3, 4, 5], "as was asked"
+    assert await steps(sampling_sync(engines=4), [1e-4, 1e-4, 3e-4, 1e-4]) == [1, 2, 4], "one of four may be off"
+
+
+@virtual_time
+async def test_tokens_that_are_further_off_than_the_limit_end_the_run_and_both_numbers_are_said():
+    both = sampling_sync()
+    await steps(both, [1e-4, 1e-4, 1e-4])
+    with pytest.raises(WeightSyncError, match=r"version 4 .*by 0\.002 in log-probability.*allowed is 0\.001 "):
+        await steps(both, [2e-3])
+
+
+@virtual_time
+async def test_tokens_that_are_off_where_the_probe_has_just_found_nothing_are_not_comparable_and_prove_nothing():
+    both = sampling_sync()
+    assert await steps(both, [2e-3, 1e-4, 2e-3, 1e-4, 2e-3]) == [1, 2, 4]
+    both.sampled(3, 2.0)  # of another version than the last: nothing is known of it
+
+
+@virtual_time
+async def test_tokens_prove_nothing_where_no_gap_was_measured():
+    both = WeightSync(Trainer(), Engines(), [], tolerance=1e-3)
+    await both.sync(1)
+    both.sampled(1, 9.0)
 
 
 @virtual_time

@@ -58,6 +58,7 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
 async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
     names = await pair.engine._core.llm.collective_rpc(checked)
     assert len(names[0]) == len(list(pair.dispatch._policy.model.model.named_parameters())) + 1  # the head
+    assert not pair.sync._unproven
 
 
 async def test_a_bit_lost_where_the_weights_lie_is_found_by_the_trainer_for_all_engines(pair):

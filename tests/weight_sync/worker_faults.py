@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 from tests.weight_sync.pair import LAYER, SWAPPED
 
+EXPERTS = tuple(f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1))
+
 
 def update_with(worker: Any, fault: str, info: dict[str, Any]) -> str:
     """Load what was sent as an update does, with ``fault`` on the way; the message of the refusal, or nothing."""
@@ -62,6 +64,14 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
         stack.enter_context(patch.object(engine.model, "load_weights", without_a_layer))
     elif fault == "swapped pair":
         stack.enter_context(patch.object(engine.model, "load_weights", swapped))
+    elif fault == "swapped experts":
+        first, second = EXPERTS
+        names = {first: second, second: first}
+
+        def exchanged(weights: Any) -> None:
+            load((names.get(name, name), tensor) for name, tensor in weights)
+
+        stack.enter_context(patch.object(engine.model, "load_weights", exchanged))
     elif fault == "head left behind":
         stack.enter_context(patch.object(engine, "_tied", []))
     elif fault == "flipped bit":

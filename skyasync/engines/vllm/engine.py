@@ -54,6 +54,7 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
     loads_as_files=True,
     takes_changes=True,
     takes_adapters=("layers",),
+    adaptable="skyasync.engines.vllm.adaptable:why_not",
     forgets_asleep=True,
     sleeps_on=("gpu",),
     sampling=("structured_outputs", "repetition_detection"),
@@ -81,6 +82,7 @@ class VLLMEngine:
         self._control = asyncio.Lock()
         self._group: dict[str, Any] = {}  # the rendezvous of the NCCL group that it is in
         self._held = Held()
+        self._unproven: list[str] | None = None  # weights that nobody could compare yet; None before the first
         self._asleep = False  # as a whole or in part: nothing is scheduled
 
     async def start(self) -> None:
@@ -219,7 +221,7 @@ class VLLMEngine:
         self._paused.switch(False)
         self._watch()
 
-    async def update_weights(self, update: WeightUpdate) -> None:
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str]:
         """As the protocol says; an engine that is not paused is paused ("keep") for the update.
 
         An update that fails may leave layers without weights: the engine gives up, and every call raises.
@@ -239,7 +241,7 @@ class VLLMEngine:
             if not was_paused:
                 await self._pause("keep")
             try:
-                await self._transfer(update)
+                unproven = await self._transfer(update)
             except Exception as error:
                 self._core.give_up(f"the update to version {update.version} failed: {error}")
                 raise
@@ -248,8 +250,10 @@ class VLLMEngine:
             await self._restart_unbegun()
             if not was_paused:
                 await self._resume()
+            return unproven
 
-    async def _transfer(self, update: WeightUpdate) -> None:
+    async def _transfer(self, update: WeightUpdate) -> Sequence[str]:
+        """Which weights could never be compared with what was sent, by any of the workers."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         core, info = self._core, update.info
@@ -257,13 +261,17 @@ class VLLMEngine:
             info = in_words(info)
         elif update.backend == "shared_memory" and (await asyncio.to_thread(read_about, info["path"])).adapter:
             await core.load_adapter(info["path"], update.version)
-            return
+            return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
         if update.backend == "nccl":
             await self._join_group(info)
             info = info["parameters"]
         await core.call(core.llm.start_weight_update())
         await core.call(core.llm.update_weights(WeightTransferUpdateRequest(info)))
         await core.call(core.llm.finish_weight_update(weight_version=str(update.version)))
+        if update.backend == "shared_memory" and self._unproven != []:  # what was right once stays so, or is an error
+            ranks: list[list[str]] = await core.call(core.llm.collective_rpc("unproven"))
+            self._unproven = sorted({name for names in ranks for name in names})
+        return self._unproven or []
 
     async def _join_group(self, info: dict[str, Any]) -> None:
         """Meet the trainer in its NCCL group, before the first update in it."""

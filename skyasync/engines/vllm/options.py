@@ -1,7 +1,7 @@
 """vLLM's own engine arguments, as ``generator.engine_kwargs`` may say them.
 
-Invariant: what may be said is read off the installed vLLM's ``EngineArgs``, from its source, so that a wrong name or
-type is refused at once: importing vLLM would take seconds. What a run says with a key of its own is not said here.
+Invariant: what may be said is read off the installed vLLM's ``EngineArgs``, from its source, so that a wrong name, type
+or choice is refused at once: importing vLLM would take seconds. What a run says with a key of its own is not said here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from skyasync.engines.vllm.option_types import problem
 from skyasync.errors import nearest
 
 KEY = "generator.engine_kwargs"
-PLAIN = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
 
 #: Argument -> the key that says it, or why nothing may.
 SAID_ELSEWHERE = {
@@ -38,6 +38,11 @@ SAID_ELSEWHERE = {
     "trust_remote_code": "no code of a model's folder is run",
 }
 
+#: Values that vLLM takes and a run cannot use.
+REFUSED: dict[tuple[str, object], str] = {
+    ("load_format", "dummy"): "the engine would compute with random weights until the first weight sync",
+}
+
 
 def complaints(options: Mapping[str, object]) -> Iterator[str]:
     """What is wrong with ``generator.engine_kwargs``, a line each; nothing where vLLM is not installed."""
@@ -49,8 +54,10 @@ def complaints(options: Mapping[str, object]) -> Iterator[str]:
             close = " or ".join(nearest(name, set(known) - set(SAID_ELSEWHERE)))
             hint = f": did you mean {close}?" if close else ""
             yield f"{KEY}.{name} is no argument of vLLM's AsyncEngineArgs{hint}"
-        elif known and not _fits(value, known[name]):
-            yield f"{KEY}.{name}={value!r} must be {known[name]}, found {type(value).__name__}"
+        elif isinstance(value, str) and (name, value) in REFUSED:
+            yield f"{KEY}.{name}={value!r} is not taken: {REFUSED[name, value]}"
+        elif known and (wrong := problem(f"{KEY}.{name}", name, value, known[name])):
+            yield wrong
 
 
 def devices(options: Mapping[str, object], tensor_parallel: int) -> int:
@@ -73,12 +80,3 @@ def arguments() -> dict[str, str]:
         for field in classes[name].body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
     }
-
-
-def _fits(value: object, annotation: str) -> bool:
-    """Whether a value is of one of the types that an annotation names, where these are all plain."""
-    kinds = [kind.strip() for kind in annotation.split("|")]
-    if not all(kind in PLAIN for kind in kinds):
-        return True  # vLLM says it when the engine starts
-    allowed = {kind for name in kinds for kind in PLAIN[name]}
-    return type(value) in allowed

@@ -82,7 +82,12 @@ class VLLMServerEngine(ServerEngine):
     async def _go_on(self) -> None:
         await self._server.post("/resume")
 
-    async def _load(self, update: WeightUpdate) -> None:
+    async def _load(self, update: WeightUpdate) -> list[str]:
         await self._server.post("/start_weight_update")
         await self._server.post("/update_weights", {"update_info": update.info})
         await self._server.post("/finish_weight_update", {"weight_version": str(update.version)})
+        try:
+            answer = await self._server.post("/collective_rpc", {"method": "unproven"})
+        except RuntimeError:  # started without what it takes to say so
+            return ["the server does not say"]
+        return sorted({name for names in answer["results"] for name in names})

@@ -27,6 +27,10 @@ RIGHT = [
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     {"enable_lora": True, "max_loras": 1},
     {"cpu_offload_gb": 2},
+    {"kv_cache_dtype": "fp8"},
+    {"load_format": "safetensors"},
+    {"attention_backend": "CPU_ATTN"},
+    {"compilation_config": {"mode": 0}},
 ]
 
 
@@ -50,6 +54,25 @@ def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]
         ({"enforce_eager": 1}, "engine_kwargs.enforce_eager=1 must be bool, found int"),
         ({"block_size": "many"}, "engine_kwargs.block_size='many' must be int | None, found str"),
         ({"max_model_len": 9}, "engine_kwargs.max_model_len is not taken: use generator.max_model_len"),
+        ({"quantization": "fp99"}, "engine_kwargs.quantization='fp99' is no choice of vLLM's: did you mean fp8"),
+        ({"kv_cache_dtype": "fp99"}, "engine_kwargs.kv_cache_dtype='fp99' is no choice of vLLM's: did you mean fp8"),
+        (
+            {"mm_encoder_tp_mode": "x"},
+            "mm_encoder_tp_mode='x' is no choice of vLLM's: it is one of weights, data",
+        ),
+        (
+            {"speculative_config": {"methd": "ngram"}},
+            "config.methd is no setting of vLLM's: did you mean method",
+        ),
+        (
+            {"speculative_config": {"method": "ngrm"}},
+            "config.method='ngrm' is no choice of vLLM's",
+        ),
+        ({"compilation_config": {"levl": 3}}, "engine_kwargs.compilation_config.levl is no setting of vLLM's"),
+        (
+            {"load_format": "dummy"},
+            "load_format='dummy' is not taken: the engine would compute with random",
+        ),
         ({"trust_remote_code": True}, "no code of a model's folder is run"),
     ],
 )
