@@ -98,8 +98,11 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder,
         mock.patch.dict(os.environ, {TEMPORARY: folder}),
     ):
-        with mock.patch.dict(os.environ, TMPDIR=folder):
-            start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = folder
+        start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
+        del os.environ["TMPDIR"]  # and nothing else: what Ray has set is for programs that join
+        os.environ |= {"TMPDIR": before} if before is not None else {}
         yield
         ray.shutdown()
 

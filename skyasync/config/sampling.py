@@ -59,10 +59,11 @@ def check_sampling(cfg: Config, *, reads_behaviour: str) -> Iterator[str]:
     Args:
         reads_behaviour: the setting for which the objective reads the log-probabilities of sampling; "" if none does.
     """
+    lacking: list[str] = []
     for group, sampling in _set_groups(cfg.generator):
         yield from _check_bias(f"generator.{group}.logit_bias", sampling)
-        yield from _check_engine(cfg, group, sampling)
-    yield from _check_mirrored(cfg.generator.sampling_params, reads_behaviour)
+        lacking += _check_engine(cfg, group, sampling)
+    yield from lacking or _check_mirrored(cfg.generator.sampling_params, reads_behaviour)
     if cfg.trainer.partial_rollout == "recompute":
         for name in _used(cfg.generator.sampling_params, COUNTS_RESPONSE):
             yield (

@@ -16,6 +16,7 @@ from skyasync.config import Config, dump_config, load_config
 from skyasync.config.check import INTERVALS
 from skyasync.config.keys import Key, Keys
 from skyasync.config.rules import Plan
+from skyasync.config.sampling import UNMIRRORED
 from skyasync.config.unread import check_unread
 
 pytestmark = pytest.mark.slow
@@ -79,6 +80,8 @@ def consistent(config: Config) -> Config:
             setattr(group(config), name, getattr(group(plain), name))
     for sampling in (generator.sampling_params, generator.eval_sampling_params):
         sampling.logit_bias, sampling.structured_outputs, sampling.repetition_detection = {}, {}, {}
+        for name in UNMIRRORED:
+            setattr(sampling, name, getattr(plain.generator.sampling_params, name))
     generator.eval_n_samples_per_prompt = 1
     generator.spare_samples_per_prompt, generator.run_engines_locally = 0, True
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
@@ -88,6 +91,7 @@ def consistent(config: Config) -> Config:
     trainer.critic.warmup_steps, trainer.reward.model.path, trainer.reward.models = 0, "", {}
     trainer.parallel, trainer.policy.fsdp_size = plain.trainer.parallel, 0
     trainer.policy.torch_compile, trainer.policy.router_replay = False, "none"
+    trainer.policy.cpu_offload, trainer.policy.lora.base_dtype, trainer.critic.backbone = "none", "", "own"
     trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False

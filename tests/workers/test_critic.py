@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2}  # fewer than four ranks: these cut each of them
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "qwen2": Qwen2Config(**SMALL),

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.workers import base, offload
@@ -147,3 +150,17 @@ def test_ranks_have_one_ranks_gradient(
     group.set_up(PolicyWorker, way.settings(shapes[name], adapters=adapters))
     found = [torch.from_numpy(one) for one in group.call(step, way)]
     assert max(distance(one, expected(shapes[name], adapters)) for one in found) < RELATIVE
+
+
+@pytest.mark.parametrize("way", [Way(4), Way(4, recomputed="selective", reduced="update")], ids=str)
+def test_experts_that_are_fewer_than_ranks_are_cut_without_changing_the_gradient(
+    way: Way, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """Three experts on four ranks: each holds a part of every one."""
+    config = deepcopy(SHAPES["qwen3_moe"])
+    config.num_experts = 3
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ranks(4).set_up(PolicyWorker, way.settings(str(tmp_path), adapters=False))
+    for one in ranks(4).call(step, way):
+        assert distance(torch.from_numpy(one), expected(str(tmp_path), False)) < RELATIVE
