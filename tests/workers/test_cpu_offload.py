@@ -143,11 +143,12 @@ def test_offload_changes_no_bit_on_one_rank(tied_model: str, tmp_path: Path, cas
     all_kinds(Rank(0, 1), told(tied_model, case), tmp_path)
 
 
-@pytest.mark.parametrize("case", ["adamw", "muon"])
+@pytest.mark.parametrize("case", ["adamw", pytest.param("muon", marks=pytest.mark.matrix)])
 def test_nor_on_two(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, case: str) -> None:
     ranks(2).call(all_kinds, told(untied_model, case), tmp_path)
 
 
+@pytest.mark.matrix
 def test_nor_under_a_tensor_axis(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     cfg = told(untied_model, "adamw")
     cfg.trainer.parallel.tensor = 2

@@ -134,7 +134,7 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("groups", "tensor"), [(5, 2), (1, 1)])
+@pytest.mark.parametrize(("groups", "tensor"), [(5, 2), pytest.param(1, 1, marks=pytest.mark.matrix)])
 async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     model_path: str, bundles: PlacementGroup, tmp_path: Path, groups: int, tensor: int
 ) -> None:

@@ -356,6 +356,7 @@ def stepped(rank: Rank, loaded: str, folder: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 @pytest.mark.parametrize("kind", [adapted, turned, rounded])
 def test_what_is_trained_on_an_axis_is_resumed_by_it_bit_for_bit_and_read_by_one_rank(

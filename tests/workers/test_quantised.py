@@ -107,7 +107,7 @@ def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     return gradient.numpy(), rank.worker.optimizer_step()
 
 
-@pytest.mark.parametrize(("count", "kind"), [(4, "int8")])
+@pytest.mark.parametrize(("count", "kind"), [(2, "nf4"), pytest.param(4, "int8", marks=pytest.mark.matrix)])
 def test_the_gradient_on_several_ranks_is_that_of_one(
     untied_model: str, ranks: Callable[[int], Ranks], count: int, kind: str
 ) -> None:

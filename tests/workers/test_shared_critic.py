@@ -171,7 +171,7 @@ def of_rank(rank: Rank) -> tuple[Any, Any, dict[str, float], Any]:
     return policy.numpy(), head.numpy(), metrics, whole(rank.worker.model.value_head.weight).numpy()
 
 
-@pytest.mark.parametrize(("count", "rank"), [(2, 0), (4, 4)])
+@pytest.mark.parametrize(("count", "rank"), [(2, 0), pytest.param(4, 4, marks=pytest.mark.matrix)])
 def test_the_gradient_on_several_ranks_is_that_of_one(
     untied_model: str, ranks: Callable[[int], Ranks], count: int, rank: int
 ) -> None:
