@@ -40,5 +40,6 @@ def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, tr
     given_up = round(sum(run.series("env/given_up")) * BATCH * SAMPLES)
     assert 1 <= given_up <= 2 * BATCH * SAMPLES, "those that lost their process three times in a row are counted"
     assert max(run.series("time/step_s")) < LIMIT_S
-    assert all(run.metrics[-1][f"memory/{who}_gib"] > 0 for who in HOLDERS), "of each kind of process"
+    seen = {who for row in run.metrics for who in HOLDERS if row.get(f"memory/{who}_gib", 0) > 0}
+    assert seen == set(HOLDERS), "of each kind of process, while there is one"
     assert leftovers.none_soon(leftovers.of_the_cluster) == []

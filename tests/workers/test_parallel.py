@@ -329,52 +329,6 @@ def test_any_axes_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
     assert again[0][1] == state
 
 
-def adapted(cfg: Config) -> None:
-    cfg.trainer.policy.lora.rank = 4
-
-
-def turned(cfg: Config) -> None:
-    cfg.trainer.policy.optimizer_config.name = "muon"
-
-
-def rounded(cfg: Config) -> None:
-    cfg.trainer.policy.optimizer_config.bf16_stochastic_round = True
-    cfg.trainer.policy.model.dtype = "bfloat16"
-
-
-def stepped(rank: Rank, loaded: str, folder: str) -> tuple[str, str]:
-    """Digests of the whole state as loaded, or after a step that is saved; and after another step."""
-    worker = rank.worker
-    if loaded:
-        worker.load(loaded)
-    else:
-        worker.update_policy(ragged())  # all ranks have the same rows
-        worker.save(folder)
-    before = calls.digest_of_whole(worker)
-    worker.update_policy(ragged())
-    return before, calls.digest_of_whole(worker)
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-@pytest.mark.parametrize("kind", [adapted, turned, rounded])
-def test_what_is_trained_on_an_axis_is_resumed_by_it_bit_for_bit_and_read_by_one_rank(
-    shapes: dict[str, str], kind: Callable[[Config], None], axis: str, ranks: Callable[[int], Ranks], tmp_path: Path
-) -> None:
-    cfg, alone = parallel(shapes["llama"], **{axis: 2}), parallel(shapes["llama"])
-    kind(cfg)
-    kind(alone)
-    ranks(2).set_up(PolicyWorker, cfg)
-    (found, other) = ranks(2).call(stepped, "", str(tmp_path))
-    assert found == other and found[0] != found[1]
-    ranks(2).set_up(PolicyWorker, cfg)
-    assert set(ranks(2).call(stepped, str(tmp_path), "")) == {found}
-    worker = PolicyWorker(alone, threads=1)
-    worker.setup()
-    assert calls.load_whole(Rank(0, 1, worker), str(tmp_path)) == found[0]
-
-
 def first(rank: Rank) -> Any:
     """What the model is as loaded, and log-probabilities of the distribution that was sampled from."""
     worker = rank.worker
