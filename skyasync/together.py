@@ -48,6 +48,16 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
             tasks.start(coroutine)
 
 
+async def not_halfway(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await what must not stop in the middle: a cancellation waits for its end, and is then one."""
+    task = asyncio.create_task(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
     task = asyncio.current_task()
     try:

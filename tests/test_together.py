@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from skyasync.together import run_together
+from skyasync.together import not_halfway, run_together
 from tests.virtual_time import virtual_time
 
 
@@ -121,3 +121,19 @@ async def test_what_many_met_alike_is_told_once():
         await run_together(*(breaks(1, shared) for _ in range(9)), *(breaks(1, KeyError("k")) for _ in range(9)))
     assert caught.value is shared
     assert caught.value.__notes__ == ["at the same time: KeyError('k')"]
+
+
+@virtual_time
+async def test_what_must_not_stop_in_the_middle_is_waited_for_when_its_caller_is_cancelled():
+    ended = []
+
+    async def update():
+        await asyncio.sleep(3)
+        ended.append("update")
+
+    task = asyncio.create_task(not_halfway(update()))
+    await asyncio.sleep(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["update"]

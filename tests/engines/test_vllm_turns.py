@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,23 @@ async def test_weights_are_updated_between_the_two_steps_and_nothing_is_schedule
     await engine.update_weights(update)  # awake again: paused around the update, as ever
     assert calls[0].startswith("pause_scheduler_async")
     assert calls[-1] == "resume_generation"
+
+
+async def test_an_update_that_is_cancelled_ends_first_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM takes no update while another one is open."""
+    engine, calls = recorded(monkeypatch)
+    save_file({"weight": torch.ones(1)}, tmp_path / "weights")
+    updating = asyncio.create_task(
+        engine.update_weights(WeightUpdate(1, "shared_memory", {"path": str(tmp_path / "weights")}))
+    )
+    while "start_weight_update" not in calls:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    updating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await updating
+    assert calls[-2:] == ["finish_weight_update weight_version=1", "resume_generation"]
 
 
 def test_vllm_wakes_by_these_tags() -> None:

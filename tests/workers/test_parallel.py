@@ -200,6 +200,7 @@ def merged(rank: Rank) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "count", "sizes"),
     [("llama", 2, {"context": 2}), ("qwen3_tied", 2, {"tensor": 2}), ("qwen3_moe", 4, {"tensor": 2})],

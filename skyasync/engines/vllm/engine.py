@@ -35,6 +35,7 @@ from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
 from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
+from skyasync.together import not_halfway
 from skyasync.weight_sync.changed_weights import read_about
 from skyasync.weight_sync.lent import in_words
 from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
@@ -241,7 +242,11 @@ class VLLMEngine:
             if not was_paused:
                 await self._pause("keep")
             try:
-                unproven = await self._transfer(update)
+                unproven = await not_halfway(self._transfer(update))  # vLLM takes no other before this one has ended
+            except asyncio.CancelledError:
+                if not was_paused:
+                    await self._resume()
+                raise
             except Exception as error:
                 self._core.give_up(f"the update to version {update.version} failed: {error}")
                 raise
