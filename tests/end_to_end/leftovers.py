@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import psutil
 import ray
 from ray.util import placement_group_table
 
@@ -19,7 +21,7 @@ def of_the_cluster() -> list[str]:
     groups = [f"placement group {g['name']}" for g in placement_group_table().values() if g["state"] != "REMOVED"]
     actors = ray._private.state.actors().values()
     living = [f"actor {a['ActorClassName']} {a['State']}" for a in actors if a["State"] != "DEAD"]
-    processes = [f"process of {a['ActorClassName']}" for a in actors if a["Pid"] and lives(a["Pid"])]
+    processes = [f"process of {a['ActorClassName']}" for a in actors if _has_a_process(a)]
     return groups + living + processes + _shared_weights()
 
 
@@ -41,6 +43,17 @@ def _shared_weights() -> list[str]:
     """Files whose writer has gone; those of other runs on the machine have a living one."""
     files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
     return [f.name for f in files if not lives(int(f.name.removeprefix(shared_memory.PREFIX).split("-")[0]))]
+
+
+def _has_a_process(actor: Mapping[str, Any]) -> bool:
+    """Not one that got the number of an actor's process when that had ended: a machine has few, and uses them again."""
+    if not actor["Pid"] or not lives(actor["Pid"]):
+        return False
+    try:
+        born = psutil.Process(actor["Pid"]).create_time()
+    except psutil.Error:
+        return False
+    return not actor["EndTime"] or born * 1000 < actor["EndTime"]
 
 
 def lives(process_id: int) -> bool:
