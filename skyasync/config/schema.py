@@ -80,6 +80,12 @@ class TrainerConfig(SurvivalConfig):
     async_queue_size: int = key(
         1, "Batches the generator may be ahead in the one_step_off plan: the staleness it settles at.", low=1
     )
+    stream_groups: int = key(
+        0,
+        "Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives the "
+        "same losses bit for bit. 0 trains whatever has been generated, which waits least.",
+        low=0,
+    )
     max_staleness: int = key(
         1, "Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous.", low=0
     )

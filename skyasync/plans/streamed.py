@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 
 from skyasync.data.prompts import PromptBatch
 from skyasync.plans import PLANS
@@ -43,11 +44,13 @@ from skyasync.training.phases import Metrics
 class Arrivals:
     """The rollouts of one batch: each has a place, in the order of the stream, and ends kept or rejected.
 
-    A pure record; ``in_order`` lets a group out only when all before it have been decided.
+    A pure record. ``in_order`` lets a group out only when all before it have been decided; ``portion`` so many places
+    at a time, less only at the end: what is trained together is then the same, however the rollouts end.
     """
 
     in_order: bool
     started: int
+    portion: int = 0
     ended: int = 0
     kept: list[Group] = field(default_factory=list)
     rejected: list[Group] = field(default_factory=list)
@@ -69,15 +72,23 @@ class Arrivals:
             self.rejected += groups
 
     def take(self) -> list[Group]:
-        """All groups that may be trained now, in the order of their places."""
+        """All groups that may be trained now (or a portion of them), in the order of their places."""
         groups: list[Group] = []
-        for place in sorted(self.waiting):
-            if self.in_order and place != self._next:
-                break
-            self._next = place + 1
-            groups += self.waiting.pop(place)
+        while not groups and (places := self._takeable()):  # all of a portion may have been rejected
+            self._next = places[-1] + 1
+            for place in places:
+                groups += self.waiting.pop(place)
         self.kept += groups
         return groups
+
+    def _takeable(self) -> list[int]:
+        if not (self.in_order or self.portion):
+            return sorted(self.waiting)
+        places = list(takewhile(self.waiting.__contains__, count(self._next)))
+        if not self.portion:
+            return places
+        enough = len(places) >= self.portion or self.ended == self.started
+        return places[: self.portion] if enough else []
 
     @property
     def complete(self) -> bool:
@@ -100,7 +111,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
 
     async def _step(self, prompts: PromptBatch) -> None:
         several = self.cfg.trainer.policy_mini_batch_size > 0  # updates, with generation in between
-        self._arrivals = Arrivals(in_order=several, started=len(prompts.prompts))
+        self._arrivals = Arrivals(several, len(prompts.prompts), self.cfg.trainer.stream_groups)
         self._arrived, self._last = asyncio.Event(), prompts
         both = run_together(self._roll_out_all(prompts), self._train_all())
         async with self.keeping_bad(lambda: self._rollout()):

@@ -167,7 +167,7 @@ STEPS = 6  # of four prompts, with ten in an epoch
 
 def definite(plan: type[RayPPOTrainer], model: str, folder: Path, **settings: Any) -> LocalRun:
     """Of a plan whose batches do not depend on the clock."""
-    cfg = config(model, steps=STEPS, ckpt_interval=1, ckpt_path=str(folder), **settings)
+    cfg = config(model, steps=STEPS, ckpt_interval=1, ckpt_path=str(folder), stream_groups=2, **settings)
     cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
     return LocalRun(type("Remembering", (Memory, plan), {}), cfg)
 

@@ -61,6 +61,31 @@ def test_every_group_is_taken_once_and_in_order_only_where_order_counts(order, d
         assert [group.prompt.id.row for group in taken] == sorted(set(range(6)) - dull)
 
 
+@given(st.permutations(range(7)), st.sets(st.integers(0, 6)), st.integers(1, 8), st.data())
+def test_what_is_trained_together_does_not_depend_on_what_ends_first(order, dull, portion, data) -> None:
+    arrivals, taken = Arrivals(False, 7, portion), []
+    groups = [Group(prompt, []) for prompt in dataset(7)]
+    for place in order:
+        arrivals.end(place, [groups[place]], {}, kept=place not in dull)
+        while data.draw(st.booleans()) and (some := arrivals.take()):
+            taken.append([group.prompt.id.row for group in some])
+    while some := arrivals.take():
+        taken.append([group.prompt.id.row for group in some])
+    assert arrivals.complete
+    firsts = range(0, 7, portion)
+    portions = [[row for row in range(first, min(first + portion, 7)) if row not in dull] for first in firsts]
+    assert taken == [rows for rows in portions if rows]
+
+
+def test_groups_may_be_trained_in_the_order_of_their_prompts() -> None:
+    run = make_run(
+        StreamedRayPPOTrainer, prompts=4, generating=[9.0, 1.0, 1.0, 1.0], updating=[2.0], syncing=[0.0],
+        trainer__stream_groups=2,
+    ).train()  # fmt: skip
+    assert [[i.row for i in part] for part in run.dispatch.trained] == [[i.row for i in stream(4)]]
+    assert run.tracker.of("time/step_s")[1] == pytest.approx(9.0 + 2 * 2.0)  # all wait for the first one
+
+
 def test_a_batch_trains_while_its_tail_is_generated() -> None:
     run = make_run(
         StreamedRayPPOTrainer, prompts=4, generating=[1.0, 1.0, 1.0, 9.0], updating=[2.0], syncing=[0.0]
