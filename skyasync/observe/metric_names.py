@@ -127,6 +127,8 @@ METRICS = (
     Metric("sync/logprob_gap_limit", "What rounding was measured to do: a larger gap ends the run.", "nats"),
     Metric("sync/bytes", "What a sync that need not send all weights has sent.", "bytes"),
     Metric("sync/share_changed", "Weights that differ from those of the sync before (weight_sync_mode=delta).", SHARE),
+    Metric("sync/bytes_to_nodes", "What of it has crossed to other nodes of the cluster, once for each.", "bytes"),
+    Metric("sync/to_nodes_s", "How long that took, to all of them.", SECONDS),
     Metric("sync/fallbacks", "Such syncs so far that sent all weights, the first left out."),
     Metric("rollout/running", "Prompts in flight when the step began to train (fully_async)."),
     Metric("rollout/finished", "Prompts that waited for training then."),
