@@ -178,7 +178,7 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     if gpus and not (cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)):
         reason = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
         why = f" ({reason})"
-    others = "; engines on other nodes of the cluster get theirs through Ray's object store" if crosses_nodes(cfg) else ""
+    others = "; engines on other nodes get theirs through Ray's object store" if crosses_nodes(cfg) else ""
     return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}{others}"
 
 

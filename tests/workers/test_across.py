@@ -139,7 +139,7 @@ async def test_one_that_is_silent_counts_as_dead(monkeypatch: pytest.MonkeyPatch
 
 async def test_a_node_that_is_gone_fails_its_own_engines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with across(monkeypatch) as (rank_0, both, there):
-        gone = "f" * len(there)
+        gone = "f" * (len(there) - 1) + "e"  # no node of this cluster
         both._nodes = lambda: [gone, there]
         update = await both.publish(rank_0.update(0))
         with pytest.raises(EngineDiedError, match="weights do not reach the engines of node ffffffff: "):
