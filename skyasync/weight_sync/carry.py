@@ -13,7 +13,6 @@ many engines are on it. A receiver that dies, or is silent for too long, is left
 from __future__ import annotations
 
 import mmap
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,7 +26,6 @@ from skyasync.weight_sync.update import WeightSyncError
 
 PIECE = 16 << 20  # bytes
 AHEAD = 4  # pieces that are on their way
-BEGIN_S = 60.0  # at least, for a receiver's process to start
 
 
 class Carried(NamedTuple):
@@ -37,7 +35,6 @@ class Carried(NamedTuple):
     deaths: dict[str, str]
     errors: dict[str, str]
     bytes: int  # that have crossed
-    seconds: float
 
 
 def carry(info: Mapping[str, Any], receivers: Mapping[str, Any], silence_s: float) -> Carried:
@@ -47,7 +44,7 @@ def carry(info: Mapping[str, Any], receivers: Mapping[str, Any], silence_s: floa
         receivers: actors of ``Receiver``, by their nodes.
         silence_s: that a receiver may need for a piece.
     """
-    began, heard, crossed = time.monotonic(), _Heard(receivers, silence_s), 0
+    heard, crossed = _Heard(receivers, silence_s), 0
     memory = _mapped(info["path"])
     heard.begin(len(memory), info.get("kinds"))
     on_their_way: deque[dict[str, Any]] = deque()
@@ -56,13 +53,13 @@ def carry(info: Mapping[str, Any], receivers: Mapping[str, Any], silence_s: floa
             heard.answers(on_their_way.popleft())
         if not heard.there:
             break
-        sent = ray.put(piece)  # type: ignore[no-untyped-call]
+        sent = ray.put(piece)
         on_their_way.append({node: each.take.remote(first, sent) for node, each in heard.there.items()})
         crossed += piece.nbytes * len(heard.there)
     for asked in on_their_way:
         heard.answers(asked)
     infos = heard.end(info.get("digests", {}))
-    return Carried(infos, heard.deaths, heard.errors, crossed, time.monotonic() - began)
+    return Carried(infos, heard.deaths, heard.errors, crossed)
 
 
 class _Heard:
@@ -75,24 +72,22 @@ class _Heard:
         self._silence_s = silence_s
 
     def begin(self, size: int, kinds: object) -> None:
-        asked = {node: receiver.begin.remote(size, kinds) for node, receiver in self.there.items()}
-        self.answers(asked, max(self._silence_s, BEGIN_S))
+        self.answers({node: receiver.begin.remote(size, kinds) for node, receiver in self.there.items()})
 
     def end(self, digests: object) -> dict[str, Any]:
         return self.answers({node: receiver.end.remote(digests) for node, receiver in self.there.items()})
 
-    def answers(self, asked: Mapping[str, Any], within_s: float = 0.0) -> dict[str, Any]:
+    def answers(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """By node, of those that are there."""
-        within_s = within_s or self._silence_s
         wanted = {node: answer for node, answer in asked.items() if node in self.there}
         if not wanted:
             return {}
-        ready, _ = ray.wait(list(wanted.values()), num_returns=len(wanted), timeout=within_s)
+        ready, _ = ray.wait(list(wanted.values()), num_returns=len(wanted), timeout=self._silence_s)
         found = {}
         for node, answer in wanted.items():
             try:
                 if answer not in ready:
-                    raise TimeoutError(f"it gave no answer within {within_s:g} s")
+                    raise TimeoutError(f"it gave no answer within {self._silence_s:g} s")
                 found[node] = ray.get(answer)
             except WeightSyncError as error:
                 del self.there[node]

@@ -41,7 +41,7 @@ class Receiver:
 
     def take(self, first: int, piece: Bytes) -> None:
         """Bytes, which belong at ``first``. Each comes once."""
-        left = memoryview(piece)
+        left = piece.data
         while left:
             written = os.pwrite(self._into, left, first)
             first, left = first + written, left[written:]

@@ -122,13 +122,13 @@ async def test_a_receiver_that_dies_has_a_successor_in_the_next_sync_and_for_who
 
 
 async def test_one_that_is_silent_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carry, "BEGIN_S", 10.0)
     async with across(monkeypatch) as (rank_0, both, there):
         await handed_over(both, rank_0, 0)
         stopped = await receivers_pid(both, there)
-        monkeypatch.setattr(carry, "BEGIN_S", 0.5)
         both._silence_s = 0.5
         os.kill(stopped, signal.SIGSTOP)
+        on_the_way = await asyncio.to_thread(carry.carry, rank_0.update(1).info, both._receivers, 0.5)
+        assert on_the_way.deaths == {there: "TimeoutError: it gave no answer within 0.5 s"}
         monkeypatch.setattr("skyasync.workers.across.TRIES", 1)
         update = await both.publish(rank_0.update(1))
         with pytest.raises(EngineDiedError, match=r"^weights do not reach .* gave no answer within 0\.5 s$"):
@@ -169,3 +169,15 @@ async def test_a_file_is_carried_as_it_is_and_gone_behind_its_hand_over(monkeypa
             assert late.metrics == {} and same(load_file((await late.on(there)).info["path"]), 0)
         finally:
             remove_weights(path)
+
+
+async def test_nobody_waits_for_a_node_on_which_no_engine_lives_any_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with across(monkeypatch) as (rank_0, both, there):
+        await handed_over(both, rank_0, 0)
+        os.kill(await receivers_pid(both, there), signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(0.2, lambda: setattr(both, "_nodes", list))
+        began = asyncio.get_running_loop().time()
+        await both.publish(rank_0.update(1))
+        assert asyncio.get_running_loop().time() - began < 10.0 and "no engine lives there any more" in caplog.text
