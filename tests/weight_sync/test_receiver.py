@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skyasync.weight_sync.changed_weights import ChangedWeights, KeptWeights
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.lent import Borrower, Lender
 from skyasync.weight_sync.receiver import Receiver
@@ -95,3 +96,16 @@ def test_a_file_is_there_until_its_hand_over_ends_or_the_next_one_comes():
     finally:
         for file in files:
             os.unlink(file)
+
+
+def test_files_of_changes_are_put_into_what_was_carried_before():
+    changed, kept, receiver, weights = ChangedWeights(), KeptWeights(), Receiver(computed_on=True), many(0)
+    for step in range(3):
+        weights["l"][0, step] += 1
+        sent = changed.publish(weights)
+        try:
+            found, digests = kept.read(carried(receiver, {"path": sent.path})["path"])
+        finally:
+            os.unlink(sent.path)
+        assert bool(sent.base) == (step > 0), "the first is of all weights"
+        assert same(found, weights) and digests == digests_of(weights)
