@@ -197,12 +197,19 @@ class BasePPOExp:
             {role.name: self.parts.placement.ranks(role.name) for role in self.roles()},
             self.engine_config().weight_sync_backend,
             self._living,
+            self._nodes,
         )
 
     def _living(self) -> list[int]:
         """The places of the engines that live."""
         roster = getattr(self.parts.client, "roster", None)  # a client of one's own has none
         return roster.routes.living if roster else list(range(self.cfg.generator.own_engines))
+
+    def _nodes(self) -> list[str]:
+        """Those of the engines that live, as far as they are on any of Ray's."""
+        engines = getattr(self.parts.client, "engines", [])
+        found = (getattr(engines[index], "node", "") for index in self._living() if index < len(engines))
+        return [node for node in found if node]
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]

@@ -204,7 +204,8 @@ class GeneratorConfig(Settings):
     )
     weight_sync_backend: str = key(
         "auto",
-        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, else shared_memory.",
+        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, else shared_memory, which goes "
+        "through Ray's object store to engines on other nodes of a cluster.",
         choices=("auto", "shared_memory", "nccl"),
     )
     weight_sync_mode: str = key(

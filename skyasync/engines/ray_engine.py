@@ -148,7 +148,13 @@ class RayEngine:
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         await self._call("abort", request_ids)
 
+    @property
+    def node(self) -> str:
+        """Ray's name of the node that it is on; empty before it has started."""
+        return self._process.node if self._process is not None else ""
+
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
+        update = await update.on(self.node)
         with _deaths():
             unproven: Sequence[str] | None = await self._actor.call.remote("update_weights", update)
         return unproven

@@ -178,7 +178,13 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     if gpus and not (cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)):
         reason = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
         why = f" ({reason})"
-    return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}"
+    others = "; engines on other nodes get theirs through Ray's object store" if crosses_nodes(cfg) else ""
+    return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}{others}"
+
+
+def crosses_nodes(cfg: Config) -> bool:
+    """Whether weights that do not go by NCCL may have to be carried to engines on other nodes of a cluster."""
+    return bool(cfg.ray.address) and cfg.generator.own_engines > 0 and not cfg.generator.weight_sync_dir
 
 
 def _way(cfg: Config) -> str:

@@ -128,6 +128,8 @@ METRICS = (
     Metric("sync/bytes", "What a sync that need not send all weights has sent.", "bytes"),
     Metric("sync/share_changed", "Weights that differ from those of the sync before (weight_sync_mode=delta).", SHARE),
     Metric("sync/fallbacks", "Such syncs so far that sent all weights, the first left out."),
+    Metric("sync/bytes_to_nodes", "Weights that crossed to other nodes with engines, once to each.", "bytes"),
+    Metric("sync/to_nodes_s", "How long that took, to all of them.", SECONDS),
     Metric("rollout/running", "Prompts in flight when the step began to train (fully_async)."),
     Metric("rollout/finished", "Prompts that waited for training then."),
     Metric("throughput/tokens_per_s", "Tokens that the engines generated in the step's time.", "tokens/s"),

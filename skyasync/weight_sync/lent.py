@@ -65,15 +65,33 @@ class Lender:
             kinds: of all weights, as they are to be read: they are converted on the way.
             weights: in the order of ``kinds``. No more than a few of them are in memory at a time.
         """
-        if not self._buffers or self._buffers[0].kinds != kinds:
-            self._buffers = [_Buffer(kinds), *self._buffers[1:]]
-        buffer = self._buffers[0]
+        buffer = self._next(kinds)
         copies: dict[str, Future[str]] = {}
         for name, tensor in weights:
             copies[name] = self._pool.submit(_copy, buffer.tensors[name], tensor)
             _wait_for_all_but(THREADS, copies)
         buffer.digests = {name: copy.result() for name, copy in copies.items()}
         return buffer.info
+
+    def _next(self, kinds: Kinds) -> _Buffer:
+        """The buffer that nobody reads."""
+        if not self._buffers or self._buffers[0].kinds != kinds:
+            self._buffers = [_Buffer(kinds), *self._buffers[1:]]
+        return self._buffers[0]
+
+    def room(self, kinds: Kinds) -> int:
+        """A descriptor of the buffer that nobody reads, for the bytes of another lender's, which has this layout."""
+        return self._next(kinds).descriptor
+
+    def arrived(self, digests: Mapping[str, str]) -> dict[str, Any]:
+        """Those bytes have been written; what ``Borrower.read`` needs.
+
+        Raises:
+            WeightSyncError: unless they are what the other lender was given.
+        """
+        self._buffers[0].digests = dict(digests)
+        self.prove()
+        return self._buffers[0].info
 
     def prove(self) -> None:
         """Raises WeightSyncError unless there lies what was written last."""
@@ -107,9 +125,13 @@ class _Buffer:
         self.digests: dict[str, str] = {}
 
     @property
+    def descriptor(self) -> int:
+        return self._file.fileno()
+
+    @property
     def info(self) -> dict[str, Any]:
         """Where it is, and what is in it."""
-        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
         return {"path": path, "file": _identity(path), "kinds": self.kinds, "digests": self.digests}
 
 

@@ -86,8 +86,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
 def not_here(path: str) -> FileNotFoundError:
     """What to say of weights that this machine does not have."""
     return FileNotFoundError(
-        f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory needs policy and "
-        f"engines on one machine; with GPUs on several use generator.weight_sync_backend=nccl"
+        f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory reaches other machines "
+        f"for engines that the run has started on nodes of its Ray cluster; servers of generator.engines need a folder "
+        f"that both see (generator.weight_sync_dir), and GPUs may have generator.weight_sync_backend=nccl"
     )
 
 

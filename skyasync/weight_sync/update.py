@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 WakePart = Literal["weights", "cache"]
 
@@ -24,6 +24,12 @@ class WeightsMovedError(WeightSyncError):
     """What an engine that comes late is to be given is not there any more: the next sync has to come first."""
 
 
+class Places(Protocol):
+    """Where the nodes of a Ray cluster have the weights of one update."""
+
+    async def info(self, update: WeightUpdate, node: str) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class WeightUpdate:
     """New weights, ready to be fetched: ``info`` is what the backend needs (a path, a rendezvous, names).
@@ -32,6 +38,7 @@ class WeightUpdate:
         content: of the weights, a mark that other weights do not have; empty where nobody asks.
         base: only what has changed since these weights (their ``content``) was sent; empty: all was.
         metrics: of the publishing.
+        places: where else they lie than ``info`` says; None: nowhere, or all that read them see one place.
     """
 
     version: int
@@ -40,6 +47,13 @@ class WeightUpdate:
     content: str = ""
     base: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    places: Places | None = field(default=None, compare=False, repr=False)
+
+    async def on(self, node: str) -> WeightUpdate:
+        """As engines of this Ray node are told of it."""
+        if self.places is None:
+            return self
+        return replace(self, info=await self.places.info(self, node), places=None)
 
 
 class Held:

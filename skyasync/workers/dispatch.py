@@ -12,7 +12,7 @@ into one shard per rank, and whatever comes back is in the batch's order; how th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -27,6 +27,7 @@ from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
 from skyasync.weight_sync.changed_weights import Published
 from skyasync.weight_sync.update import WeightUpdate
+from skyasync.workers.across import Across
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
@@ -68,6 +69,7 @@ class Dispatch:
     def __init__(self, cfg: Config, groups: Mapping[str, Group]) -> None:
         self._cfg, self._groups = cfg, Started(groups)
         self._broadcast: Broadcast | None = None
+        self._across: Across | None = None  # to other nodes, where engines read what lies on one
         self._changing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # around what changes weights
 
     def set_threads(self, threads: int) -> None:
@@ -153,6 +155,11 @@ class Dispatch:
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
+        update = await self._published(version)
+        return await self._across.publish(update) if self._across is not None else update
+
+    async def _published(self, version: int) -> WeightUpdate:
+        """On rank 0's node."""
         if self._lends:
             info = (await self._groups[POLICY].call("lend"))[0]
             if computes_on_lent_weights(self._cfg):
@@ -179,8 +186,10 @@ class Dispatch:
     async def release_weights(self, update: WeightUpdate) -> None:
         if self._broadcast is not None:
             await self._broadcast.settle()
-        else:
-            await self._groups[POLICY].call_first("release", update.info["path"])
+            return
+        await self._groups[POLICY].call_first("release", update.info["path"])
+        if self._across is not None:
+            await self._across.settle(update)
 
     async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
         """Instead of ``release_weights``: how an engine that comes late gets them, until the next ``publish_weights``.
@@ -192,6 +201,8 @@ class Dispatch:
             return replace(update, info={})
         path = await self._groups[POLICY].call_first("keep", update.info["path"])
         late = {"late": True} if "kinds" in update.info else {}
+        if self._across is not None:
+            await self._across.settle(update, kept=True)
         return replace(update, info={**update.info, "path": path, **late})
 
     @property
@@ -203,7 +214,8 @@ class Dispatch:
         NCCL: for one engine that comes late; ``release_weights`` then awaits their end."""
         if self._broadcast is not None:
             return await self._broadcast.publish_alone(update.version)
-        return _as_update(update.version, await self._groups[POLICY].call_first("publish_whole", fell_back))
+        whole = _as_update(update.version, await self._groups[POLICY].call_first("publish_whole", fell_back))
+        return await self._across.publish(whole, living=fell_back) if self._across is not None else whole
 
     @property
     def _sends_changes(self) -> bool:
@@ -291,6 +303,8 @@ class Dispatch:
 
     async def shutdown(self) -> None:
         """End what the roles hold; safe to call twice."""
+        if self._across is not None:
+            self._across.close()
         for group in self._groups.values():
             group.kill()
 
@@ -304,6 +318,7 @@ class RayWorkerDispatch(Dispatch):
         placements: where the ranks of each role go, by its name; roles without an entry are not started.
         weight_sync_backend: how the engines expect the weights, ``shared_memory`` or ``nccl``.
         living: the places of the engines that live, which meet in NCCL; all of them without it.
+        nodes: of Ray, of the engines that live; without it all are where rank 0 of the policy is.
     """
 
     def __init__(
@@ -312,6 +327,7 @@ class RayWorkerDispatch(Dispatch):
         placements: Mapping[str, WorkerPlacement],
         weight_sync_backend: str = "shared_memory",
         living: Callable[[], Sequence[int]] | None = None,
+        nodes: Callable[[], Collection[str]] | None = None,
     ) -> None:
         groups = {role: RankGroup(ROLES[role], placement) for role, placement in placements.items()}
         super().__init__(cfg, groups)
@@ -320,6 +336,9 @@ class RayWorkerDispatch(Dispatch):
             every = range(cfg.generator.own_engines)
             self._broadcast = Broadcast(self._policy, cfg.generator.devices_per_engine, living or (lambda: every))
             self._changing = self._broadcast.changing
+        elif nodes is not None and not cfg.generator.weight_sync_dir:
+            computed_on, silence_s = computes_on_lent_weights(cfg), cfg.generator.heartbeat_timeout_s
+            self._across = Across(self._policy, nodes, computed_on=computed_on, silence_s=silence_s)
 
 
 def _as_update(version: int, file: Published) -> WeightUpdate:

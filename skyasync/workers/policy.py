@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from skyasync.workers.packing import Layout, MicroBatch
 from skyasync.workers.shared_critic import SharedCritic
 from skyasync.workers.totals import Totals
 from skyasync.workers.trained import Examined, TrainedWorker
+
+if TYPE_CHECKING:
+    from skyasync.weight_sync.carry import Carried
 
 __all__ = ["NonFiniteError", "PolicyWorker"]
 
@@ -233,6 +236,12 @@ class PolicyWorker(TrainedWorker):
     def prove_lent(self) -> None:
         """Raises WeightSyncError unless the memory holds what ``lend`` wrote."""
         self._lender.prove()
+
+    def carry(self, info: dict[str, Any], receivers: dict[str, Any], silence_s: float) -> Carried:
+        """Give what engines of this node are told of to those of other nodes. Of rank 0."""
+        from skyasync.weight_sync.carry import carry  # by Ray, which the rest of a worker runs without
+
+        return carry(info, receivers, silence_s)
 
     def publish_changes(self) -> Published | None:
         """As ``publish``, of what has changed since the last time, or of all. All ranks call it."""

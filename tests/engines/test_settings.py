@@ -72,11 +72,16 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
         ([SERVER], "a file of the weights in memory of this machine"),
         (["generator.backend=vllm", "generator.weight_sync_mode=delta"], "a file of what has changed"),
         (["generator.backend=vllm", *ADAPTER], "a file of the adapters alone"),
+        (
+            ["generator.backend=transformers", "ray.address=auto"],
+            "compute; engines on other nodes get theirs through Ray's object store",
+        ),
     ],
 )
 def test_a_run_says_by_what_its_weights_travel(overrides: list[str], said: str) -> None:
     line = chosen_backend(load_config(overrides), gpus=False)
     assert line.startswith("generator.weight_sync_backend=auto is shared_memory: ") and said in line
+    assert ("other nodes" in line) == ("ray.address=auto" in overrides)
 
 
 @pytest.mark.parametrize(

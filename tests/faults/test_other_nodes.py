@@ -1,0 +1,134 @@
+"""Engines on two nodes of a cluster: those that are not where rank 0 of the policy is compute on what the receiver of
+their node holds, also behind the receiver's death.
+
+Two nodes of Ray on this machine, which see each other's memory: whose memory an engine has mapped is looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.end_to_end.runs import Trained, arguments, outside_environment
+from tests.faults.lives import check, left_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+STEPS, KILLED_BEHIND = 9, 4
+PROGRAM = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from skyasync import BasePPOExp, load_config
+
+folder, steps, killed_behind, *runs = json.loads(Path(sys.argv[1]).read_text())
+small = {"include_dashboard": False, "object_store_memory": 1 << 27}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **small})
+second = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+
+def mapped(pid):
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sorted({line.split()[4] for line in lines if "memfd:skyasync-weights" in line})
+
+def held(pid):
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:skyasync-weights" in os.readlink(descriptor):
+                found.append(str(os.stat(descriptor).st_ino))
+        except FileNotFoundError:
+            pass
+    return sorted(found)
+
+def look():
+    actors = [actor for actor in ray._private.state.actors().values() if actor["State"] == "ALIVE"]
+    return [{"name": actor["ActorClassName"].rpartition(".")[2], "pid": actor["Pid"], "mapped": mapped(actor["Pid"]),
+             "second": actor["Address"]["NodeID"] == second.node_id, "held": held(actor["Pid"])} for actor in actors]
+
+def watch(name, kills):
+    metrics, seen = Path(folder) / name / "metrics.jsonl", {}
+    def rows():
+        return metrics.read_text().count("\\n") if metrics.exists() else 0
+    def wait_for(count):
+        while rows() < count:
+            time.sleep(0.02)
+    wait_for(killed_behind)
+    seen["before"] = look()
+    if kills:
+        os.kill(next(actor["pid"] for actor in seen["before"] if actor["name"] == "Receiver"), signal.SIGKILL)
+        wait_for(killed_behind + 3)
+        seen["after"] = look()
+    (Path(folder) / f"{name}.json").write_text(json.dumps(seen))
+
+if __name__ == "__main__":
+    for name, kills, given in runs:
+        watching = threading.Thread(target=watch, args=[name, kills])
+        watching.start()
+        BasePPOExp(load_config([*given, f"ray.address={cluster.address}"])).run()
+        watching.join()
+    cluster.shutdown()
+"""
+
+
+def test_engines_of_another_node_compute_on_what_has_been_carried_there(
+    tmp_path: Path, models: dict[str, str], warm_processes: Path
+) -> None:
+    names = {"sync": False, "one_step_off": True}  # whether the receiver is killed
+    output, mark = tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
+    runs = [(name, kills, arguments(
+        f"trainer.plan={name}", f"trainer.run_name={name}", f"trainer.max_training_steps={STEPS}",
+        "generator.num_inference_engines=2", "environment.num_workers=1", runs=tmp_path, model=models["tied"],
+    )) for name, kills in names.items()]  # fmt: skip
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "given.json").write_text(json.dumps([str(tmp_path), STEPS, KILLED_BEHIND, *runs]))
+    scratch = Path(tempfile.mkdtemp(prefix="node"))
+    with output.open("w") as terminal:
+        done = subprocess.run(
+            [warm.program(warm_processes), tmp_path / "program.py", tmp_path / "given.json"],
+            env={**outside_environment(), "TMPDIR": str(scratch), "MARK": mark},
+            stdout=terminal, stderr=subprocess.STDOUT, timeout=250, check=False,
+        )  # fmt: skip
+    said = output.read_text()
+    assert done.returncode == 0, said
+    assert said.count("weights go to engines on 1 other node through Ray's object store") == 2, said
+    for (name, killed), settled in zip(names.items(), (0, 1), strict=True):
+        run = Trained(tmp_path / name)
+        check(run, STEPS)
+        assert run.versions == [(step, {max(0, step - 1 - settled)}) for step in range(1, STEPS + 1)]
+        assert all(0.0 <= reward <= 1.0 for reward in run.series("reward/mean")) and any(run.series("reward/mean"))
+        assert not any("engines/deaths" in row for row in run.metrics)
+        assert max(run.series("sync/logprob_gap")) <= 1e-5, "the probe looks at both engines"
+        sizes = run.series("sync/bytes_to_nodes")
+        assert min(sizes) == sorted(sizes)[-2] > 100_000 and min(run.series("sync/to_nodes_s")) > 0
+        seen = json.loads((tmp_path / f"{name}.json").read_text())
+        for actors in seen.values():
+            of_their_own_node(actors)
+        assert set(seen) == ({"before", "after"} if killed else {"before"})
+        if killed:
+            assert receiver(seen["before"])["pid"] != receiver(seen["after"])["pid"]
+    assert left_of(mark, scratch, joined=False) == []
+
+
+def receiver(actors: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = [actor for actor in actors if actor["name"] == "Receiver"]
+    return found
+
+
+def of_their_own_node(actors: list[dict[str, Any]]) -> None:
+    """What each engine has mapped is what is held on its node, of which it computes on one buffer."""
+    (policy,) = [actor for actor in actors if actor["name"] == "PolicyWorker"]
+    engines = [actor for actor in actors if actor["name"] == "_EngineActor"]
+    assert [policy["second"], receiver(actors)["second"]] == [False, True]
+    assert sorted(engine["second"] for engine in engines) == [False, True]
+    for engine in engines:
+        holder = receiver(actors) if engine["second"] else policy
+        other = policy if engine["second"] else receiver(actors)
+        assert {*engine["mapped"]} & {*holder["held"]} and not {*engine["mapped"]} & {*other["held"]}
