@@ -42,6 +42,11 @@ class WeightUpdate:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def is_whole(update: WeightUpdate) -> bool:
+    """Whether an engine that has taken it has all weights: it does not go in parts, or is the last of them."""
+    return bool(update.info.get("last", "broken_off" not in update.info))
+
+
 class Held:
     """Which weights an engine holds, by their content."""
 
