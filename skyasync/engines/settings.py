@@ -157,10 +157,11 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
         raise UserError(
             f"generator.weight_sync_backend={chosen} needs GPUs, and the cluster has none: use shared_memory"
         )
-    if chosen != "auto":
+    together = cfg.trainer.placement.colocate_all
+    if chosen != "auto" and (together or chosen != "cuda_ipc"):  # which is refused, but where tools put them apart
         return chosen
     by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
-    way = "cuda_ipc" if cfg.trainer.placement.colocate_all else "nccl"
+    way = "cuda_ipc" if together else "nccl"
     return way if gpus and not by_file and way in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
 
 

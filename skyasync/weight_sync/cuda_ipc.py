@@ -38,6 +38,8 @@ What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
    that dies with the mapping never counts down: torch keeps the buffer (``CHUNK_BYTES``, or the largest parameter)
    until the rank ends.
 
+Not traced: torch's ``expandable_segments``, whose handles are of another kind.
+
 That the bytes arrived is proven part by part: both ends add up every tensor on the device (``sum_of``). What the layers
 compute with is not read back, so the probe runs after every sync.
 """

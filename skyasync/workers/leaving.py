@@ -57,4 +57,5 @@ def gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """One after the other, whole: all ranks go through it, and none needs memory for more than one."""
     for name, value in tensors.items():
         gather = getattr(value, "full_tensor", None)
-        yield name, (gather() if gather else value).detach()
+        whole = gather() if gather else value
+        yield name, (whole.numbers() if hasattr(whole, "numbers") else whole).detach()  # of codes what they stand for
