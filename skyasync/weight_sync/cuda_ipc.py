@@ -56,8 +56,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from skyasync.weight_sync.kinds import Kinds, bytes_of
 
-BACKEND = "cuda_ipc"
-BROKEN_OFF: dict[str, Any] = {"broken_off": True}  # instead of a part: no more comes of those that have
 CHUNK_BYTES = 1 << 28  # beside it a message's milliseconds are little, and so is its memory beside a model's
 SUMMED = 1 << 20  # elements that are added up at a time
 _GOLDEN = -7046029254386353131  # 2^64 over the golden ratio

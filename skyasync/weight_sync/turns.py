@@ -28,10 +28,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from skyasync.cleanup import afterwards
-from skyasync.weight_sync.cuda_ipc import BACKEND as IN_PARTS
-from skyasync.weight_sync.cuda_ipc import BROKEN_OFF
 from skyasync.weight_sync.sync import Destination, Source
-from skyasync.weight_sync.update import WakePart, WeightsMovedError, WeightUpdate
+from skyasync.weight_sync.update import BROKEN_OFF, CUDA_IPC, WakePart, WeightsMovedError, WeightUpdate
 
 Sequences = Sequence[Sequence[int]]
 GRACE_S = 30.0  # for engines to fall asleep after an error
@@ -115,13 +113,13 @@ class DeviceTurns:
     async def publish(self, version: int) -> WeightUpdate:
         await self.make_way_for_policy()
         update = await self._policy.publish_weights(version)
-        if update.backend != IN_PARTS:
+        if update.backend != CUDA_IPC:
             await self._make_way_for_engines()
         return update
 
     async def load_engines(self, update: WeightUpdate) -> Sequence[str] | None:
         await self._engines.wake("weights")
-        if update.backend == IN_PARTS:
+        if update.backend == CUDA_IPC:
             unproven = await self._load_in_parts(update)
             await self._make_way_for_engines()
         else:
@@ -156,7 +154,7 @@ class DeviceTurns:
             WeightsMovedError: if it is not there.
         """
         policy: Any = self._policy
-        if update.backend != IN_PARTS:  # the kept copy is in host memory: nobody has to make way
+        if update.backend != CUDA_IPC:  # the kept copy is in host memory: nobody has to make way
             whole: WeightUpdate = await policy.publish_whole(update, fell_back=fell_back)
             return whole
         async with self.for_engines() as ours:

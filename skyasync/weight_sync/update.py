@@ -7,6 +7,12 @@ from typing import Any, Literal
 
 WakePart = Literal["weights", "cache"]
 
+CUDA_IPC = "cuda_ipc"
+"""The backend whose updates come in parts; see ``skyasync.weight_sync.cuda_ipc``."""
+
+BROKEN_OFF: dict[str, Any] = {"broken_off": True}
+"""Instead of a part's ``info``: no more comes of those that have come."""
+
 
 class TakerDiedError(RuntimeError):
     """Whoever was to take weights is no more."""

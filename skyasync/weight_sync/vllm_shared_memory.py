@@ -27,10 +27,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from skyasync.weight_sync.changed_weights import KeptWeights, read_about
-from skyasync.weight_sync.cuda_ipc import BACKEND as CUDA_IPC
 from skyasync.weight_sync.digests import digest, refuse
 from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
+from skyasync.weight_sync.update import CUDA_IPC
 from skyasync.weight_sync.vllm_adapter import differences
 from skyasync.weight_sync.vllm_held import HeldWeights
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from skyasync.engines.settings import rank_beside
-from skyasync.weight_sync.cuda_ipc import BACKEND, message
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.cuda_ipc import message
+from skyasync.weight_sync.update import CUDA_IPC, WeightUpdate
 
 
 class Policy(Protocol):
@@ -37,7 +37,7 @@ class Parts:
 
     async def begin(self, version: int) -> WeightUpdate:
         """The update that the parts will be of; nothing is packed yet."""
-        return WeightUpdate(version, BACKEND, {"in_parts": True})
+        return WeightUpdate(version, CUDA_IPC, {"in_parts": True})
 
     async def next(self, update: WeightUpdate) -> WeightUpdate | None:
         """A part for all engines, which have loaded the one before; None behind the last."""
@@ -60,5 +60,5 @@ class Parts:
 
     async def forget(self, update: WeightUpdate) -> None:
         """``alone`` has been read, or will not be."""
-        if update.backend != BACKEND:
+        if update.backend != CUDA_IPC:
             await self._policy.call_first("forget_lent")

@@ -14,9 +14,9 @@ from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.vllm import setup
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync import cuda_ipc
-from skyasync.weight_sync.cuda_ipc import BROKEN_OFF, ForEngine, Packed, Packer, message, own_part, parts_of, sum_of
+from skyasync.weight_sync.cuda_ipc import ForEngine, Packed, Packer, message, own_part, parts_of, sum_of
 from skyasync.weight_sync.kinds import bytes_of, kinds_of
-from skyasync.weight_sync.update import WeightUpdate, is_whole
+from skyasync.weight_sync.update import BROKEN_OFF, WeightUpdate, is_whole
 from skyasync.workers.parts import Parts
 from skyasync.workers.policy import PolicyWorker
 from tests.weight_sync import cpu_ipc
