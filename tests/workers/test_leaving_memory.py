@@ -57,7 +57,7 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
     [
         (llama, ["publish", "export", "publish_changes"]),
         (eight, ["publish", "lend", "export"]),
-        (llama, ["publish_adapter", "publish"]),
+        pytest.param(llama, ["publish_adapter", "publish"], marks=pytest.mark.matrix),
     ],
     ids=["llama", "eight experts", "adapters"],
 )
