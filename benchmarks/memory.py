@@ -243,7 +243,7 @@ def _estimated(case: Case) -> dict[str, int]:
 
     shape = shape_of(case.model, case.name)
     rank = make_plan(_config(case, case.name), shape, Machine(0, 0, 1 << 40)).rank
-    early = {"log-probabilities": scoring(shape, rank), "publish": publishing(shape, rank, first=True)}
+    early = {"log-probabilities": scoring(shape, rank), "publish": publishing(shape, rank)}
     without_moments = {name: sum(lines.values()) - lines["moments"] for name, lines in early.items()}
     return without_moments | {"update": sum(updating(shape, rank).values())}
 

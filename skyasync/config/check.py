@@ -121,12 +121,18 @@ def config_warnings(cfg: Config) -> list[str]:
 def _check_devices(cfg: Config) -> Iterator[str]:
     generator = cfg.generator
     if not cfg.trainer.placement.colocate_all:
+        if generator.weight_sync_backend == "cuda_ipc":
+            yield (
+                "generator.weight_sync_backend=cuda_ipc has engines read on the policy's own GPUs, and "
+                "trainer.placement.colocate_all=false gives them others: use generator.weight_sync_backend=nccl, or "
+                "set trainer.placement.colocate_all=true"
+            )
         return
     if generator.weight_sync_backend == "nccl":
         yield (
             "generator.weight_sync_backend=nccl broadcasts from one GPU to others, and "
             "trainer.placement.colocate_all=true puts policy and engines on the same: use "
-            "generator.weight_sync_backend=shared_memory, or set trainer.placement.colocate_all=false"
+            "generator.weight_sync_backend=cuda_ipc or shared_memory, or set trainer.placement.colocate_all=false"
         )
     if generator.devices_per_engine > 1:
         size = generator.inference_engine_tensor_parallel_size

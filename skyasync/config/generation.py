@@ -17,6 +17,9 @@ _AGENTS = "generator.agent_program"
 _RESTARTS = "generator.max_engine_restarts"
 _OWN = "not generator.engines"
 
+BETWEEN_GPUS = ("nccl", "cuda_ipc")
+"""Values of ``weight_sync_backend`` by which weights never lie in host memory."""
+
 
 @dataclass
 class SamplingConfig(Settings):
@@ -204,19 +207,22 @@ class GeneratorConfig(Settings):
     )
     weight_sync_backend: str = key(
         "auto",
-        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, else shared_memory, which goes "
-        "through Ray's object store to engines on other nodes of a cluster.",
-        choices=("auto", "shared_memory", "nccl"),
+        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with "
+        "the policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to "
+        "engines on other nodes of a cluster.",
+        choices=("auto", "shared_memory", "nccl", "cuda_ipc"),
     )
     weight_sync_mode: str = key(
         "full",
         "What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by "
-        "nccl). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent.",
+        "nccl or cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent.",
         choices=("full", "delta"),
     )
     verify_weight_sync: bool = key(True, "Compare probe log-probabilities, trainer against engine, after weight syncs.")
     verify_interval: int = key(
-        10, "Syncs from one such comparison to the next; digests prove every sync but those by NCCL.", low=1
+        10,
+        "Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc.",
+        low=1,
     )
     weight_sync_tolerance: float = key(
         0.0,

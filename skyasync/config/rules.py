@@ -12,6 +12,7 @@ from typing import NamedTuple
 from skyasync.catalogue import About
 from skyasync.config.algorithm import CRITIC, AlgorithmConfig
 from skyasync.config.conditions import holds
+from skyasync.config.generation import BETWEEN_GPUS
 from skyasync.config.reward_models import check_reward_models
 from skyasync.config.sampling import backend
 from skyasync.config.schema import REWARD, Config
@@ -211,10 +212,10 @@ def check_engine(cfg: Config) -> Iterator[str]:
             f"generator.weight_sync_mode=delta needs generator.backend={'|'.join(able)}: generator.backend={engine} "
             f"does not say that it takes changes alone (takes_changes)"
         )
-    elif generator.weight_sync_mode == "delta" and way == "nccl":
+    elif generator.weight_sync_mode == "delta" and way in BETWEEN_GPUS:
         yield (
-            "generator.weight_sync_mode=delta goes by a file, generator.weight_sync_backend=nccl sends all weights: "
-            "leave one of them at its default"
+            f"generator.weight_sync_mode=delta goes by a file, generator.weight_sync_backend={way} sends all weights: "
+            f"leave one of them at its default"
         )
     if way not in ("auto", *can["weight_sync"]):
         able = [name for name, other in others.items() if way in other["weight_sync"]]
@@ -241,8 +242,8 @@ def check_adapters(cfg: Config) -> Iterator[str]:
             f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend={engine} "
             f"cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
         )
-    if generator.weight_sync_backend == "nccl":
-        yield f"{key} goes by a file, generator.weight_sync_backend=nccl sends all weights: leave one at its default"
+    if (way := generator.weight_sync_backend) in BETWEEN_GPUS:
+        yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: leave one at its default"
     if generator.weight_sync_mode == "delta":
         yield f"{key} and generator.weight_sync_mode=delta are two ways of sending less: leave one at its default"
     if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:

@@ -10,6 +10,7 @@ import os
 import sys
 from math import ceil
 
+from skyasync.config.generation import BETWEEN_GPUS
 from skyasync.config.model_files import config_file, read_json, read_shape
 from skyasync.config.sampling import backend, sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
@@ -18,6 +19,10 @@ from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
+_BETWEEN_GPUS = {
+    "nccl": "weights go to the engines from GPU to GPU",
+    "cuda_ipc": "engines read the weights on the GPUs that they share with the policy",
+}
 FEW_TURNS = 4  # that there is room for where generator.max_turns does not say
 
 
@@ -114,6 +119,11 @@ def engines_per_device(cfg: Config) -> int:
     return ceil(cfg.generator.own_engines / ranks) if placement.colocate_all else 1
 
 
+def rank_beside(engine: int, ranks: int) -> int:
+    """The policy's rank that shares its device with an engine, with ``trainer.placement.colocate_all``."""
+    return engine % ranks
+
+
 def _options(generator: GeneratorConfig, *, gpus: bool) -> dict[str, object]:
     """The engine's own arguments, without those that vLLM's CPU engine dies of: stages of a pipeline, and chunks."""
     stages = generator.engine_kwargs.get("pipeline_parallel_size", 1)
@@ -143,13 +153,16 @@ def _batched_tokens(generator: GeneratorConfig) -> int:
 def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
     """How the weights travel: what ``generator.weight_sync_backend`` says, or what ``auto`` stands for here."""
     chosen = cfg.generator.weight_sync_backend
-    if chosen == "nccl" and not gpus:
-        raise UserError("generator.weight_sync_backend=nccl needs GPUs, and the cluster has none: use shared_memory")
-    if chosen != "auto":
+    if chosen in BETWEEN_GPUS and not gpus:
+        raise UserError(
+            f"generator.weight_sync_backend={chosen} needs GPUs, and the cluster has none: use shared_memory"
+        )
+    together = cfg.trainer.placement.colocate_all
+    if chosen != "auto" and (together or chosen != "cuda_ipc"):  # which is refused, but where tools put them apart
         return chosen
-    by_file = cfg.trainer.placement.colocate_all or cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
-    own_gpus = gpus and not by_file
-    return "nccl" if own_gpus and "nccl" in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
+    by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
+    way = "cuda_ipc" if together else "nccl"
+    return way if gpus and not by_file and way in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
 
 
 def lends_weights(cfg: Config) -> bool:
@@ -172,12 +185,11 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     """A line that says what ``auto`` has come to, and why; empty where there was nothing to choose."""
     if cfg.generator.weight_sync_backend != "auto":
         return ""
-    if weight_sync_backend(cfg, gpus=gpus) == "nccl":
-        return "generator.weight_sync_backend=auto is nccl: weights go to the engines from GPU to GPU"
-    shared, why = cfg.trainer.placement.colocate_all, ""
+    if (way := weight_sync_backend(cfg, gpus=gpus)) in BETWEEN_GPUS:
+        return f"generator.weight_sync_backend=auto is {way}: {_BETWEEN_GPUS[way]}"
+    why = ""
     if gpus and not (cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)):
-        reason = "engines and policy share their GPUs" if shared else f"the {backend(cfg)} engine has no other way"
-        why = f" ({reason})"
+        why = f" (the {backend(cfg)} engine has no other way)"
     others = "; engines on other nodes get theirs through Ray's object store" if crosses_nodes(cfg) else ""
     return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}{others}"
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyasync.cluster.placement import ENGINES, Slots, plan_slots
+from skyasync.config.generation import BETWEEN_GPUS
 from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
@@ -33,6 +34,8 @@ from skyasync.planning.training_memory import (
 from skyasync.planning.work import batch_bytes
 from skyasync.workers.roles import POLICY, ROLES, wanted_roles
 
+PART = 1 << 28
+"""Bytes of weights that go by CUDA IPC at a time (``skyasync.weight_sync.cuda_ipc``, which imports torch)."""
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
 
@@ -147,17 +150,26 @@ class _Parts:
         return [*places, *engines]
 
     def _taking_turns(self, policy: dict[str, Lines]) -> dict[str, Lines]:
-        """The policy waits on the host while the engines are awake; they wake with their weights for a hand-over."""
+        """The policy waits on the host while the engines have a cache; they wake with their weights for a hand-over."""
         engines, contexts = self.engines_per_device, CONTEXT * (2 + self.engines_per_device)
         asleep = {"sleeping engines": CONTEXT * engines}
-        handing = publishing(self.own, self.rank, first=False)
+        handing = publishing(self.own, self.rank)
+        there: Lines = {what: handing[what] for what in ("weights", "gathered")}
+        if self._way == "cuda_ipc":  # the policy stays for it; a part lies in a buffer, and copied in each engine
+            part = max(PART, self.shape.largest_tensor * self.rank.b)
+            there = held(self.own, self.rank) | there | {"parts": (1 + engines) * part}
+            for other in self._beside_policy:
+                there |= other.held
         return {
             "generation": named(self.engine.lines, "engines", engines) | {"context": contexts},
             **{phase: lines | asleep for phase, lines in policy.items()},
-            "hand-over": {"weights": handing["weights"], "gathered": handing["gathered"]}
-            | named({"weights": self.engine.weights}, "engines", engines)
-            | {"context": contexts},
+            "hand-over": there | named({"weights": self.engine.weights}, "engines", engines) | {"context": contexts},
         }
+
+    @property
+    def _way(self) -> str:
+        """Of the weights to the engines."""
+        return engine_config(self.cfg, gpus=self.machine.gpus > 0).weight_sync_backend
 
     def _training_phases(self) -> dict[str, Lines]:
         """Of a policy's device: one model at a time works, the others wait."""
@@ -232,13 +244,11 @@ class _Parts:
         return {"processes": each * (1 + workers + vllm * engines) + PROCESS[False] * self.cfg.environment.num_workers}
 
     def _hand_over(self) -> Lines:
-        if engine_config(self.cfg, gpus=self.machine.gpus > 0).weight_sync_backend == "nccl":
+        if self._way in BETWEEN_GPUS:
             return {}
-        whole = publishing(self.shape, self.rank, first=True)
-        on_host = whole["whole weights"] or (self.shape.parameters * self.rank.b if self.machine.gpus else 0)
-        gathered = 0 if self.machine.gpus else whole["gathered"] * self.roles[POLICY]
+        ranks = 1 if self.machine.gpus else self.roles[POLICY]
         return {
-            "gathered weights": on_host + gathered,
+            "gathered weights": publishing(self.shape, self.rank)["gathered"] * ranks,
             "weights in shared memory": self.shape.parameters * self.rank.b,
         }
 

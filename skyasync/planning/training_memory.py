@@ -237,17 +237,13 @@ def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
     return (shape.root + 2 * shape.layer) * rank.b + reduced * (rank.b + FLOAT32)
 
 
-def publishing(shape: ModelShape, rank: Rank, *, first: bool) -> Lines:
-    """Whole weights on the CPU of the first rank; the others take part one tensor at a time."""
+def publishing(shape: ModelShape, rank: Rank) -> Lines:
+    """Weights leave one tensor at a time; where they go is not counted here."""
     gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 or rank.split else 0
-    copied = shape.parameters if rank.sharded or rank.b != rank.master else 0  # else they are the model's own
-    if rank.adapters:
-        copied = max(copied, shape.layers * shape.layer)  # but for what has been added to
-    whole = copied * rank.b if first else 0
     if rank.adapters:
         gathered = max(gathered, 2 * shape.largest_matrix * FLOAT32)  # a weight and what is added to it
     kept = int(KEPT * _one_layer(shape, rank))
-    return held(shape, rank) | {"gathered": gathered, "whole weights": whole, "fragmentation": kept}
+    return held(shape, rank) | {"gathered": gathered, "fragmentation": kept}
 
 
 def _one_layer(shape: ModelShape, rank: Rank) -> int:

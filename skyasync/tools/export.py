@@ -66,6 +66,8 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     from transformers.utils.logging import disable_progress_bar
 
     from skyasync.workers import checkpoint as files
+    from skyasync.workers.file_names import Apart
+    from skyasync.workers.leaving import Leaving, kinds_in
     from skyasync.workers.model import training_config
 
     config = training_config(origin, settings.get("config_kwargs"))
@@ -75,13 +77,12 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
         from skyasync.workers.lora import merge
 
         weights = merge(weights, origin, lora, chosen)
-    weights = {name: value.to(chosen) if value.is_floating_point() else value for name, value in weights.items()}
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=chosen)
     if strange := sorted(weights.keys() - empty.state_dict().keys()):
         raise UserError(f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}")
     disable_progress_bar()
-    files.export(empty, weights, origin, out)
+    files.export(empty, Leaving(weights, chosen, Apart(empty, kinds_in(weights, chosen))), origin, out)
 
 
 def _adapters_of(checkpoint: Path) -> dict[str, Any]:

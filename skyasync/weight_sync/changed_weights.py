@@ -6,13 +6,15 @@ and whoever has taken it proves as much as after a whole file. Both ends keep a 
 
     trainer: kept copy ── compare ──▶ changes, digests ──▶ file ──▶ put into what the engine holds ──▶ its digests
 
-Where the changes take more than half the bytes of the whole, the whole is sent.
+The trainer compares tensor after tensor. Where the changes take more than half the bytes of the whole, the whole is
+sent: beside the kept copy there is never more than half of another, and one whole tensor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from skyasync.weight_sync.delta import Changes, changes, put
 from skyasync.weight_sync.digests import digest, digests_of
+from skyasync.weight_sync.kinds import Kinds, kinds_of
 from skyasync.weight_sync.shared_memory import ABOUT, read_digests, read_weights, write_weights
 from skyasync.weight_sync.update import OtherWeightsError
 
@@ -68,31 +71,38 @@ class ChangedWeights:
         self._digests: dict[str, str] = {}
         self._fallbacks = 0
 
-    def publish(self, weights: Mapping[str, Tensor], folder: str = "") -> Published:
+    def publish(self, kinds: Kinds, weights: Iterable[tuple[str, Tensor]], folder: str = "") -> Published:
         """Write what has changed since the last time, or all of it; keeps a copy.
 
         Args:
-            weights: whole, on the CPU, contiguous; they may change afterwards.
+            kinds: of all of them, as they are sent.
+            weights: whole, one after the other; each may change afterwards.
         """
-        if _layout(weights) != _layout(self._kept):
-            self._kept = {name: tensor.clone() for name, tensor in weights.items()}
+        if kinds != kinds_of(self._kept):
+            self._kept = {}
+            for name, tensor in weights:
+                self._kept[name] = tensor.to("cpu", kinds[name][0], copy=True).contiguous()
             self._digests = digests_of(self._kept)
             return self.whole(folder, {"sync/share_changed": 1.0})
-        base, elements = content_of(self._digests), sum(tensor.numel() for tensor in weights.values())
+        base, most = content_of(self._digests), MOST * _bytes(self._kept)
         found: dict[str, Tensor] = {}
-        changed = 0
-        for name, tensor in weights.items():
-            sent, count = changes(self._kept[name], tensor)
-            changed += count
-            if sent is not None:
-                self._digests[name] = digest(self._kept[name])
+        changed = size = 0
+        for name, tensor in weights:
+            sent, count = changes(self._kept[name], tensor.to("cpu", kinds[name][0]).contiguous())
+            if sent is None:
+                continue
+            changed, size = changed + count, size + sent.nbytes
+            self._digests[name] = digest(self._kept[name])
+            if size > most:
+                found.clear()  # all will be sent, of which there is a copy
+            else:
                 found |= {f"{part}:{name}": value for part, value in sent._asdict().items()}
-        metrics = {"sync/share_changed": changed / max(elements, 1)}
-        if _bytes(found) > MOST * _bytes(self._kept):
+        metrics = {"sync/share_changed": changed / max(sum(prod(shape) for _, shape in kinds.values()), 1)}
+        if size > most:
             self._fallbacks += 1
             return self.whole(folder, metrics)
         path = write_weights(found, folder, self._digests | {ABOUT: json.dumps({"base": base})})
-        metrics |= {"sync/bytes": float(_bytes(found)), "sync/fallbacks": float(self._fallbacks)}
+        metrics |= {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
         return Published(path, content_of(self._digests), base, metrics)
 
     def whole(self, folder: str = "", metrics: Mapping[str, float] | None = None) -> Published:
@@ -136,7 +146,7 @@ class KeptWeights:
         return self._kept, digests
 
     def _keep(self, weights: Mapping[str, Tensor]) -> None:
-        if _layout(weights) == _layout(self._kept):
+        if kinds_of(weights) == kinds_of(self._kept):
             for name, tensor in weights.items():
                 self._kept[name].copy_(tensor)
         else:
@@ -149,10 +159,6 @@ def put_changes(path: str, into: Mapping[str, Tensor]) -> None:
     sent = read_weights(path)
     for name in (key.removeprefix("counts:") for key in sent if key.startswith("counts:")):
         put(into[name], Changes(*(sent[f"{part}:{name}"] for part in Changes._fields)))
-
-
-def _layout(weights: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -34,6 +34,7 @@ import xxhash
 from torch import Tensor
 
 from skyasync.weight_sync.digests import digest, refuse
+from skyasync.weight_sync.kinds import Kinds, bytes_of
 from skyasync.weight_sync.shared_memory import not_here
 
 ALIGNED = 64  # bytes, a line of the processor's cache: what matrix products want
@@ -42,7 +43,6 @@ CONVERTED = 1 << 15  # elements at a time that are converted, for which the libr
 THREADS = 4  # at most: memory is no faster for more
 
 Bytes = npt.NDArray[np.uint8]
-Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class Lender:
@@ -188,9 +188,9 @@ def _identity(path: str) -> tuple[int, int]:
 def _places(kinds: Kinds) -> tuple[dict[str, int], int]:
     """Where each tensor begins, and where all end."""
     places, end = {}, 0
-    for name, (dtype, shape) in kinds.items():
+    for name, kind in kinds.items():
         places[name] = end
-        end += -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+        end += -(-bytes_of(kind) // ALIGNED) * ALIGNED
     return places, end
 
 

@@ -13,15 +13,16 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from skyasync.errors import UserError
-from skyasync.weight_sync.digests import digests_of
+from skyasync.weight_sync.kinds import Kinds, bytes_of, kinds_of
+from skyasync.weight_sync.tensor_file import writing
 
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
 OWNER_ALONE = 0o600
@@ -49,7 +50,14 @@ def directory_for(size: int) -> Path:
 
 
 def write_weights(weights: Mapping[str, Tensor], folder: str = "", said: Mapping[str, str] | None = None) -> str:
-    """Write full tensors (CPU, contiguous) and return the file's path.
+    """Write tensors that are all there; see ``write_one_by_one``."""
+    return write_one_by_one(kinds_of(weights), weights.items(), folder, said)
+
+
+def write_one_by_one(
+    kinds: Kinds, weights: Iterable[tuple[str, Tensor]], folder: str = "", said: Mapping[str, str] | None = None
+) -> str:
+    """Write full tensors as they come, in the dtypes of ``kinds``, and return the file's path.
 
     Args:
         folder: of several machines; empty is memory of this one.
@@ -59,13 +67,14 @@ def write_weights(weights: Mapping[str, Tensor], folder: str = "", said: Mapping
         UserError: if there is no room for them.
     """
     sweep(folder)
-    size = sum(tensor.nbytes for tensor in weights.values())
-    where = Path(folder) if folder else directory_for(size)
+    where = Path(folder) if folder else directory_for(sum(map(bytes_of, kinds.values())))
     path = where / f"{PREFIX}{os.getpid()}-{_numbers(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
     try:
-        save_file(dict(weights), unfinished, metadata=digests_of(weights) if said is None else dict(said))
-        unfinished.chmod(OWNER_ALONE)  # safetensors makes it so, some versions as the umask says
+        unfinished.touch(OWNER_ALONE)
+        with writing(unfinished, kinds, said) as file:
+            for name, tensor in weights:
+                file.put(name, tensor)
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)

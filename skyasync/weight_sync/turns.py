@@ -6,6 +6,10 @@ is on the devices, the engines sleep. At no time does a device hold the policy a
     loading    policy loads ─▶ to the host ─▶ engines load, those of one device after each other
     training   engines sleep ─▶ policy to the devices ─▶ updates
     sync       weights published ─▶ policy to the host ─▶ engines' weights wake ─▶ update ─▶ caches wake
+    in parts   engines' weights wake ─▶ part after part ─▶ policy to the host ─▶ caches wake
+
+In parts (``cuda_ipc``) the engines read from the policy's own devices, which then hold both models and one part, but no
+cache. Where that fails in between, engines that live put together what they have, and sleep again.
 
 ``source`` and ``destination`` are what a ``WeightSync`` is made of. The probe is scored by the policy before it leaves:
 a verification, which comes when the engines are awake, is told what was found then.
@@ -20,12 +24,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
+from skyasync.cleanup import afterwards
 from skyasync.weight_sync.sync import Destination, Source
-from skyasync.weight_sync.update import WakePart, WeightUpdate
+from skyasync.weight_sync.update import BROKEN_OFF, CUDA_IPC, WakePart, WeightsMovedError, WeightUpdate
 
 Sequences = Sequence[Sequence[int]]
+GRACE_S = 30.0  # for engines to fall asleep after an error
 
 
 class Policy(Source, Protocol):
@@ -106,15 +113,55 @@ class DeviceTurns:
     async def publish(self, version: int) -> WeightUpdate:
         await self.make_way_for_policy()
         update = await self._policy.publish_weights(version)
-        await self._make_way_for_engines()
+        if update.backend != CUDA_IPC:
+            await self._make_way_for_engines()
         return update
 
     async def load_engines(self, update: WeightUpdate) -> Sequence[str] | None:
         await self._engines.wake("weights")
-        unproven = await self._engines.update_weights(update)
+        if update.backend == CUDA_IPC:
+            unproven = await self._load_in_parts(update)
+            await self._make_way_for_engines()
+        else:
+            unproven = await self._engines.update_weights(update)
         await self._engines.wake("cache")
         self._awake.set()
         return unproven
+
+    async def _load_in_parts(self, update: WeightUpdate) -> Sequence[str] | None:
+        policy: Any = self._policy  # one that sends parts
+        unproven: Sequence[str] | None = None
+        try:
+            async with afterwards(policy.end_parts):
+                part = await policy.next_part(update)
+                while part is not None:
+                    unproven = await self._engines.update_weights(part)
+                    part = await policy.next_part(part)
+        except BaseException as error:
+            try:
+                async with asyncio.timeout(GRACE_S):
+                    await self._engines.update_weights(replace(update, info=BROKEN_OFF))
+                    await self._engines.sleep()
+            except Exception as another:
+                error.add_note(f"and then, while the engines were put to sleep: {another!r}")
+            raise
+        return unproven
+
+    async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
+        """For an engine that comes late. What was sent in parts is read from the policy, while it is in host memory.
+
+        Raises:
+            WeightsMovedError: if it is not there.
+        """
+        policy: Any = self._policy
+        if update.backend != CUDA_IPC:  # the kept copy is in host memory: nobody has to make way
+            whole: WeightUpdate = await policy.publish_whole(update, fell_back=fell_back)
+            return whole
+        async with self.for_engines() as ours:
+            if not ours:
+                raise WeightsMovedError("the policy is on its devices, and may be training")
+            whole = await policy.publish_whole(update, fell_back=fell_back)
+            return whole
 
     async def score_by_policy(self, sequences: Sequences) -> list[list[float]]:
         """Of anything but the probe: the policy comes back for it, beside engines that are awake if there is room."""
@@ -143,9 +190,7 @@ class _PolicyInTurn:
         await self._turns._policy.release_weights(update)
 
     async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
-        policy: Any = self._turns._policy  # the kept copy is in host memory: nobody has to make way
-        whole: WeightUpdate = await policy.publish_whole(update, fell_back=fell_back)
-        return whole
+        return await self._turns.publish_whole(update, fell_back=fell_back)
 
     async def score(self, sequences: Sequences) -> list[list[float]]:
         return await self._turns.score_by_policy(sequences)

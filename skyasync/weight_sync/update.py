@@ -7,6 +7,12 @@ from typing import Any, Literal, Protocol
 
 WakePart = Literal["weights", "cache"]
 
+CUDA_IPC = "cuda_ipc"
+"""The backend whose updates come in parts; see ``skyasync.weight_sync.cuda_ipc``."""
+
+BROKEN_OFF: dict[str, Any] = {"broken_off": True}
+"""Instead of a part's ``info``: no more comes of those that have come."""
+
 
 class TakerDiedError(RuntimeError):
     """Whoever was to take weights is no more."""
@@ -54,6 +60,11 @@ class WeightUpdate:
         if self.places is None:
             return self
         return replace(self, info=await self.places.info(self, node), places=None)
+
+
+def is_whole(update: WeightUpdate) -> bool:
+    """Whether an engine that has taken it has all weights: it does not go in parts, or is the last of them."""
+    return bool(update.info.get("last", "broken_off" not in update.info))
 
 
 class Held:

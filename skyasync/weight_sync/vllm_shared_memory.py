@@ -6,7 +6,7 @@ are those that the trainer had (its own memory, which it proves once for all eng
 here), and what the layers hold is asked of them (``vllm_held``).
 
 vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its
-``worker_extension_cls``; the import registers the engine.
+``worker_extension_cls``; the import registers the engine, and that for CUDA IPC (``vllm_cuda_ipc``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from skyasync.weight_sync.changed_weights import KeptWeights, read_about
 from skyasync.weight_sync.digests import digest, refuse
 from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.shared_memory import read_digests, read_weights
+from skyasync.weight_sync.update import CUDA_IPC
 from skyasync.weight_sync.vllm_adapter import differences
 from skyasync.weight_sync.vllm_held import HeldWeights
 
@@ -176,3 +177,4 @@ class WorkerExtension:
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransferEngine)
+    WeightTransferEngineFactory.register_engine(CUDA_IPC, "skyasync.weight_sync.vllm_cuda_ipc", "CudaIPCTransferEngine")

@@ -147,12 +147,16 @@ class ModelWorker(Worker):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         store = self._store or dist.TCPStore(host, port, self.world_size, is_master=False)
         dist.init_process_group(
-            process_group_backend(self.device.type, self.offloads),
+            self._backend(),
             store=store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=self.cfg.trainer.step_timeout_s),
         )
+
+    def _backend(self) -> str:
+        turns = self.cfg.trainer.placement.colocate_all
+        return process_group_backend(self.device.type, self.offloads, takes_turns=turns)
 
     def _sharded(self) -> bool:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
@@ -163,8 +167,7 @@ class ModelWorker(Worker):
     def _form_group(self) -> None:
         """Of this rank alone, where it has joined no others."""
         if not dist.is_initialized():
-            backend = process_group_backend(self.device.type, self.offloads)
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(self._backend(), store=dist.HashStore(), rank=0, world_size=1)
 
     def add_beside(self, wrapper: Wrapped) -> None:
         """Put on a model, which has no memory yet, what else is trained on its layers."""

@@ -7,10 +7,11 @@ keeps of a parameter is its own business; learning rates and the like are the co
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
@@ -30,7 +32,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from skyasync.errors import UserError
+from skyasync.weight_sync.kinds import empty
+from skyasync.weight_sync.tensor_file import writing
 from skyasync.workers.checkpoint_files import Behind, Writer
+from skyasync.workers.leaving import Leaving, gathered
 from skyasync.workers.saved import Saved
 
 STEP = "step"
@@ -38,7 +43,10 @@ RANDOM = "random_state"
 NO_GROUP = "torch.distributed is disabled"
 FILE_BYTES = 1 << 27
 """A file is put together in memory before it is written (twice over), so a shard goes into files of this size."""
-
+SINGLE_FILE = "model.safetensors"
+EXPORTED_FILE = "50GB"
+"""Of an exported folder's files none is larger, as transformers would have it."""
+PYTORCH = {"format": "pt"}
 
 ADAPTER = ".lora_"
 """In the names of adapters' weights, which are all that a checkpoint holds of a model that has some."""
@@ -54,7 +62,7 @@ class Beside(NamedTuple):
 
 
 def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
-    """Weights and saved buffers by Hugging Face name, whole, on the CPU.
+    """Weights and saved buffers by Hugging Face name, whole, on the CPU: all of them at once.
 
     Args:
         tensors: what ``own_tensors`` or ``Adapters.merged`` gives.
@@ -66,13 +74,6 @@ def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype, keep: bool) -> 
             whole = whole.to(dtype) if whole.is_floating_point() else whole
             weights[name] = whole.cpu().contiguous()
     return weights
-
-
-def gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """One after the other, whole: all ranks go through it, and none needs memory for more than one."""
-    for name, value in tensors.items():
-        gather = getattr(value, "full_tensor", None)
-        yield name, gather() if gather else value
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -237,10 +238,27 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def export(model: PreTrainedModel, weights: Mapping[str, Tensor], origin: str, folder: Path) -> None:
-    """Write ``weights`` as a Hugging Face folder, with the configuration and the tokenizer of ``origin``."""
+def export(model: PreTrainedModel, leaving: Leaving, origin: str, folder: Path) -> None:
+    """Write weights as they come into a Hugging Face folder, with the configuration and the tokenizer of ``origin``."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=dict(weights))
+    model.save_pretrained(folder, state_dict={})  # all but the weights; it would want all of these at once
+    unwanted = set(model._keys_to_ignore_on_save or ())
+    kinds = {name: kind for name, kind in leaving.kinds.items() if name not in unwanted}
+    split = split_torch_state_dict_into_shards(
+        empty(kinds), filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_FILE
+    )
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(writing(folder / name, {tensor: kinds[tensor] for tensor in tensors}, PYTORCH))
+            for name, tensors in split.filename_to_tensors.items()
+        }
+        for name, tensor in leaving:
+            if name in kinds:
+                files[split.tensor_to_filename[name]].put(name, tensor)
+    if split.is_sharded:
+        (folder / SINGLE_FILE).unlink(missing_ok=True)
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / f"{SINGLE_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     export_tokenizer(origin, folder)
 
 

@@ -30,6 +30,7 @@ from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.across import Across
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
+from skyasync.workers.parts import Parts
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES
 from skyasync.workers.saved import Saved, files_of
@@ -69,6 +70,7 @@ class Dispatch:
     def __init__(self, cfg: Config, groups: Mapping[str, Group]) -> None:
         self._cfg, self._groups = cfg, Started(groups)
         self._broadcast: Broadcast | None = None
+        self._parts: Parts | None = None
         self._across: Across | None = None  # to other nodes, where engines read what lies on one
         self._changing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # around what changes weights
 
@@ -155,6 +157,8 @@ class Dispatch:
     async def publish_weights(self, version: int) -> WeightUpdate:
         if self._broadcast is not None:
             return await self._broadcast.publish(version)
+        if self._parts is not None:
+            return await self._parts.begin(version)
         update = await self._published(version)
         return await self._across.publish(update) if self._across is not None else update
 
@@ -183,18 +187,31 @@ class Dispatch:
         elif "kinds" in update.info and not computes_on_lent_weights(self._cfg):
             await self._groups[POLICY].call_first("prove_lent")
 
+    async def next_part(self, update: WeightUpdate) -> WeightUpdate | None:
+        """Of an update that goes in parts: the first, or the one behind this; None behind the last."""
+        assert self._parts is not None
+        return await self._parts.next(update)
+
+    async def end_parts(self) -> None:
+        """Nobody reads a part any more."""
+        assert self._parts is not None
+        await self._parts.end()
+
     async def release_weights(self, update: WeightUpdate) -> None:
         if self._broadcast is not None:
             await self._broadcast.settle()
-            return
-        await self._groups[POLICY].call_first("release", update.info["path"])
-        if self._across is not None:
-            await self._across.settle(update)
+        elif self._parts is not None:
+            await self._parts.forget(update)
+        else:
+            await self._groups[POLICY].call_first("release", update.info["path"])
+            if self._across is not None:
+                await self._across.settle(update)
 
     async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
         """Instead of ``release_weights``: how an engine that comes late gets them, until the next ``publish_weights``.
-        Of changes, and by NCCL, nothing is kept: all weights are written, or sent, when they are asked for."""
-        if self._broadcast is not None:
+        Of changes, and by NCCL and CUDA IPC, nothing is kept: all weights are written, or sent, when they are asked
+        for."""
+        if self._broadcast is not None or self._parts is not None:
             return replace(update, info={})
         if self._sends_changes:
             await self.release_weights(update)
@@ -207,13 +224,15 @@ class Dispatch:
 
     @property
     def _lends(self) -> bool:
-        return self._broadcast is None and lends_weights(self._cfg)
+        return self._broadcast is None and self._parts is None and lends_weights(self._cfg)
 
     async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
         """The same weights, all of them, instead of what has changed; ``fell_back``: somebody could not take that. By
-        NCCL: for one engine that comes late; ``release_weights`` then awaits their end."""
+        NCCL and CUDA IPC: for one engine that comes late; ``release_weights`` is their end."""
         if self._broadcast is not None:
             return await self._broadcast.publish_alone(update.version)
+        if self._parts is not None:
+            return await self._parts.alone(update.version)
         whole = _as_update(update.version, await self._groups[POLICY].call_first("publish_whole", fell_back))
         return await self._across.publish(whole, living=fell_back) if self._across is not None else whole
 
@@ -316,8 +335,8 @@ class RayWorkerDispatch(Dispatch):
 
     Args:
         placements: where the ranks of each role go, by its name; roles without an entry are not started.
-        weight_sync_backend: how the engines expect the weights, ``shared_memory`` or ``nccl``.
-        living: the places of the engines that live, which meet in NCCL; all of them without it.
+        weight_sync_backend: how the engines expect the weights, ``shared_memory``, ``nccl`` or ``cuda_ipc``.
+        living: the places of the engines that live, by which the last two go; all of them without it.
         nodes: of Ray, of the engines that live; without it all are where rank 0 of the policy is.
     """
 
@@ -332,10 +351,12 @@ class RayWorkerDispatch(Dispatch):
         groups = {role: RankGroup(ROLES[role], placement) for role, placement in placements.items()}
         super().__init__(cfg, groups)
         self._policy = groups[POLICY]
+        every = range(cfg.generator.own_engines)
         if weight_sync_backend == "nccl":
-            every = range(cfg.generator.own_engines)
             self._broadcast = Broadcast(self._policy, cfg.generator.devices_per_engine, living or (lambda: every))
             self._changing = self._broadcast.changing
+        elif weight_sync_backend == "cuda_ipc":
+            self._parts = Parts(self._policy, self._policy.ranks, living or (lambda: every))
         elif nodes is not None and not cfg.generator.weight_sync_dir:
             computed_on, silence_s = computes_on_lent_weights(cfg), cfg.generator.heartbeat_timeout_s
             self._across = Across(self._policy, nodes, computed_on=computed_on, silence_s=silence_s)

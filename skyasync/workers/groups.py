@@ -10,11 +10,15 @@ import socket
 from skyasync.workers.offload import PARAMETERS
 
 
-def process_group_backend(device_type: str, offloads: str) -> str:
-    """NCCL takes tensors of GPUs alone; weights that lie on the host are gathered by gloo."""
+def process_group_backend(device_type: str, offloads: str, *, takes_turns: bool = False) -> str:
+    """NCCL takes tensors of GPUs alone; weights that lie on the host are gathered by gloo.
+
+    Args:
+        takes_turns: they lie there while engines have the GPUs, and one of these may come late.
+    """
     if device_type != "cuda":
         return "gloo"
-    return "cpu:gloo,cuda:nccl" if offloads == PARAMETERS else "nccl"
+    return "cpu:gloo,cuda:nccl" if offloads == PARAMETERS or takes_turns else "nccl"
 
 
 def loopback_interface() -> str:

@@ -23,9 +23,10 @@ from transformers.pytorch_utils import Conv1D
 from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.weight_sync.adapter_file import Adapter, base_mark, with_added
-from skyasync.weight_sync.digests import digests_of
+from skyasync.weight_sync.digests import digest
 from skyasync.workers.checkpoint import ADAPTER, full_weights, own_tensors
 from skyasync.workers.heads import load_causal_lm, put
+from skyasync.workers.leaving import gathered, kinds_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,8 +152,9 @@ class Adapters:
         """For engines that have the frozen weights. All ranks call it; what is frozen is looked at once."""
         if not self._base:
             with self.aside():
-                frozen = full_weights(own_tensors(self._model), self.dtype, keep=True)
-            self._base = base_mark(self.dtype, digests_of(frozen))
+                frozen = own_tensors(self._model)
+            kinds = kinds_in(frozen, self.dtype)
+            self._base = base_mark(self.dtype, {n: digest(w.to(kinds[n][0])) for n, w in gathered(frozen)})
         settings: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
         ends = {place.child for place in self._places}
         scale = self._places[0].layer.scaling[NAME]

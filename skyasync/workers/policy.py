@@ -1,12 +1,10 @@
-"""One rank of the policy: its loss, and the ways its weights leave it for the engines."""
+"""One rank of the policy: its loss, and what it says of tokens."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,37 +13,26 @@ from transformers import PreTrainedModel
 from skyasync.algorithms.distillation import top_k_reverse_kl
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
-from skyasync.engines.settings import computes_on_lent_weights
 from skyasync.errors import NonFiniteError
 from skyasync.routing import Routers
-from skyasync.weight_sync.adapter_file import write_adapter
-from skyasync.weight_sync.changed_weights import ChangedWeights, Published
-from skyasync.weight_sync.kept_file import KeptFile
-from skyasync.weight_sync.lent import Lender
-from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
-from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers import checkpoint
 from skyasync.workers.base import put_rows, sharded_afterwards
 from skyasync.workers.batch import TokenBatch, UpdateBatch
-from skyasync.workers.file_names import as_in_files, has_other_names, wants_file_names
 from skyasync.workers.model import TokenScores, Wrapped
 from skyasync.workers.packing import Layout, MicroBatch
+from skyasync.workers.publisher import Publisher
 from skyasync.workers.shared_critic import SharedCritic
 from skyasync.workers.totals import Totals
-from skyasync.workers.trained import Examined, TrainedWorker
-
-if TYPE_CHECKING:
-    from skyasync.weight_sync.carry import Carried
+from skyasync.workers.trained import Examined
 
 __all__ = ["NonFiniteError", "PolicyWorker"]
 
 
-class PolicyWorker(TrainedWorker):
+class PolicyWorker(Publisher):
     """Holds the policy.
 
     Args:
-        args, kwargs: those of :class:`TrainedWorker`.
+        args, kwargs: those of :class:`Publisher`.
     """
 
     role_name: ClassVar[str] = "policy"
@@ -53,10 +40,6 @@ class PolicyWorker(TrainedWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.objective = Objective(self.cfg.trainer.algorithm)
-        self._lender = Lender(computed_on=computes_on_lent_weights(self.cfg))
-        # What was published last, where that is wanted.
-        self._changed = ChangedWeights()
-        self.kept = KeptFile(named=bool(self.cfg.generator.weight_sync_dir))
 
     def replayed(self, model: PreTrainedModel) -> Routers | None:
         return Routers(model) if self.cfg.trainer.policy.router_replay != "none" else None
@@ -196,100 +179,3 @@ class PolicyWorker(TrainedWorker):
         """As ``export``, of a critic of its own that says what the one on this model's layers does."""
         assert self.critic is not None
         self.critic.export(self.weights(), self.dtype, self.path, Path(folder), keep=self.rank == 0)
-
-    def publish(self) -> str | None:
-        """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it.
-
-        What has been kept is dropped before: there is room for one file.
-        """
-        weights = self._as_engines_load()
-        if self.rank != 0:
-            return None
-        self.kept.drop()
-        return write_weights(weights, self.cfg.generator.weight_sync_dir)
-
-    def _as_engines_load(self) -> Mapping[str, Tensor]:
-        """The full weights on rank 0, nothing on the others. All ranks call it."""
-        weights = checkpoint.full_weights(self.weights(), self.dtype, keep=self.rank == 0)
-        if self.rank != 0 or not wants_file_names(self.cfg):
-            return weights
-        with self.adapters.aside() if self.adapters else nullcontext():
-            return as_in_files(self.model.model, weights)
-
-    def lend(self) -> dict[str, Any] | None:
-        """As ``publish``, into memory that engines of this machine have mapped; what they need to find it on rank 0."""
-        if wants_file_names(self.cfg) and has_other_names(self.model.model):
-            loaded = self._as_engines_load()
-            kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in loaded.items()}
-            return self._lender.write(kinds, loaded.items()) if self.rank == 0 else None
-        weights = self.weights()
-        whole = checkpoint.gathered(weights)
-        if self.rank != 0:
-            for _ in whole:  # each is one that all ranks gather
-                pass
-            return None
-        kinds = {
-            name: (self.dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape)) for name, w in weights.items()
-        }
-        return self._lender.write(kinds, whole)
-
-    def prove_lent(self) -> None:
-        """Raises WeightSyncError unless the memory holds what ``lend`` wrote."""
-        self._lender.prove()
-
-    def carry(self, info: dict[str, Any], receivers: dict[str, Any], silence_s: float) -> Carried:
-        """Give what engines of this node are told of to those of other nodes. Of rank 0."""
-        from skyasync.weight_sync.carry import carry  # by Ray, which the rest of a worker runs without
-
-        return carry(info, receivers, silence_s)
-
-    def publish_changes(self) -> Published | None:
-        """As ``publish``, of what has changed since the last time, or of all. All ranks call it."""
-        weights = self._as_engines_load()
-        return self._changed.publish(weights, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
-
-    def publish_adapter(self) -> Published | None:
-        """As ``publish``, of the adapters alone. All ranks call it."""
-        assert self.adapters is not None
-        adapter = self.adapters.alone()
-        return write_adapter(adapter, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
-
-    def publish_whole(self, fell_back: bool) -> Published:
-        """All of what ``publish_changes`` published last. Of rank 0.
-
-        Args:
-            fell_back: somebody could not take the changes.
-        """
-        publish = self._changed.fall_back if fell_back else self._changed.whole
-        return publish(self.cfg.generator.weight_sync_dir)
-
-    def free_address(self) -> tuple[str, int]:
-        """This node's address, and a port that is free at the moment."""
-        _, host = self.node()
-        with socket.create_server((host, 0)) as listener:
-            return host, listener.getsockname()[1]
-
-    def open_broadcast(self, rendezvous: Rendezvous) -> None:
-        """Get ready to send weights by NCCL, in a new group. All ranks call it, with the same rendezvous."""
-        if (former := getattr(self, "_sender", None)) is not None:
-            former.close()
-        model = self.adapters or self.model.model
-        self._sender = NCCLSender(model, rendezvous, rank=self.rank, dtype=self.dtype, device=self.device)
-
-    def announce(self, version: int) -> WeightUpdate:
-        """The message that tells engines of a broadcast."""
-        return self._sender.update(version)
-
-    def broadcast(self) -> None:
-        """Send the weights; ends when every engine has them. All ranks call it, engines meanwhile receive."""
-        self._sender.send()
-
-    def release(self, path: str) -> None:
-        """Remove what ``publish`` wrote; what was lent stays, as engines compute on it."""
-        if not self._lender.settle(path):
-            self.kept.drop()
-            remove_weights(path)
-
-    def keep(self, path: str) -> str:
-        """Instead of ``release``: where what ``publish`` wrote can be read until the next ``publish``."""
-        return path if self._lender.settle(path) else self.kept.keep(path)

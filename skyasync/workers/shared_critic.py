@@ -19,7 +19,9 @@ from skyasync.algorithms.losses.value import clipped_value_loss
 from skyasync.config.schema import Config
 from skyasync.workers import checkpoint
 from skyasync.workers.checkpoint import Beside
+from skyasync.workers.file_names import Apart
 from skyasync.workers.heads import HEADS, new_head, put
+from skyasync.workers.leaving import Leaving, kinds_in
 from skyasync.workers.mesh import Mesh
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import clip, total_norm
@@ -145,8 +147,9 @@ class SharedCritic:
             empty = HEADS[VALUE].told(ROLES[CRITIC_ROLE].config_kwargs(self._cfg)).empty(path, dtype)
         names = {name for name, _ in (*empty.named_parameters(), *empty.named_buffers())}
         chosen = {name: value for name, value in weights.items() if name in names}
-        whole = checkpoint.full_weights(
-            chosen | {f"{SCORE_LAYER}.weight": self.layer.weight.detach()}, dtype, keep=keep
-        )
+        chosen[f"{SCORE_LAYER}.weight"] = self.layer.weight.detach()
+        leaving = Leaving(chosen, dtype, Apart(empty, kinds_in(chosen, dtype)))
         if keep:
-            checkpoint.export(empty, whole, path, folder)
+            checkpoint.export(empty, leaving, path, folder)
+        else:
+            leaving.only_gather()

@@ -43,9 +43,11 @@ def config(
         (
             config(shared=True),
             True,
-            "shared_memory",
-            "shared_memory (engines and policy share their GPUs): mapped",
+            "cuda_ipc",
+            "auto is cuda_ipc: engines read the weights on the GPUs that they share with the policy",
         ),
+        (config(shared=True, asked="shared_memory"), True, "shared_memory", ""),
+        (config(shared=True, asked="cuda_ipc"), True, "cuda_ipc", ""),
         (config(backend="transformers"), True, "shared_memory", "the transformers engine has no other way"),
         (config(), False, "shared_memory", "auto is shared_memory: mapped memory, which the vllm engine loads"),
         (config(backend="transformers"), False, "shared_memory", "shared_memory: mapped memory, on which the engines"),

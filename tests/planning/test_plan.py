@@ -11,7 +11,7 @@ from skyasync.config.schema import Config
 from skyasync.planning import engine_memory, training_memory, work
 from skyasync.planning.advice import advise
 from skyasync.planning.machine import Machine, parse_size
-from skyasync.planning.plan import PROCESS, MemoryPlan, Place, make_plan
+from skyasync.planning.plan import PART, PROCESS, MemoryPlan, Place, make_plan
 from skyasync.planning.shape import shape_of
 from skyasync.workers.roles import ROLES, Role
 from tests.planning.models import as_json, configuration
@@ -259,6 +259,23 @@ def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:
     assert plan.places[0].fits
 
 
+def test_by_cuda_ipc_the_policy_stays_on_its_gpus_for_a_hand_over_and_the_host_has_no_weights_on_their_way() -> None:
+    def plan_by(way: str) -> MemoryPlan:
+        cfg = settings(ranks=8, engines=8)
+        cfg.trainer.placement.colocate_all, cfg.generator.weight_sync_backend = True, way
+        cfg.trainer.policy.gradient_checkpointing, cfg.generator.gpu_memory_utilization = True, 0.2
+        return make_plan(cfg, QWEN_7B, EIGHT)
+
+    own, by_host = plan_by("cuda_ipc"), plan_by("shared_memory")
+    lines = own.places[0].lines
+    assert own.places[0].when == "hand-over" != by_host.places[0].when
+    assert lines["weights"] + lines["moments"] == pytest.approx(12 / 8 * QWEN_7B.parameters, rel=1e-3)
+    assert lines["engines: weights"] == pytest.approx(2 * QWEN_7B.parameters, rel=1e-3)
+    assert lines["parts"] == 2 * max(PART, 2 * QWEN_7B.largest_tensor)
+    less = sum(by_host.places[-1].lines.values()) - sum(own.places[-1].lines.values())
+    assert less > 2 * QWEN_7B.parameters
+
+
 def with_critic(**placement: object) -> Config:
     cfg = settings(ranks=8, engines=8)
     cfg.trainer.algorithm.advantage_estimator = "gae"
@@ -345,7 +362,9 @@ def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
 
 def test_constants_are_those_of_the_parts_that_import_torch() -> None:
     from skyasync.engines.embedded import model as embedded_model
+    from skyasync.weight_sync import cuda_ipc
 
+    assert PART == cuda_ipc.CHUNK_BYTES
     assert engine_memory.FORWARD_TOKENS == embedded_model.FORWARD_TOKENS
 
 

@@ -69,6 +69,8 @@ INPUTS = [
     (["generator.backend=vllm", "generator.engine_kwargs.pipeline_parallel_size=2"], "pipeline_parallel_size=2", "GPU"),
     (["generator.backend=vllm", "generator.engine_kwargs.enable_chunked_prefill=true"], "chunked_prefill=true", "GPU"),
     (["generator.weight_sync_backend=nccl", "generator.backend=vllm"], "nccl needs GPUs", "shared_memory"),
+    (["generator.weight_sync_backend=cuda_ipc", "generator.backend=vllm"],
+     "cuda_ipc", "trainer.placement.colocate_all=true"),
     (["generator.backend=vllm", "trainer.placement.colocate_all=true"], "colocate_all=true", "CPU"),
     (["environment.env_class=''", "generator.agent_program={x}/none.py:run"], "does not exist", "agent_program"),
     (["environment.env_class=''", "generator.agent_program=tests.refusals.parts:rnu"], "'rnu'", "agent_program"),

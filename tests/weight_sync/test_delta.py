@@ -9,6 +9,7 @@ from skyasync.weight_sync import changed_weights
 from skyasync.weight_sync.changed_weights import ChangedWeights, KeptWeights, read_about
 from skyasync.weight_sync.delta import PIECE, Changes, changes, put
 from skyasync.weight_sync.digests import digest
+from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights, write_weights
 from skyasync.weight_sync.update import Held, OtherWeightsError, WeightSyncError, WeightUpdate
 
@@ -86,6 +87,10 @@ def weights(monkeypatch, tmp_path):
     }
 
 
+def publish(sender, weights):
+    return sender.publish(kinds_of(weights), weights.items())
+
+
 def step(weights, share, seed=1):
     return {n: flipped(t, share, seed)[0] if n != "never" else t for n, t in weights.items()}
 
@@ -95,7 +100,7 @@ def test_both_ends_hold_the_same_after_every_step(weights):
     seen = []
     for seed, share in enumerate([0, 0.01, 0.0, 0.2, 0.9, 0.01]):
         weights = step(weights, share, seed)
-        sent = sender.publish(weights)
+        sent = publish(sender, weights)
         found, digests = engine.read(sent.path)
         remove_weights(sent.path)
         assert digests == {name: digest(tensor) for name, tensor in weights.items()}
@@ -108,8 +113,8 @@ def test_both_ends_hold_the_same_after_every_step(weights):
 
 def test_an_engine_that_holds_something_else_refuses_changes_and_takes_the_whole(weights):
     sender, engine, late = ChangedWeights(), KeptWeights(), KeptWeights()
-    engine.read(sender.publish(weights).path)
-    changed = sender.publish(step(weights, 0.01))
+    engine.read(publish(sender, weights).path)
+    changed = publish(sender, step(weights, 0.01))
     with pytest.raises(OtherWeightsError):
         late.read(changed.path)
     whole = sender.fall_back()
@@ -121,7 +126,7 @@ def test_an_engine_that_holds_something_else_refuses_changes_and_takes_the_whole
 
 def test_a_file_says_what_it_is_of_and_its_digests_are_of_the_weights(weights):
     sender = ChangedWeights()
-    whole, changed = sender.publish(weights), sender.publish(step(weights, 0.01))
+    whole, changed = publish(sender, weights), publish(sender, step(weights, 0.01))
     assert read_about(whole.path).keep and not read_about(whole.path).base
     assert read_about(changed.path).base == whole.content == changed.base
     assert read_digests(changed.path).keys() == weights.keys() == read_weights(whole.path).keys()

@@ -14,11 +14,13 @@ from skyasync.errors import UserError
 from skyasync.weight_sync import shared_memory
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.kept_file import KeptFile
+from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import (
     read_digests,
     read_weights,
     remove_weights,
     sweep,
+    write_one_by_one,
     write_weights,
 )
 
@@ -103,14 +105,14 @@ def test_files_that_may_not_be_removed_stop_nobody(folder, monkeypatch):
     sweep()
 
 
-def test_a_failed_write_leaves_nothing(folder, monkeypatch):
-    def full(weights, path, metadata):
-        Path(path).write_text("half")
+def test_a_failed_write_leaves_nothing(folder):
+    def some():
+        yield next(iter(WEIGHTS.items()))
+        assert list(folder.iterdir()), "half of a file"
         raise OSError("no space left")
 
-    monkeypatch.setattr(shared_memory, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
-        write_weights(WEIGHTS)
+        write_one_by_one(kinds_of(WEIGHTS), some())
     assert not list(folder.iterdir())
 
 

@@ -226,6 +226,7 @@ async def test_of_two_engines_the_one_that_is_off_at_start_up_is_named():
         ("shared_memory", [], [1, 2, 4, 8]),
         ("shared_memory", ["experts"], list(range(1, 10))),
         ("nccl", None, list(range(1, 10))),
+        ("cuda_ipc", None, list(range(1, 10))),
     ],
 )
 def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(backend, unproven, probed):

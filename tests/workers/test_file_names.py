@@ -1,5 +1,7 @@
 """Weights for engines that load files: under the names that the model's own files have."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,6 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights
+from skyasync.workers import checkpoint, file_names
+from skyasync.workers.file_names import Apart
+from skyasync.workers.leaving import Leaving, kinds_in
 from skyasync.workers.policy import PolicyWorker
 from tests.planning.models import configuration
 
@@ -43,3 +48,33 @@ def test_experts_are_sent_one_by_one_to_an_engine_that_loads_files(model, rank):
 def test_an_engine_that_has_the_trainers_model_gets_them_as_they_are_there(model):
     for found in published(model, "transformers"):
         assert any(name.endswith("mlp.experts.gate_up_proj") for name in found)
+
+
+def test_what_can_only_be_taken_apart_at_once_is(monkeypatch):
+    """A model whose files have one tensor for two parameters."""
+
+    def undo(_, weights):
+        both = {"a", "b"} <= weights.keys()
+        return {"ab": torch.cat([weights["a"], weights["b"]])} if both else weights
+
+    monkeypatch.setattr(file_names, "revert_weight_conversion", undo)
+    weights = {"a": torch.ones(2), "b": torch.zeros(3)}
+    leaving = Leaving(weights, torch.bfloat16, Apart(None, kinds_in(weights, torch.bfloat16)))
+    assert leaving.kinds == {"ab": (torch.bfloat16, (5,))} == {n: (t.dtype, tuple(t.shape)) for n, t in leaving}
+
+
+def test_an_export_in_several_files_has_an_index_of_them(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "EXPORTED_FILE", "20KB")
+    cfg = Config()
+    cfg.trainer.policy.model.path = str(model)
+    worker = PolicyWorker(cfg, threads=1)
+    worker.setup()
+    worker.export(str(tmp_path))
+    files = {file.name for file in tmp_path.glob("*.safetensors")}
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(files) > 1 and set(index.values()) == files
+    expected = load_file(model / "model.safetensors")
+    assert index.keys() == expected.keys()
+    assert all(torch.equal(load_file(tmp_path / index[name])[name], expected[name]) for name in expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.state_dict().keys() == AutoModelForCausalLM.from_pretrained(model).state_dict().keys()

@@ -37,8 +37,9 @@ from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_para
 from skyasync.errors import UserError
 from skyasync.together import not_halfway
 from skyasync.weight_sync.changed_weights import read_about
+from skyasync.weight_sync.cuda_ipc import own_part
 from skyasync.weight_sync.lent import in_words
-from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
+from skyasync.weight_sync.update import Held, WakePart, WeightUpdate, is_whole
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
@@ -50,7 +51,7 @@ VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
 @ENGINES.register(
     "vllm",
     tensor_parallel=True,
-    weight_sync=("shared_memory", "nccl"),
+    weight_sync=("shared_memory", "nccl", "cuda_ipc"),
     reads_lent_weights=True,
     loads_as_files=True,
     takes_changes=True,
@@ -67,8 +68,8 @@ class VLLMEngine:
 
     ``config.extra``: ``cpu_bind`` (cores for the threads, CPU), ``sleep_mode`` (allow ``sleep``, GPU),
     ``engine_index`` (place among the engines: each draws from random numbers of its own, and has a place in the
-    nccl weight sync), ``one_per_prompt`` (requests of one call that differ in their id alone are one request for vLLM,
-    of which it draws n samples).
+    weight syncs by nccl and cuda_ipc), ``one_per_prompt`` (requests of one call that differ in their id alone are one
+    request for vLLM, of which it draws n samples).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -225,16 +226,19 @@ class VLLMEngine:
     async def update_weights(self, update: WeightUpdate) -> Sequence[str]:
         """As the protocol says; an engine that is not paused is paused ("keep") for the update.
 
+        By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine that is asleep but for
+        its weights; one that comes late is given all of them, as by ``shared_memory``.
+
         An update that fails may leave layers without weights: the engine gives up, and every call raises.
 
         Raises:
             ValueError: for a backend other than the one the engine was started with.
             OtherWeightsError: for changes of weights that the engine does not hold; it goes on as before.
         """
-        if update.backend != self.config.weight_sync_backend:
+        own = self.config.weight_sync_backend
+        if update.backend not in ((own, "shared_memory") if own == "cuda_ipc" else (own,)):
             raise ValueError(
-                f"the engine was started for weight sync by {self.config.weight_sync_backend!r}, "
-                f"and cannot take an update by {update.backend!r}"
+                f"the engine was started for weight sync by {own!r}, and cannot take an update by {update.backend!r}"
             )
         self._held.receive(update)
         async with self._control:
@@ -250,9 +254,10 @@ class VLLMEngine:
             except Exception as error:
                 self._core.give_up(f"the update to version {update.version} failed: {error}")
                 raise
-            self._core.version = update.version
-            self._held.settle(update)
-            await self._restart_unbegun()
+            if is_whole(update):
+                self._core.version = update.version
+                self._held.settle(update)
+                await self._restart_unbegun()
             if not was_paused:
                 await self._resume()
             return unproven
@@ -270,9 +275,12 @@ class VLLMEngine:
         if update.backend == "nccl":
             await self._join_group(info)
             info = info["parameters"]
+        elif update.backend == "cuda_ipc":
+            info = own_part(info, self.config.extra.get("engine_index", 0))
         await core.call(core.llm.start_weight_update())
         await core.call(core.llm.update_weights(WeightTransferUpdateRequest(info)))
-        await core.call(core.llm.finish_weight_update(weight_version=str(update.version)))
+        version = str(update.version) if is_whole(update) else None
+        await core.call(core.llm.finish_weight_update(weight_version=version))
         if update.backend == "shared_memory" and self._unproven != []:  # what was right once stays so, or is an error
             ranks: list[list[str]] = await core.call(core.llm.collective_rpc("unproven"))
             self._unproven = sorted({name for names in ranks for name in names})

@@ -31,6 +31,7 @@ from skyasync.engines.wanted import write
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
+from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import OtherWeightsError, WeightSyncError, WeightUpdate
 from tests.engines.listed import Listed, listed
@@ -389,7 +390,8 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
         for weight in engine.model.parameters():
             weight.data += torch.rand(weight.shape, generator=draw).lt(0.02) * 0.3
         assert await far() > TOLERANCE
-        file = changed.publish(dict(engine.model.named_parameters()))
+        weights = {name: weight.detach() for name, weight in engine.model.named_parameters()}
+        file = changed.publish(kinds_of(weights), weights.items())
         bases.append(bool(file.base))
         if number == 3:
             engine._held.content = "other"

@@ -1,0 +1,206 @@
+"""Weights by CUDA IPC, as far as that can be run without a GPU: two ranks, a real vLLM engine, memory of the host."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyasync.config.schema import Config
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.vllm import setup
+from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.weight_sync import cuda_ipc
+from skyasync.weight_sync.cuda_ipc import ForEngine, Packed, Packer, message, own_part, parts_of, sum_of
+from skyasync.weight_sync.kinds import bytes_of, kinds_of
+from skyasync.weight_sync.update import BROKEN_OFF, WeightUpdate, is_whole
+from skyasync.workers.parts import Parts
+from skyasync.workers.policy import PolicyWorker
+from tests.weight_sync import cpu_ipc
+from tests.workers.processes import Rank, Ranks
+
+CHUNK = 30_000
+PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    odd = torch.randn(7, 3, generator=generator).bfloat16()
+    return {"odd": odd, "wide": torch.randn(9, generator=generator), "one": torch.tensor(3), "none": torch.zeros(0, 2)}
+
+
+def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "CHUNK_BYTES", 64)
+    kinds = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
+    assert parts_of(kinds) == [["0", "1"], ["2"], ["3"], ["4"]]
+    for part in parts_of(kinds_of(weights())):
+        ends = [sum(bytes_of(kinds_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
+        assert all(end % weights()[name].itemsize == 0 for name, end in zip(part, ends, strict=True))
+
+
+@pytest.mark.parametrize("engines", [[], [1], [0, 2]])
+def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_for_each_engine_beside_it(
+    monkeypatch, engines
+) -> None:
+    exports: list[torch.Tensor] = []
+    monkeypatch.setattr(cuda_ipc, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"})
+    sent = weights()
+    packer = Packer(kinds_of(sent), iter(sent.items()), torch.device("cpu"), engines)
+    found: dict[str, torch.Tensor] = {}
+    last = False
+    while not last:
+        packed = packer.pack()
+        last, end = packed.last, 0
+        assert [said.handle["gpu"] for said in packed.engines.values()] == [str(i + 1) for i in range(len(engines))]
+        for name, dtype, shape, size in zip(packed.names, packed.dtype_names, packed.shapes, packed.sizes, strict=True):
+            if exports:
+                piece = exports[0][end : end + size].clone()
+                found[name] = piece.view(getattr(torch, dtype)).view(shape)
+                end += size
+        for said in packed.engines.values():
+            assert said.sums == [int(sum_of(found[name])) for name in packed.names]
+    assert len(exports) == len(engines)
+    assert not engines or all(torch.equal(found[name], sent[name]) for name in sent)
+    packer.close()
+
+
+def test_a_sum_shows_every_element_and_its_place() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        tensor = torch.arange(4, 60).to(dtype).view(7, 8)
+        other, swapped = tensor.clone(), tensor.flatten()[torch.arange(56).roll(1)].view(7, 8)
+        other[3, 4] += 1
+        assert len({int(sum_of(each)) for each in (tensor, other, swapped)}) == 3
+        assert int(sum_of(tensor.T)) == int(sum_of(tensor.T.contiguous()))
+
+
+def test_an_engine_is_told_of_its_own_handle_alone_and_one_without_a_rank_beside_it_is_refused() -> None:
+    ranks = [Packed(0, True, ["a"], ["float32"], [[1]], [4], {e: ForEngine({"gpu": str(e)}, [e])}) for e in (0, 1)]
+    info = message(ranks)
+    assert own_part(info, 1) == {"part": 0, "last": True, "names": ["a"], "dtype_names": ["float32"],
+                                 "shapes": [[1]], "sizes": [4], "handle": {"gpu": "1"}, "sums": [1]}  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"engine 2.*weight_sync_backend=shared_memory"):
+        own_part(info, 2)
+    assert own_part(BROKEN_OFF, 2) == BROKEN_OFF
+    assert [is_whole(WeightUpdate(1, "cuda_ipc", i)) for i in (info, info | {"last": False}, BROKEN_OFF)] == [
+        True, False, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) -> None:
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from skyasync.weight_sync.vllm_cuda_ipc import PartInfo, as_vllms
+
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+    buffer = torch.arange(4, dtype=torch.uint8)
+    handle = cpu_ipc.share(buffer)
+    packed = Packed(0, True, ["a"], ["float32"], [[1]], [4], {0: ForEngine(handle, [-(2**62)])})
+    sent = own_part(message([packed]), 0)
+    came = MsgpackDecoder().decode(MsgpackEncoder().encode({"update_info": sent}))["update_info"]
+    assert came == sent
+    theirs = as_vllms(PartInfo(**came))
+    (arguments,) = theirs.ipc_handles.values()  # type: ignore[union-attr]
+    assert cpu_ipc.opened(*arguments).tolist() == [0, 1, 2, 3]
+    monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda _: (None, arguments))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": handle["gpu"]}))
+    assert cuda_ipc.handle_of(torch.zeros(4)) == handle, "torch's arguments, taken apart as they are put together"
+
+
+class Policy:
+    """Two ranks of a real policy."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    async def call(self, method: str, *args: object) -> list[Any]:
+        return await asyncio.to_thread(self._ranks.call, ask, method, args)
+
+    async def call_first(self, method: str, *args: object) -> object:
+        return (await self.call(method, *args))[0]
+
+
+def ask(rank: Rank, method: str, args: tuple[Any, ...]) -> Any:
+    if rank.rank and method in ("prove_lent", "forget_lent"):  # of the first alone
+        return None
+    return getattr(rank.worker, method)(*args)
+
+
+def step(rank: Rank, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in rank.worker.model.parameters():
+            local = getattr(parameter, "_local_tensor", parameter)
+            local += 0.02 * torch.randn(local.shape)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True])
+async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
+    engines_session: None, warm_processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    from tests.engines.vllm.models import save_model
+
+    save_model(tmp_path, tied=tied)
+    monkeypatch.setattr(setup, "WORKER_EXTENSION", "tests.weight_sync.cpu_ipc.WorkerExtension")
+    cfg = Config()
+    cfg.trainer.policy.model.path, cfg.generator.backend = str(tmp_path), "vllm"
+    ranks = Ranks(2, warm_processes)
+    engine = VLLMEngine(EngineConfig(
+        str(tmp_path), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25, weight_sync_backend="cuda_ipc"
+    ))  # fmt: skip
+    try:
+        ranks.set_up(PolicyWorker, cfg)
+        ranks.call(cpu_ipc.in_rank, CHUNK)
+        await engine.start()
+        policy = Policy(ranks)
+        parts = Parts(policy, 2, lambda: [0])
+
+        async def hand_over(version: int, most: int = 1000) -> int:
+            part, taken = await parts.next(await parts.begin(version)), 0
+            while part is not None and taken < most:
+                await engine.update_weights(part)
+                taken += 1
+                assert engine._core.version == (version if part.info["last"] else version - 1)
+                part = await parts.next(part)
+            await parts.end()
+            return taken
+
+        async def gap() -> float:
+            found = await engine.score(PROBES)
+            expected = await policy.call_first("score", PROBES)
+            return max(abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
+
+        assert await gap() < 1e-4
+        for version in (1, 2):
+            ranks.call(step, version)
+            assert await gap() > 1e-2
+            assert await hand_over(version) > 3
+            assert await gap() < 1e-4
+
+        ranks.call(step, 3)
+        await hand_over(3, most=2)
+        await engine.update_weights(WeightUpdate(3, "cuda_ipc", BROKEN_OFF))
+        assert engine._core.version == 2
+        await hand_over(3)
+        assert await gap() < 1e-4, "what was broken off is forgotten"
+
+        ranks.call(step, 4)
+        alone = await parts.alone(4)
+        await engine.update_weights(alone)
+        await parts.forget(alone)
+        assert await gap() < 1e-4, "as one that comes late"
+
+        part = await parts.next(await parts.begin(5))
+        assert part is not None
+        part.info["engines"][0].sums[0] += 1
+        with pytest.raises(Exception, match="received other weights than the trainer sent in "):
+            await engine.update_weights(part)
+    finally:
+        ranks.close()
+        await engine.shutdown()

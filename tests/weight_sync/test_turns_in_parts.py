@@ -1,0 +1,116 @@
+"""Engines read weights in parts, from the policy's own devices: who is there when, and what is left of a failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.weight_sync.update import WeightsMovedError, WeightUpdate
+from tests.weight_sync.test_turns import PROBE, Device, Engines, Policy
+
+PARTS = 3
+
+
+class InParts(Policy):
+    fails_at = PARTS  # none of them
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        assert not (self.policy and self.cache), f"{call}: the policy and a cache fill the device"
+
+    async def publish_weights(self, version: int) -> WeightUpdate:
+        self._note("publish")
+        return WeightUpdate(version, "cuda_ipc", {"in_parts": True})
+
+    async def next_part(self, update: WeightUpdate) -> WeightUpdate | None:
+        part = update.info.get("part", -1) + 1
+        if part == PARTS:
+            return None
+        if part == self.fails_at:
+            raise RuntimeError("a rank has died")
+        assert self.policy, "sharded weights are gathered on the devices"
+        self._note(f"pack {part}")
+        return replace(update, info={"part": part, "last": part == PARTS - 1, "trained": self.trained})
+
+    async def end_parts(self) -> None:
+        self._note("free")
+
+    async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
+        assert not self.policy, "it is read in host memory"
+        self._note("lend")
+        return WeightUpdate(update.version, "shared_memory", {"trained": self.trained})
+
+    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
+        return replace(update, info={})
+
+
+class Readers(Engines):
+    async def update_weights(self, update: WeightUpdate) -> None:
+        device: Device = self.device
+        assert device.engine_weights and not device.cache
+        if "broken_off" in update.info:
+            device._note("break off")
+            return
+        device._note(f"load {update.info['part']}")
+        device.loaded = update.info["trained"] if update.info["last"] else None
+
+
+def made() -> tuple[InParts, DeviceTurns, WeightSync]:
+    device = InParts()
+    turns = DeviceTurns(device, Readers(device), PROBE)  # type: ignore[arg-type]
+    sync = WeightSync(turns.source, turns.destination, PROBE, 1e-6, interval=100)
+    sync.keeper = device
+    return device, turns, sync
+
+
+async def test_the_policy_stays_for_all_parts_and_goes_before_the_caches_wake() -> None:
+    device, turns, sync = made()
+    await turns.start()
+    for version in (1, 2, 3):
+        await turns.make_way_for_policy()
+        device.trained += 1
+        device.calls.clear()
+        await sync.sync(version)
+        parts = [call for i in range(PARTS) for call in (f"pack {i}", f"load {i}")]
+        ways = [call for call in device.calls if call != "send"]
+        assert ways == ["publish", "wake weights", *parts, "free", "score", "offload", "wake cache"]
+        assert turns.engines_are_awake
+        assert await sync.verify(version), "no digests: the probe follows every sync"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+async def test_where_the_policy_dies_in_between_the_engines_sleep_and_the_next_sync_brings_all(part: int) -> None:
+    device, turns, sync = made()
+    await turns.start()
+    await turns.make_way_for_policy()
+    device.fails_at = part
+    device.calls.clear()
+    with pytest.raises(RuntimeError, match="a rank has died"):
+        await sync.sync(1)
+    assert device.calls[-3:] == ["free", "break off", "sleep"]
+    assert not turns.engines_are_awake
+
+    await turns.policy_is_lost()
+    device.fails_at, device.policy = PARTS, True
+    turns.restart(device)
+    device.trained += 1
+    await sync.sync(1)
+    assert device.loaded == device.trained
+    await sync.verify(1)
+
+
+async def test_an_engine_that_comes_late_is_given_weights_while_the_policy_is_in_host_memory() -> None:
+    device, turns, sync = made()
+    await turns.start()
+    await turns.make_way_for_policy()
+    await sync.sync(1)
+    async with sync.between_syncs() as update:
+        assert (update.backend, update.info) == ("shared_memory", {"trained": device.trained})
+    await turns.make_way_for_policy()
+    source: Any = turns.source
+    with pytest.raises(WeightsMovedError, match="may be training"):
+        await source.publish_whole(WeightUpdate(1, "cuda_ipc", {}), fell_back=False)

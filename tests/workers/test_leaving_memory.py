@@ -1,0 +1,76 @@
+"""Weights leave the ranks tensor after tensor: on no rank does a second whole copy come to lie in memory of its own.
+
+What a rank maps of files and of what it lends is not counted. The first of all calls is of a model of a few kilobytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from skyasync.workers.policy import PolicyWorker
+from tests.workers.conftest import config_for
+from tests.workers.processes import Rank, Ranks
+from tests.workers.test_loading_memory import ACCOUNT, TINY, eight, llama, peak_growth
+
+RANKS = 2
+
+
+def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
+    """On each of the ranks: what each way out added to its memory at most."""
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=process.rank, world_size=RANKS)
+    member = type("Member", (PolicyWorker,), {"_join": lambda self, host, port: None})  # has joined
+
+    def worker(path: str) -> PolicyWorker:
+        cfg = config_for(path)
+        cfg.generator.backend, cfg.generator.weight_sync_dir = "vllm", folder
+        if "publish_adapter" in ways:
+            cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.export = 2, "merged"
+        found: PolicyWorker = member(cfg, process.rank, RANKS, threads=1)
+        found.setup()
+        return found
+
+    def out(worker: PolicyWorker, way: str) -> None:
+        getattr(worker, way)(*([f"{folder}/exported"] if way == "export" else []))
+
+    tiny, large = worker(f"{folder}/tiny"), worker(f"{folder}/large")
+    for way in ways:
+        out(tiny, way)
+    found = {}
+    for way in ways:
+        ctypes.CDLL(None).malloc_trim(0)  # what the way before has left would hide as much of this one's
+        found[way] = peak_growth(lambda way=way: out(large, way))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ACCOUNT.exists(), reason="reads Linux's account of a process's memory")
+@pytest.mark.parametrize(
+    ("shape", "ways"),
+    [
+        (llama, ["publish", "export", "publish_changes"]),
+        (eight, ["publish", "lend", "export"]),
+        pytest.param(llama, ["publish_adapter", "publish"], marks=pytest.mark.matrix),
+    ],
+    ids=["llama", "eight experts", "adapters"],
+)
+def test_no_way_out_has_a_second_copy_of_the_weights(warm_processes: Path, shape, ways: list[str]) -> None:
+    with TemporaryDirectory() as folder:
+        for name, made in (("tiny", shape(**TINY)), ("large", shape())):
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+            model.to_empty(device="cpu").save_pretrained(f"{folder}/{name}")
+        ranks = Ranks(RANKS, warm_processes)
+        held = ranks.call(leave, folder, ways)
+        ranks.close()
+    size = sum(p.numel() for p in model.parameters()) * 4
+    shares = {way: round(max(rank[way] for rank in held) / size, 2) for way in ways}
+    kept = {"publish_changes": 1, "lend": 1}  # what is compared with, and what engines read
+    assert all(share - kept.get(way, 0) < 0.7 for way, share in shares.items()), shares
