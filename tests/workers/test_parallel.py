@@ -19,8 +19,6 @@ from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.workers.checkpoint import full_weights
 from skyasync.workers.critic import CriticWorker
 from skyasync.workers.heads import put
-from skyasync.workers.model import training_config
-from skyasync.workers.parallel.context import check
 from skyasync.workers.parallel.styles import NormOfOwnHeads
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
@@ -88,24 +86,6 @@ def test_split_matrices_and_sequences_have_one_ranks_gradient(
         apart = distance(torch.from_numpy(found), expected)
         assert apart < 1e-6
         assert told == pytest.approx(metrics, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_a_ring_has_one_ranks_gradient(shapes: dict[str, str], name: str, ranks: Callable[[int], Ranks]) -> None:
-    logprobs, expected, metrics = of_one(shapes[name])
-    cfg = parallel(shapes[name], context=2)
-    cfg.trainer.parallel.context_kind, cfg.trainer.policy.gradient_checkpointing = "ring", name == "llama"
-    ranks(2).set_up(PolicyWorker, cfg)
-    for rows, said, found, told in ranks(2).call(step):
-        torch.testing.assert_close(torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0)
-        assert distance(torch.from_numpy(found), expected) < 1e-6
-        assert told == pytest.approx(metrics, rel=1e-5)
-
-
-def test_a_ring_has_no_windows(shapes: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=r"context_kind=ring has no sliding windows, which gemma2 has"):
-        check(training_config(shapes["gemma2_capped"]), 2, kind="ring")
-    check(training_config(shapes["llama"]), 3, kind="ring")
 
 
 @pytest.mark.slow
