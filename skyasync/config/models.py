@@ -299,7 +299,8 @@ class ParallelConfig(Settings):
     context_kind: str = key(
         "ulysses",
         "How they attend: ulysses exchanges columns for heads, which the axis must divide; ring passes keys and values "
-        "on from rank to rank, for any number of heads (on CPUs; prompts are not shared, and there are no windows).",
+        "on from rank to rank, for any number of heads (prompts are not shared, and there are no windows; on a GPU in "
+        "bfloat16, where it has not run).",
         choices=("ulysses", "ring"),
     )
     tensor: int = key(1, "Ranks that split the matrices of the same rows, by transformers' plan for the model.", low=1)

@@ -47,9 +47,3 @@ def check_shared_critic(cfg: Config) -> Iterator[str]:
             f"{_SHARED} is a vector on the policy's device, and trainer.policy.cpu_offload={kind} keeps its layers on "
             f"the host: set trainer.policy.cpu_offload=optimizer or none, or trainer.critic.backbone=own"
         )
-    for axis in ("tensor", "context"):
-        if (size := getattr(cfg.trainer.parallel, axis)) > 1:
-            yield (
-                f"{_SHARED} reads values off whole rows and states, and trainer.parallel.{axis}={size} splits them: "
-                f"set trainer.parallel.{axis}=1, or trainer.critic.backbone=own"
-            )

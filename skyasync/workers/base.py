@@ -182,7 +182,7 @@ class ModelWorker(Worker):
             return None, None
         from skyasync.workers.parallel import divide
 
-        return divide(model, self.mesh, self.cfg.trainer.parallel.context_kind)
+        return divide(model, self.mesh, self.cfg.trainer.parallel.context_kind, self.dtype)
 
     def _shard(self, wrapper: Wrapped) -> Wrapped:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""

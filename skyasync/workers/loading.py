@@ -139,7 +139,7 @@ def _one_after_the_other() -> Iterator[None]:
     """
     before = os.environ.get(SEQUENTIAL)
     os.environ[SEQUENTIAL] = "1"
-    hook = register_module_parameter_registration_hook(lambda module, name, parameter: _give_back())
+    hook = register_module_parameter_registration_hook(lambda module, name, parameter: give_back())
     try:
         yield
     finally:
@@ -149,7 +149,7 @@ def _one_after_the_other() -> Iterator[None]:
             os.environ[SEQUENTIAL] = before
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Memory that this process has freed, to the system: where C's library is GNU's, which else keeps it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -222,7 +222,7 @@ class _Post:
         for _ in self._names:
             dist.broadcast(coming, src=0)
             _hand_out(None, self._shards[self._names[int(coming)]].detach(), self._device)
-            _give_back()
+            give_back()
 
     def _hand_out(self, name: str, whole: Tensor) -> None:
         dist.broadcast(torch.tensor(self._names.index(name), device=self._device), src=0)

@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from skyasync.errors import MissingExtraError, UserError
+from skyasync.workers.loading import give_back
 
 KEY = "trainer.policy.lora.base_dtype"
 BLOCKS = {"nf4": (64, 32)}
 """Numbers that share a scale: the first of these that divides a row; of the other kinds a row is one block."""
 
 SCALE = 4  # bytes of one
+ON_A_CPU = 1 << 14
+"""Numbers that are made codes at a time there."""
 
 _aten: Any = torch.ops.aten
 
@@ -103,6 +107,7 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
     Raises:
         UserError: if there is none, or one that cannot be cut so.
     """
+    homes = {id(p): layer for layer in model.modules() if isinstance(layer, FSDPModule) for p in layer.parameters()}
     for name, weight in _matrices(model, kind):
         assert isinstance(weight, DTensor)
         if weight.to_local().shape[0] * weight.device_mesh.size(-1) != weight.shape[0]:
@@ -110,7 +115,10 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
                 f"{KEY}={kind}: {name} has {weight.shape[0]} rows, which {weight.device_mesh.size(-1)} ranks cannot "
                 f"share evenly: choose a divisor (trainer.policy.fsdp_size), or leave the key empty"
             )
-        weight._local_tensor = Quantised.of(weight.to_local(), kind)  # FSDP takes note when it first computes
+        weight._local_tensor = Quantised.of(weight.to_local(), kind)
+        if home := homes.get(id(weight)):
+            home._apply(lambda tensor: tensor)  # FSDP takes note, and lets go of the numbers before the next
+            give_back()
 
 
 def round_base(model: PreTrainedModel, kind: str) -> None:
@@ -141,7 +149,13 @@ def _block(width: int, kind: str) -> int:
     return next((block for block in BLOCKS.get(kind, (width,)) if width % block == 0), 0)
 
 
-def _encode(rows: Tensor, kind: str) -> Tensor:
+def _encode(weight: Tensor, kind: str) -> Tensor:
+    """On a CPU some rows at a time: bitsandbytes weighs all sixteen codes of each number there, in 200 bytes of it."""
+    at_once = max(1, ON_A_CPU // max(1, weight.shape[1])) if weight.device.type == "cpu" else max(1, len(weight))
+    return torch.cat([_encode_rows(rows, kind) for rows in weight.split(at_once)])
+
+
+def _encode_rows(rows: Tensor, kind: str) -> Tensor:
     if kind == "int8":
         scales = (rows.float().abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         codes = (rows.float() / scales).round().to(torch.int8)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 _ATEN = torch.ops.aten
 KEPT = (
     _ATEN.mm.default,
+    _ATEN.mm.dtype,
     _ATEN.addmm.default,
     _ATEN._grouped_mm.default,
     _ATEN._scaled_dot_product_flash_attention.default,

@@ -125,7 +125,7 @@ def test_two_hundred_flags_are_judged() -> None:
         ("critic.model_name_or_path=x", "OpenRLHF means: here it is trainer.critic.model.path=x"),
         ("eval.n_samples_per_prompt=4", "here it is generator.eval_n_samples_per_prompt=4"),
         ("ds.tensor_parallel_size=2", "here it is trainer.parallel.tensor=2"),
-        ("ds.ring_attn_head_stride=2", "no counterpart here: no ring"),
+        ("ds.ring_attn_head_stride=2", "no counterpart here: no such stride"),
         ("ckpt.path=/tmp/x", "here it is trainer.ckpt_path=/tmp/x"),
         ("train.async_enable=true", "here it is trainer.plan=one_step_off"),
         ("eps_clip_low_high=[0.2,0.27]", "trainer.algorithm.eps_clip_low=0.2 and trainer.algorithm.eps_clip_high=0.27"),

@@ -232,7 +232,10 @@ def _hashed(worker: PolicyWorker, view: Callable[[Tensor], Tensor]) -> str:
 
 def _state(worker: PolicyWorker) -> Iterator[tuple[str, Tensor]]:
     yield "random", torch.get_rng_state()
+    kept = dict(worker.optimizer.state)
+    if worker.critic:
+        kept |= worker.critic.optimizer.state
     for name, parameter in worker.model.named_parameters():
         yield name, parameter.detach()
-        for kind, value in sorted(worker.optimizer.state.get(parameter, {}).items()):
+        for kind, value in sorted(kept.get(parameter, {}).items()):
             yield f"{name} {kind}", value

@@ -52,6 +52,14 @@ def adapted(cfg: Config) -> None:
     cfg.trainer.policy.lora.rank = 4
 
 
+def in_few_bits(cfg: Config, kind: str) -> None:
+    cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.base_dtype = 4, kind
+
+
+def with_a_critic(cfg: Config, rank: int = 0) -> None:
+    cfg.trainer.critic.backbone, cfg.trainer.policy.lora.rank = "shared", rank
+
+
 def recomputed(cfg: Config) -> None:
     cfg.trainer.policy.gradient_checkpointing, cfg.trainer.policy.reduce_gradients = "selective", "update"
 
@@ -60,6 +68,10 @@ KINDS: dict[str, Callable[[Config], None]] = {
     "float32": optimized,
     "bfloat16": partial(optimized, dtype="bfloat16"),
     "adapters": adapted,
+    "nf4": partial(in_few_bits, kind="nf4"),
+    "int8": partial(in_few_bits, kind="int8"),
+    "critic on its layers": with_a_critic,
+    "critic on its layers, adapters": partial(with_a_critic, rank=4),
     "checkpointing": recomputed,
     "muon": partial(optimized, name="muon"),
     "adamw_8bit": partial(optimized, name="adamw_8bit"),
@@ -79,6 +91,10 @@ POLICIES: list[Case] = [
     ("adapters", "data 4", "tensor 2", "qwen3_moe"),
     ("adapters", "context 2 x tensor 2", "data 2", "qwen3_tied"),
     ("adapters", "2 replicas of 2", "context 2", "llama"),
+    ("nf4", "2 replicas of 2", "context 2", "llama"),
+    ("int8", "data 2 x context 2", "1 rank", "qwen2"),
+    ("critic on its layers", "context 2 x tensor 2", "data 2", "qwen3_tied"),
+    ("critic on its layers, adapters", "tensor 2", "2 replicas of 2", "llama"),
     ("checkpointing", "data 2", "context 2", "qwen3_moe"),
     ("checkpointing", "tensor 2", "2 replicas of 2", "llama"),
     ("checkpointing", "data 2 x context 2", "tensor 2", "qwen2"),
@@ -112,7 +128,7 @@ def config(path: str, kind: str, way: str) -> Config:
 
 
 def update(worker: TrainedWorker) -> None:
-    batch = learning() if isinstance(worker, CriticWorker) else ragged()
+    batch = learning() if worker.critic or isinstance(worker, CriticWorker) else ragged()
     rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(worker.rank)]
     worker.forward_backward(batch.select(rows).trim())
     worker.optimizer_step()

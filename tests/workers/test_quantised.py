@@ -102,17 +102,28 @@ def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path:
 
 def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     batch = make_batch(groups=5)
-    rank.worker.forward_backward(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim())
+    axes = rank.worker.axes
+    rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
+    rank.worker.forward_backward(batch.select(rows).trim())
     gradient = torch.cat([_whole(p.grad) for p in rank.worker.model.parameters() if p.grad is not None])
     return gradient.numpy(), rank.worker.optimizer_step()
 
 
-@pytest.mark.parametrize(("count", "kind"), [(2, "nf4"), pytest.param(4, "int8", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    ("count", "kind", "replicas", "context"),
+    [
+        (2, "nf4", 1, 1),
+        pytest.param(2, "nf4", 1, 2, marks=pytest.mark.matrix),
+        pytest.param(4, "int8", 2, 1, marks=pytest.mark.matrix),
+        pytest.param(4, "nf4", 2, 1, marks=pytest.mark.matrix),
+    ],
+)
 def test_the_gradient_on_several_ranks_is_that_of_one(
-    untied_model: str, ranks: Callable[[int], Ranks], count: int, kind: str
+    untied_model: str, ranks: Callable[[int], Ranks], count: int, kind: str, replicas: int, context: int
 ) -> None:
     cfg = adapted(untied_model, kind)
     expected, metrics = of_rank(Rank(0, 1, started(cfg)))
+    cfg.trainer.policy.fsdp_size, cfg.trainer.parallel.context = count // replicas if replicas > 1 else 0, context
     ranks(count).set_up(PolicyWorker, cfg)
     for found, other in ranks(count).call(of_rank):
         difference = torch.from_numpy(found) - torch.from_numpy(expected)

@@ -1,5 +1,6 @@
 """Sequences split over the context axis (Ulysses, arXiv 2309.14509): each rank has a slice of every row's columns, and
-around attention, which needs whole sequences, the ranks exchange slices for heads.
+around attention, which needs whole sequences, the ranks exchange slices for heads. (Or they keep their heads, and keys
+travel: ``ring``.)
 
 Invariant: attention is computed as without the axis, by the same function on the same rows, for a part of the heads;
 everything else is done per token. What a rank says of its own tokens is added up over the axis, so that all of its
@@ -31,6 +32,7 @@ from skyasync.workers.parallel import ring
 from skyasync.workers.parallel.collectives import summed
 
 KEY = "trainer.parallel.context"
+ULYSSES, RING = "ulysses", "ring"
 ATTENTION = "skyasync_ulysses"
 ATTENDING = {"full_attention", "sliding_attention"}
 _PLACE = "_skyasync_context"
@@ -38,61 +40,74 @@ _PLACE = "_skyasync_context"
 
 @dataclass(frozen=True)
 class Context:
-    """This rank's place, ``rank``, of ``size`` on the context axis."""
+    """This rank's place, ``rank``, of ``size`` on the context axis.
+
+    ``ends``: it has two pieces of the columns, as far from the first as from the last; else one.
+    """
 
     group: dist.ProcessGroup
     rank: int
     size: int
+    ends: bool = False
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Context:
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+    def of(cls, group: dist.ProcessGroup, kind: str = ULYSSES) -> Context:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), ends=kind == RING)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Those of all ranks' pieces that are this rank's, in their order."""
+        return (self.rank, 2 * self.size - 1 - self.rank) if self.ends else (self.rank,)
 
     def slice(self, layout: Layout) -> Layout:
         """This rank's columns, and the loss tokens that they predict; ``owners`` stay those of whole rows.
 
-        Rows are padded to a multiple of the axis; padding comes last, where no token sees it.
+        Rows are padded to a multiple of the pieces; padding comes last, where no token sees it.
         """
         rows, width = layout.tokens.shape
-        share = -(-width // self.size)
-        missing = share * self.size - width
-        first = share * self.rank
-        tokens = F.pad(layout.tokens, (0, missing))[:, first : first + share]
+        count = self.size * len(self.pieces)
+        share = -(-width // count)
+        missing = share * count - width
+
+        def own(values: Tensor) -> Tensor:
+            whole = torch.cat([values, values.new_zeros(rows, missing, *values.shape[2:])], 1)
+            return torch.cat([whole[:, piece * share : (piece + 1) * share] for piece in self.pieces], 1)
+
         positions = layout.positions
         if positions is None:
-            positions = torch.arange(width, device=tokens.device).expand(rows, width)
-        positions = F.pad(positions, (0, missing))[:, first : first + share]
+            positions = torch.arange(width, device=layout.tokens.device).expand(rows, width)
         owners = None if layout.owners is None else F.pad(layout.owners, (0, missing), value=-1)
-        experts = layout.experts
-        if experts is not None:
-            experts = F.pad(experts, (0, 0, 0, 0, 0, missing))[:, first : first + share].contiguous()
-        row, column = layout.predictors // width, layout.predictors % width - first
-        own = (column >= 0) & (column < share)
+        row, column = layout.predictors // width, layout.predictors % width
+        places = torch.full((count,), -1, device=column.device)
+        places[list(self.pieces)] = torch.arange(len(self.pieces), device=column.device)
+        place = places[column // share]
+        here = place >= 0
+        predictors = (row * len(self.pieces) + place) * share + column % share
         return replace(
             layout,
-            tokens=tokens.contiguous(),
-            positions=positions.contiguous(),
+            tokens=own(layout.tokens),
+            positions=own(positions),
             owners=owners,
-            experts=experts,
-            predictors=(row * share + column)[own],
-            targets=layout.targets[own],
-            cells=layout.cells[own],
+            experts=None if layout.experts is None else own(layout.experts),
+            predictors=predictors[here],
+            targets=layout.targets[here],
+            cells=layout.cells[here],
         )
 
     def joined(self, rows: Tensor) -> Tensor:
         """What every rank says of its own loss tokens, ``[rows, length]`` with zeros elsewhere, on all of them."""
         return summed(rows, self.group)
 
-    def install(self, model: PreTrainedModel, kind: str = "ulysses") -> None:
+    def install(self, model: PreTrainedModel) -> None:
         """Let the model's attention be this axis's."""
         for module in model.modules():
             setattr(module, _PLACE, self)
-        model.set_attn_implementation(ATTENTION if kind == "ulysses" else ring.ATTENTION)
+        model.set_attn_implementation(ring.ATTENTION if self.ends else ATTENTION)
 
 
-def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = "ulysses") -> None:
+def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = ULYSSES) -> None:
     """Raises ``UserError`` for a model whose heads or layers cannot be divided so."""
-    if kind == "ring":
+    if kind == RING:
         if not can_share_prefixes(config):
             raise UserError(f"{ring.KEY} has no sliding windows, which {config.model_type} has: use ulysses")
         return

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
+)
 
 from skyasync.errors import UserError
 from skyasync.workers.parallel.context import ATTENDING
 from skyasync.workers.parallel.styles import EMBEDDING, EXPERTS, NORM
+from skyasync.workers.parallel.sums import COLUMNS, ROWS
 from skyasync.workers.parallel.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -25,8 +30,8 @@ if TYPE_CHECKING:
 
 KEY = "trainer.parallel.tensor"
 _OWN_PIECES = {
-    "colwise",
-    "rowwise",
+    COLUMNS,
+    ROWS,
     "colwise_gather_output",
     "rowwise_split_input",
     "grouped_gemm",
@@ -37,7 +42,10 @@ _OWN_PIECES = {
 """Styles whose parts are single pieces of a weight; packed ones are not, and checkpoints of shards hold pieces."""
 
 
-_ADAPTED = {"colwise": "lora_B", "rowwise": "lora_A"}
+_OURS = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": NORM}
+"""In the place of the library's."""
+
+_ADAPTED = {COLUMNS: "lora_B", ROWS: "lora_A"}
 """The half of an adapter that is split as the layer beside it."""
 
 
@@ -55,7 +63,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     tied = by_vocabulary and head.weight is embeddings.weight
     plan.pop(_key(model, embeddings), None)  # whole, unless they are the head: a critic's are not
     if by_vocabulary:
-        plan[_key(model, head)] = "colwise"
+        plan[_key(model, head)] = COLUMNS
     if tied:
         plan[_key(model, embeddings)] = EMBEDDING
     _check_styles(model, plan)
@@ -82,7 +90,7 @@ def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedMod
     for name, layer in layers:
         style = plan.get(str(replace_layer_number_by_wildcard(name)))
         if layer.get_base_layer() is head:
-            style = "colwise" if isinstance(head, nn.Linear) and head.out_features % mesh.size() == 0 else None
+            style = COLUMNS if isinstance(head, nn.Linear) and head.out_features % mesh.size() == 0 else None
         if style is None:
             continue
         if style not in _ADAPTED:
@@ -91,7 +99,9 @@ def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedMod
                 f"here: add it to trainer.policy.lora.exclude_modules, or set {KEY}=1"
             )
         (half,) = getattr(layer, _ADAPTED[style]).values()
-        add_lora_tp_hooks_dtensor(half, style, mesh, base_layer=layer.get_base_layer(), module_name=name)
+        theirs = next(library for library, ours in _OURS.items() if ours == style)
+        add_lora_tp_hooks_dtensor(half, theirs, mesh, base_layer=layer.get_base_layer(), module_name=name)
+        ALL_PARALLEL_STYLES[style].install_forward(half, mesh)
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
@@ -106,8 +116,8 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
             found[name] = EXPERTS
         elif any(name.startswith(f"{module}.") for module in experts):
             found[name] = "grouped_gemm"
-        elif style == "replicated_with_grad_allreduce":
-            found[name] = NORM
+        else:
+            found[name] = _OURS.get(style, style)
     return found
 
 
