@@ -8,6 +8,7 @@ keeps of a parameter is its own business; learning rates and the like are the co
 from __future__ import annotations
 
 import logging
+import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -179,6 +180,28 @@ def load(
         set_optimizer_state_dict(beside.module, beside.optimizer, kept_beside | {"state": of_beside}, options=lenient)
     torch.set_rng_state(state[RANDOM])
     return int(state[STEP])
+
+
+def load_weights(model: PreTrainedModel, file: Path) -> bool:
+    """Whole weights from a file, into whatever shards there are. Whether its numbers are shorter than the model's.
+
+    Raises:
+        UserError: if they are not this model's.
+    """
+    own = own_tensors(model)
+    with tempfile.TemporaryDirectory(prefix="skyasync-weights") as folder:  # the reader takes all files of one
+        (Path(folder) / "weights.safetensors").symlink_to(file)
+        reader = HuggingFaceStorageReader(folder)
+        found = reader.read_metadata().state_dict_metadata
+        if strange := sorted(found.keys() ^ own.keys()):
+            raise UserError(f"the engines' weights are not the policy's: only one of them has {strange[0]}")
+        with _quietly():
+            dcp.load(own, storage_reader=reader, no_dist=not dist.is_initialized())
+    return any(_bits(found[name].properties.dtype) < _bits(value.dtype) for name, value in own.items())
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return dtype.itemsize if dtype.is_floating_point else 0
 
 
 def _emptied(

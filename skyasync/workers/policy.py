@@ -245,6 +245,10 @@ class PolicyWorker(TrainedWorker):
         adapter = self.adapters.alone()
         return write_adapter(adapter, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
 
+    def take_weights(self, path: str) -> bool:
+        """Go on with what an engine has handed back, moments as they are. All ranks call it; whether it is rounded."""
+        return checkpoint.load_weights(self.model.model, Path(path))
+
     def publish_whole(self, fell_back: bool) -> Published:
         """All of what ``publish_changes`` published last. Of rank 0.
 
