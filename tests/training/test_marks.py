@@ -92,8 +92,10 @@ def test_a_death_in_training_costs_the_update_under_way_and_nothing_that_was_rol
     all_is_well(tmp_path, first, second)
     assert holding.handed == [3] and second.sync.versions[0] == 3
     assert second.dispatch.scheduled == [3, 4, 5], "the learning rate goes on where it was"
-    if plan is not FullyAsyncRayPPOTrainer:
-        finished = [name for name, times in Counter(first.generator.asked + second.generator.asked).items() if times > 1]
+    if plan not in (FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer):  # there others are in flight
+        finished = [
+            name for name, times in Counter(first.generator.asked + second.generator.asked).items() if times > 1
+        ]
         assert not set(finished) & set(stream(4 * STEPS)[12:16]), "the batch of the step that died is not made again"
     moments = "are those of the checkpoint of step 2, 1 steps old" if saved else "begin anew, as there is no checkpoint"
     assert f"goes on from version 3, as engine 1 holds it; the optimizer's moments {moments}" in caplog.text
