@@ -146,6 +146,7 @@ class Marks:
             async with self._phases.limited("loading of the engines' weights"):
                 try:
                     rounded = any(await dispatch.call(POLICY, "take_weights", path))
+                    await dispatch.call(POLICY, "release", path)  # on their machine
                 finally:
                     remove_weights(path)
             self._tell(engine, version, saved, rounded=rounded)
