@@ -206,7 +206,7 @@ class Saving:
         return True
 
     def stand_at(self, state: TrainState) -> None:
-        """The models are what they were behind that step: everything but the prompts' data is as well."""
+        """The models are what they were behind that step; so is what the controller counts."""
         self._set_coefficient(state)
         self._progress.resumed(state.step, state.position, state.ahead)
 

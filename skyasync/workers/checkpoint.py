@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -197,11 +198,8 @@ def load_weights(model: PreTrainedModel, file: Path) -> bool:
             raise UserError(f"the engines' weights are not the policy's: only one of them has {strange[0]}")
         with _quietly():
             dcp.load(own, storage_reader=reader, no_dist=not dist.is_initialized())
-    return any(_bits(found[name].properties.dtype) < _bits(value.dtype) for name, value in own.items())
-
-
-def _bits(dtype: torch.dtype) -> int:
-    return dtype.itemsize if dtype.is_floating_point else 0
+    sent = {name: entry.properties.dtype for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+    return any(value.is_floating_point() and sent[name].itemsize < value.dtype.itemsize for name, value in own.items())
 
 
 def _emptied(
