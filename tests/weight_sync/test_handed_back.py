@@ -19,6 +19,8 @@ from tests.weight_sync.pair import running
 from tests.workers.conftest import config_for, ranks  # noqa: F401  (a fixture)
 from tests.workers.processes import Rank, Ranks
 
+pytestmark = pytest.mark.slow
+
 PROBE = [[*range(1, 60)]]
 
 
