@@ -143,9 +143,8 @@ class BasePPOExp:
             return self._server(config, name)
         from skyasync.engines.ray_engine import another
 
-        return await asyncio.to_thread(
-            another, self.parts.client.engines, generator.devices_per_engine if self.gpus else 0
-        )
+        devices, joined = generator.devices_per_engine if self.gpus else 0, bool(self.cfg.ray.address)
+        return await asyncio.to_thread(another, self.parts.client.engines, devices, may_grow=joined)
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
         """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 from skyasync.config.frozen import freeze
-from skyasync.config.resume import keeps_checkpoints
+from skyasync.config.resume import keeps_checkpoints, restarts_workers
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.training.restarts import Restarts
 
@@ -62,8 +63,11 @@ class Restarting:
     """
 
     def __init__(self, experiment: Run, folder: Path) -> None:
+        from skyasync.processes.identity import born
+
         self._experiment = experiment
         self._budget = Restarts(folder, experiment.cfg.trainer.max_restarts)
+        self._program = os.getpid(), born(os.getpid())  # where this is made
 
     @property
     def possible(self) -> bool:
@@ -74,15 +78,27 @@ class Restarting:
         """Whether the run has failed since a worker's process died, and may start the workers again."""
         run = self._experiment
         lost = getattr(run.parts.dispatch, "lost", None)
-        if lost is None or not self.possible:
+        if lost is None or not restarts_workers(run.cfg.trainer) or self._program_ended:
             return False
         if not hasattr(run.parts.weight_sync, "restart"):
             lost[1].add_note("workers are not started again: the weight sync of this run has no restart(source)")
             return False
         return self._budget.take(f"a process of the {lost[0]}", step, lost[1])
 
-    async def restart_workers(self) -> RayPPOTrainer:
-        """New processes for all roles, and a trainer that goes on from the newest checkpoint; engines stay."""
+    @property
+    def _program_ended(self) -> bool:
+        """With which all its processes end, in any order: the controller may see workers die before it does."""
+        from skyasync.processes.identity import born
+
+        number, began = self._program
+        return born(number) != began
+
+    async def restart_workers(self, former: RayPPOTrainer) -> RayPPOTrainer:
+        """New processes for all roles, and a trainer that goes on from the newest checkpoint; engines stay.
+
+        Args:
+            former: whose workers have died; with ``trainer.restart_from=engines`` what it knows is not lost.
+        """
         from skyasync.observe.timeline import Timeline, wall_clock
 
         run, turns, began = self._experiment, self._experiment.parts.turns, wall_clock()
@@ -92,6 +108,7 @@ class Restarting:
         self._resume_anew()
         run.parts.dispatch = await asyncio.to_thread(run.get_dispatch)
         trainer = await asyncio.to_thread(run.parts.make_trainer)
+        trainer.marks.former = former.marks.survived()
         await run.parts.dispatch.start(trainer.total_updates)
         if turns is not None:
             turns.restart(run.parts.dispatch)

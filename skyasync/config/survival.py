@@ -38,6 +38,13 @@ class SurvivalConfig(Settings):
         "checkpoint; at the next death, or with 0 at the first, the run ends, as it does where it keeps none.",
         low=0,
     )
+    restart_from: str = key(
+        "checkpoint",
+        "What workers that are started again go on from: the newest checkpoint, or (engines) the weights that the "
+        "engines hold, where these are newer, with the moments of the newest checkpoint or, without one, fresh ones.",
+        choices=("checkpoint", "engines"),
+        when="trainer.max_restarts",
+    )
     heartbeat_timeout_s: float = key(
         120.0,
         "Seconds without a sign of life after which a process of a model, while it is asked for something, or the "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from skyasync.engines.protocol import (
 from skyasync.errors import UserError
 from skyasync.processes.identity import Identity
 from skyasync.weight_sync.update import WeightUpdate
+
+log = logging.getLogger(__name__)
 
 #: The user's terminal shows the run's progress, not that of every library's loading.
 QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -159,6 +162,14 @@ class RayEngine:
             unproven: Sequence[str] | None = await self._actor.call.remote("update_weights", update)
         return unproven
 
+    async def held_version(self) -> int:
+        version: int = await self._call("held_version")
+        return version
+
+    async def hand_back(self, folder: str) -> str:
+        path: str = await self._call("hand_back", folder)
+        return path
+
     async def sleep(self) -> None:
         await self._call("sleep")
 
@@ -201,22 +212,28 @@ class RayEngine:
         return self._actor is None
 
 
-def another(engines: Sequence[InferenceEngine], devices: int) -> RayEngine:
+def another(engines: Sequence[InferenceEngine], devices: int, *, may_grow: bool = False) -> RayEngine:
     """One more like these, in the place of one that has left, or where Ray has room. Asks Ray, and waits for it.
 
     Args:
         devices: GPUs of an engine; 0 without GPUs, where engines share the cores.
+        may_grow: where Ray has no room it is asked all the same, and has until the engine's start is late: a node may
+            come (Ray's autoscaler brings one for what is asked for).
 
     Raises:
-        UserError: if Ray has not so many.
+        UserError: if Ray has not so many, and will not have.
     """
     ours = [engine for engine in engines if isinstance(engine, RayEngine)]
     taken = [id(engine.options) for engine in ours if not engine.ended]
     free = [engine.options for engine in ours if id(engine.options) not in taken]
     options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
     there = ray.available_resources().get("GPU", 0.0)
-    if not free and there < devices:
-        raise UserError(f"another engine takes {devices} GPUs, and Ray has {there:g} that are free")
     first = ours[0]
+    if not free and there < devices:
+        lacking = f"another engine takes {devices} GPUs, and Ray has {there:g} that are free"
+        if not may_grow:
+            raise UserError(lacking)
+        log.warning("%s: it waits for a node, at most %g s (generator.engine_start_timeout_s)",
+                    lacking, first._start_timeout_s)  # fmt: skip
     config = replace(first.config, extra={**first.config.extra, "engine_index": len(engines)})
     return RayEngine(first.backend, config, options, first._start_timeout_s)

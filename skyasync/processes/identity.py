@@ -24,18 +24,19 @@ class Identity(NamedTuple):
     @classmethod
     def mine(cls) -> Identity:
         """Of the actor's process that asks."""
-        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _born(os.getpid()))
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), born(os.getpid()))
 
     def end(self) -> None:
         """SIGKILL, which also ends a process that is stopped or stuck; on this machine only."""
-        if self.node == ray.get_runtime_context().get_node_id() and _born(self.number) == self.born:
+        if self.node == ray.get_runtime_context().get_node_id() and born(self.number) == self.born:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.number, signal.SIGKILL)
 
 
-def _born(process: int) -> str:
-    """When a process began; empty where there is none."""
+def born(process: int) -> str:
+    """When a process began; empty where there is none, or one that has ended and that nobody has asked after."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if state == "Z" else numbers[18]
+    except (OSError, ValueError, IndexError):
         return ""

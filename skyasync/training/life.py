@@ -18,6 +18,7 @@ from skyasync.workers.roles import POLICY
 
 if TYPE_CHECKING:
     from skyasync.training.cadence import Cadence
+    from skyasync.training.marks import Marks
     from skyasync.training.parts import Client
     from skyasync.training.phases import Metrics
     from skyasync.training.profiling import Profiling
@@ -28,6 +29,7 @@ class Life(AlgorithmHooks):
     """``RayPPOTrainer`` inherits it, and has the steps that are called here."""
 
     saving: Saving
+    marks: Marks
     cadence: Cadence
     profiling: Profiling
     inference_engine_client: Client
@@ -58,6 +60,10 @@ class Life(AlgorithmHooks):
 
     async def _begin(self) -> None:
         resumed = await self.saving.resume()
+        if (unlogged := await self.marks.go_on(resumed=resumed)) is not None:
+            step, metrics = unlogged
+            self.reporting.log(metrics, step)
+        resumed = resumed or self.global_step > 0
         if self.learner.numbers.rolls_back and not resumed:
             await self.save_checkpoint()  # of what it began as: the first step may be one to undo
         await self.sync_policy_weights_to_inference_engines()

@@ -140,7 +140,7 @@ class Saving:
         with self._phases.timed("checkpoint"):
             async with self._phases.limited("checkpoint"):
                 self._phases.metrics.update(await self.arrived(wait=True, patient=patient))
-                state = self._state()
+                state = self.state()
                 if self._cfg.ckpt_async and patient:
                     await self._begin(self.checkpoints, state)
                     return None
@@ -201,10 +201,14 @@ class Saving:
             state = self._admitted(folder)
             await self._learner.dispatch.load(folder)
             self._book.resume(folder)
-        self._set_coefficient(state)
-        self._progress.resumed(state.step, state.position, state.ahead)
+        self.stand_at(state)
         self._saved_step = state.step
         return True
+
+    def stand_at(self, state: TrainState) -> None:
+        """The models are what they were behind that step; so is what the controller counts."""
+        self._set_coefficient(state)
+        self._progress.resumed(state.step, state.position, state.ahead)
 
     async def roll_back(self) -> int:
         """Make the models what they were in the newest whole checkpoint, and go on behind the data in hand; its step.
@@ -252,7 +256,8 @@ class Saving:
             log.warning("changed since that checkpoint: %s", line)
         return state
 
-    def _state(self) -> TrainState:
+    def state(self) -> TrainState:
+        """Where the run stands, between two steps."""
         return TrainState(
             step=self._progress.step,
             position=self._progress.position,

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.ray_engine import RayEngine
+from skyasync.engines.ray_engine import RayEngine, another
+from skyasync.errors import UserError
 
 REQUESTS = 1_100  # each a call of its own; Ray's own limit of an actor's calls at once is 1,000
 
@@ -26,5 +27,8 @@ async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None
                 pass  # asking gives them the turn
             await engine.resume()
             assert await asyncio.gather(*answers) == [1] * REQUESTS
+        with pytest.raises(UserError, match="takes 1000 GPUs, and Ray has"):
+            another([engine], 1000)
+        another([engine], 1000, may_grow=True).kill()  # it waits for a node
     finally:
         await engine.shutdown()
