@@ -44,6 +44,7 @@ class AgentGenerator(TrajectoryGenerator):
         agents: what runs the programs.
         rules: limits of an episode; its turns are the program's own affair.
         patience: with programs that fail for now; they are played again from their beginning.
+        reads_behaviour: as ``Session`` has it, for episodes that are trained.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class AgentGenerator(TrajectoryGenerator):
         tokenizer: Tokenizer,
         rules: EpisodeRules,
         patience: Patience = Patience(),  # noqa: B008  (frozen)
+        *,
+        reads_behaviour: str = "",
     ) -> None:
         self._endpoint, self._agents, self._patience = endpoint, agents, patience
+        self._reads_behaviour = reads_behaviour
         self._chat = ChatTokenizer(tokenizer)
         self._rules = rules
         self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
@@ -83,7 +87,8 @@ class AgentGenerator(TrajectoryGenerator):
         async with self._turn:
             losses = retries = 0
             while True:
-                async with self._endpoint.session(identity, sampling, self._rules.session(identity)) as session:
+                reads = "" if is_eval else self._reads_behaviour
+                async with self._endpoint.session(identity, sampling, self._rules.session(identity), reads) as session:
                     try:
                         score = await self._play(session, data, is_eval)
                         return self._scored(session, score, retries)

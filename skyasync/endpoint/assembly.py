@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyasync.config.agents import ONLINE
+from skyasync.config.rules import reads_behaviour
 from skyasync.config.schema import Config
 from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.agent_pool import AgentPool, ray_processes
@@ -26,7 +27,7 @@ def agent_generator(
         max_model_len: tokens of a prompt and its response together.
         folder: the run's, where programs from outside find the endpoint's address and key.
     """
-    generator, rules = cfg.generator, EpisodeRules.of(cfg)
+    generator, rules, reads = cfg.generator, EpisodeRules.of(cfg), reads_behaviour(cfg.trainer.algorithm)
     lobby = Lobby(folder) if generator.agent_program == ONLINE else None
     endpoint = Endpoint(
         client,
@@ -39,8 +40,8 @@ def agent_generator(
         lobby=lobby,
     )
     if lobby is not None:
-        return AgentGenerator(endpoint, lobby, tokenizer, rules)
+        return AgentGenerator(endpoint, lobby, tokenizer, rules, reads_behaviour=reads)
     config, patience = agent_config(cfg, max_model_len), Patience.of(cfg.environment)
     processes = ray_processes(generator.agent_program, config, generator.agent_env, generator.endpoint_host, patience)
     pool = AgentPool(processes, cfg.environment.num_workers)
-    return AgentGenerator(endpoint, pool, tokenizer, rules, patience)
+    return AgentGenerator(endpoint, pool, tokenizer, rules, patience, reads_behaviour=reads)

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field, replace
 
 from skyasync.arrays import Ints, ints
+from skyasync.config.sampling import UNMIRRORED
 from skyasync.endpoint.agent_chat import AgentChat, conversation, thoughts
 from skyasync.endpoint.forms.inner import Answer, Choice, Request, RequestError
 from skyasync.endpoint.news import EVERY_S, News
@@ -24,7 +25,7 @@ from skyasync.endpoint.parsers.reader import Reader
 from skyasync.endpoint.recorder import Call
 from skyasync.endpoint.session import Session
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest
+from skyasync.engines.protocol import GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.rollout.types import action_of
 
 LOOKING = 0.1  # most of the time that may go into reading what a reply says while it is made
@@ -74,6 +75,7 @@ class Calls:
         """
         prompt = self.prompt(session, request)
         self._check_tokens("logit_bias", request.asked.sampling.logit_bias)
+        _check_mirrored(session, request.asked.sampling)
         room = self.max_model_len - len(prompt)
         if room < 1:
             problem = f"the prompt has {len(prompt)} tokens, which leaves no room for a reply within the model's "
@@ -91,6 +93,15 @@ class Calls:
         most = len(self.chat.tokenizer)
         if not all(0 <= token < most for token in tokens):
             raise RequestError(f"{name} has token ids outside of 0 to {most - 1}", name)
+
+
+def _check_mirrored(session: Session, asked: SamplingParams) -> None:
+    """As a run's settings are checked (``skyasync.config.sampling``); a request may change them here."""
+    changed = [name for name in UNMIRRORED if getattr(asked, name) != getattr(session.sampling, name)]
+    if session.reads_behaviour and asked.temperature and changed:
+        problem = f"{changed[0]} depends on the tokens before and is in the engine's log-probabilities alone, which "
+        reader = f"{session.reads_behaviour} reads as if the trainer computed the same: leave it out"
+        raise RequestError(problem + reader, changed[0], "unsupported_parameter")
 
 
 @dataclass(eq=False)

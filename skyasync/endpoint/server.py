@@ -158,10 +158,10 @@ class Endpoint:
 
     @asynccontextmanager
     async def session(
-        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None
+        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None, reads_behaviour: str = ""
     ) -> AsyncIterator[Session]:
-        """An episode; ``sampling`` holds where its requests say nothing."""
-        session = Session(identity, sampling, affinity)
+        """An episode; ``sampling`` holds where its requests say nothing. The others as ``Session`` has them."""
+        session = Session(identity, sampling, affinity, reads_behaviour)
         self._sessions[_digest(session.api_key)] = session
         async with afterwards(self._end, session):
             yield session

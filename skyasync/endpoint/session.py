@@ -27,14 +27,19 @@ class Session:
 
     Args:
         affinity: what shares it goes to the same engine; by default the episode is alone.
+        reads_behaviour: the setting for which the objective reads the log-probabilities of what is sampled here; "" for
+            none. Its requests cannot ask for a distribution that the trainer could not compute.
 
     Attributes:
         conversations: by the id of an answer, what a later request that names it goes on from.
         over: nothing is answered or recorded any more.
     """
 
-    def __init__(self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None) -> None:
+    def __init__(
+        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None, reads_behaviour: str = ""
+    ) -> None:
         self.identity, self.sampling, self.affinity = identity, sampling, affinity or str(identity)
+        self.reads_behaviour = reads_behaviour
         self.api_key = secrets.token_urlsafe(32)
         self.recorder = Recorder()
         self.conversations: dict[str, list[Message]] = {}

@@ -79,11 +79,11 @@ async def real_endpoint(
 
 @asynccontextmanager
 async def entered(
-    endpoint: Endpoint, sampling: SamplingParams = DEFAULTS
+    endpoint: Endpoint, sampling: SamplingParams = DEFAULTS, reads_behaviour: str = ""
 ) -> AsyncIterator[tuple[AsyncOpenAI, Session]]:
     """A client with an episode's key."""
     async with (
-        endpoint.session(EPISODE, sampling) as session,
+        endpoint.session(EPISODE, sampling, reads_behaviour=reads_behaviour) as session,
         AsyncOpenAI(base_url=url(endpoint), api_key=session.api_key) as client,
     ):
         yield client, session

@@ -242,6 +242,18 @@ async def test_what_cannot_be_carried_out_is_refused_by_name(tokenizer: Any, opt
         assert session.recorder.calls == []
 
 
+async def test_what_the_objective_cannot_do_right_is_refused_where_episodes_are_trained(real: Any) -> None:
+    setting = "trainer.algorithm.off_policy_correction=tis"
+    async with entered(real.endpoint, reads_behaviour=setting) as (client, session):
+        for asked in ({"presence_penalty": 0.5}, {"extra_body": {"repetition_penalty": 1.1}}):
+            with pytest.raises(openai.BadRequestError, match=f"_penalty depends on the tokens before.*{setting}"):
+                await chat(client, HELLO, **asked)
+        assert session.recorder.calls == []
+        await chat(client, HELLO, presence_penalty=0.0, max_tokens=1)
+        await chat(client, HELLO, presence_penalty=0.5, max_tokens=1, temperature=0.0)
+    assert len(session.recorder.calls) == 2
+
+
 async def test_without_a_living_episodes_key_nobody_gets_in(real: Any) -> None:
     async with aiohttp.ClientSession() as http:
 
