@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 from skyasync.config.schema import Config
@@ -28,7 +29,6 @@ from skyasync.training.learner import Learner
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
 from skyasync.training.saving import Saving
-from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Marks:
                     rounded = any(await dispatch.call(POLICY, "take_weights", path))
                     await dispatch.call(POLICY, "release", path)  # on their machine
                 finally:
-                    remove_weights(path)
+                    _remove(path)
             self._tell(engine, version, saved, rounded=rounded)
             return True
         return False
@@ -163,3 +163,7 @@ class Marks:
             "the policy goes on from version %d, as engine %d holds it%s; the optimizer's moments %s%s",
             version, engine, " (rounded: the engines' dtype is shorter)" if rounded else "", moments, critic,
         )  # fmt: skip
+
+
+def _remove(path: str) -> None:
+    Path(path).unlink(missing_ok=True)

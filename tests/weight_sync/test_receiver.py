@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from skyasync.weight_sync.changed_weights import ChangedWeights, KeptWeights
 from skyasync.weight_sync.digests import digests_of
+from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.lent import Borrower, Lender
 from skyasync.weight_sync.receiver import Receiver
 from skyasync.weight_sync.shared_memory import write_weights
@@ -102,7 +103,7 @@ def test_files_of_changes_are_put_into_what_was_carried_before():
     changed, kept, receiver, weights = ChangedWeights(), KeptWeights(), Receiver(computed_on=True), many(0)
     for step in range(3):
         weights["l"][0, step] += 1
-        sent = changed.publish(weights)
+        sent = changed.publish(kinds_of(weights), weights.items())
         try:
             found, digests = kept.read(carried(receiver, {"path": sent.path})["path"])
         finally:
