@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import TransformersKwargs
 
 from skyasync.arrays import Experts
+from skyasync.engines.embedded.even import even_columns, even_rows
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
@@ -98,6 +99,8 @@ class EmbeddedModel:
         tokens = self._right_padded(prompts)
         last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
         ends, which = last.unique(return_inverse=True)
+        while len(prompts) * len(ends) < even_rows(len(prompts) * len(ends)):
+            ends = torch.cat([ends, ends[-1:]])
         cache = DynamicCache()
         logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=ends).logits
         return logits[torch.arange(len(prompts), device=self.device), which], cache
@@ -110,6 +113,10 @@ class EmbeddedModel:
             lengths: ``[rows]``, how many tokens of each slot are in the cache: the newest one's position.
             width: the largest of ``lengths``, plus 1.
         """
+        rows = len(tokens)
+        unused = (0, min(even_rows(rows), cache.slots) - rows)  # slots, and columns, that nobody has
+        tokens, lengths = nn.functional.pad(tokens, unused), nn.functional.pad(lengths, unused)
+        width = min(even_columns(width), cache.columns)
         hidden = torch.arange(width, device=self.device) > lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device)
         return self._model(
@@ -118,7 +125,7 @@ class EmbeddedModel:
             attention_mask=mask.masked_fill_(hidden, -torch.inf)[:, None, None],
             past_key_values=cache.at(lengths, width),
             use_cache=True,
-        ).logits[:, -1]
+        ).logits[:rows, -1]
 
     def chosen(self) -> Experts | None:
         """The experts of every token of the last forward pass, padding included; None where nobody asks for them."""
@@ -207,6 +214,7 @@ class EmbeddedModel:
     def _right_padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """``[sequences, longest]``. Causal attention keeps the padding, which comes after, from mattering."""
         length = max(map(len, sequences))
+        length = even_columns(length)
         return torch.tensor([[*s, *[0] * (length - len(s))] for s in sequences], device=self.device)
 
     def _eos_ids(self) -> frozenset[int]:

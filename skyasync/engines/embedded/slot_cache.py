@@ -67,6 +67,14 @@ class SlotCache(Cache):
         self.budget = budget
         self.bytes_per_token = sum(2 * k.shape[1] * k.shape[3] * k.element_size() for k in shapes)
 
+    @property
+    def slots(self) -> int:
+        return self.slot_layers[0].keys.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.slot_layers[0].keys.shape[2]
+
     def fits(self, slots: int, columns: int) -> bool:
         return slots * columns * self.bytes_per_token <= self.budget
 
@@ -75,7 +83,7 @@ class SlotCache(Cache):
         have_slots, _, have_columns, _ = self.slot_layers[0].keys.shape
         if slots <= have_slots and columns <= have_columns:
             return
-        generous = max(have_slots, 1 << (slots - 1).bit_length()), max(have_columns, -(-columns // 64) * 64)
+        generous = max(have_slots, 1 << max(2, (slots - 1).bit_length())), max(have_columns, -(-columns // 64) * 64)
         new_slots, new_columns = generous if self.fits(*generous) else (slots, columns)
         for layer in self.slot_layers:
             layer.resize(new_slots, new_columns)
@@ -83,9 +91,9 @@ class SlotCache(Cache):
     def fill(self, first_slot: int, prefixes: Cache, index: Tensor) -> None:
         """Put prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``; samples of a prompt share it."""
         for layer, (keys, values) in zip(self.slot_layers, _contents(prefixes), strict=True):
-            slots, length = slice(first_slot, first_slot + len(index)), keys.shape[2]
-            layer.keys[slots, :, :length] = keys[index]
-            layer.values[slots, :, :length] = values[index]
+            slots, length = slice(first_slot, first_slot + len(index)), min(keys.shape[2], self.columns)
+            layer.keys[slots, :, :length] = keys[index, :, :length]
+            layer.values[slots, :, :length] = values[index, :, :length]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
         """Copy the first ``width`` columns of slots ``sources`` to slots ``targets`` (disjoint)."""

@@ -1,0 +1,25 @@
+"""Sizes at which a request's numbers do not depend on the other requests that are computed with it.
+
+Invariant: what a request is answered is a function of its tokens, its seed and the weights, to the last bit, whoever
+came at the same time: else one seed would not give the same losses on a machine that is busy.
+
+A CPU's library adds a product's terms in another order where a matrix has few rows, and attention where its columns do
+not fill the processor's vectors. Seen with torch 2.13 (MKL) on AVX-512 in float32, with 1 to 8 threads: products of
+fewer than 12 rows that are no multiple of 4, and keys that are no multiple of 16, differ from those of larger sizes in
+the last bit. So a few rows and columns more are computed, which nobody reads, where the cache has room for them. On a
+GPU, and in bfloat16, this has not been looked at.
+"""
+
+from __future__ import annotations
+
+ENOUGH, ROWS, COLUMNS = 12, 4, 16
+
+
+def even_rows(rows: int) -> int:
+    """How many rows are computed in the place of so many."""
+    return rows if rows >= ENOUGH else -(-rows // ROWS) * ROWS
+
+
+def even_columns(columns: int) -> int:
+    """How many positions are attended to in the place of so many."""
+    return -(-columns // COLUMNS) * COLUMNS
