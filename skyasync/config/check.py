@@ -13,6 +13,13 @@ from skyasync.config.agents import check_agents
 from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.domains import check_domains, check_weights
 from skyasync.config.endless import check_streamed_data
+from skyasync.config.engine_rules import (
+    check_adapters,
+    check_engine,
+    check_engine_kwargs,
+    check_restart,
+    check_router_replay,
+)
 from skyasync.config.evaluation import check_evaluation, eval_sources
 from skyasync.config.groups import check_groups
 from skyasync.config.judges import check_judges
@@ -21,17 +28,12 @@ from skyasync.config.parallel import check_parallel, check_replicas
 from skyasync.config.resume import Resume, keeps_checkpoints
 from skyasync.config.rules import (
     Plan,
-    check_adapters,
     check_admission,
     check_critic,
-    check_engine,
-    check_engine_kwargs,
     check_estimator,
     check_functions,
     check_plan,
-    check_restart,
     check_reward_model,
-    check_router_replay,
     check_spares,
     check_teacher,
     corrected,
