@@ -24,32 +24,18 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Colwis
 COLUMNS, ROWS = "skyasync_columns", "skyasync_rows"
 
 
-class Columns(ColwiseParallel):
-    """Each rank has some of the outputs."""
+class _Summed:
+    """Before a style of transformers': its linear layers compute by ``product``."""
+
+    product: type[Function]
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
-            return super().install_forward(module, mesh)
+            return super().install_forward(module, mesh)  # type: ignore[misc]
         group = mesh.get_group()
 
         def forward(states: Tensor) -> Tensor:
-            found: Tensor = _Columns.apply(states, _local(module.weight), _local(module.bias), group)
-            return found
-
-        module.forward = forward  # type: ignore[method-assign, assignment]
-        return module
-
-
-class Rows(RowwiseParallel):
-    """Each rank has some of the inputs, and all of the bias."""
-
-    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            return super().install_forward(module, mesh)
-        group = mesh.get_group()
-
-        def forward(states: Tensor) -> Tensor:
-            found: Tensor = _Rows.apply(states, _local(module.weight), _local(module.bias), group)
+            found: Tensor = self.product.apply(states, _local(module.weight), _local(module.bias), group)
             return found
 
         module.forward = forward  # type: ignore[method-assign, assignment]
@@ -111,6 +97,18 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = part.clone()  # what was multiplied may be kept for the backward pass
     dist.all_reduce(whole, group=group)
     return whole
+
+
+class Columns(_Summed, ColwiseParallel):
+    """Each rank has some of the outputs."""
+
+    product = _Columns
+
+
+class Rows(_Summed, RowwiseParallel):
+    """Each rank has some of the inputs, and all of the bias."""
+
+    product = _Rows
 
 
 for _name, _style in (
