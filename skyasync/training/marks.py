@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 from skyasync.config.schema import Config
@@ -116,9 +115,10 @@ class Marks:
         if self.former is None:
             return None
         former, loaded = self.former, self._progress.step
-        version = await self._newest(former.marks, loaded)
-        if version > loaded and not await self._take(version, loaded if resumed else None):
-            version = -1
+        async with self._phases.limited("loading of the engines' weights"):
+            version = await self._newest(former.marks, loaded)
+            if version > loaded and not await self._take(version, loaded if resumed else None):
+                version = -1
         if version < loaded:
             log.warning("no engine holds weights as new as those of step %d, from which the run goes on", loaded)
             return None
@@ -137,18 +137,19 @@ class Marks:
 
     async def _take(self, version: int, saved: int | None) -> bool:
         """Have the policy's ranks load the weights of an engine; false if those that hold this version have died."""
+        from skyasync.weight_sync.shared_memory import remove_weights  # by torch, without which a refusal is quicker
+
         folder = self._cfg.generator.weight_sync_dir
         for engine, held in (await self._holders.held_versions()).items():
             path = await self._holders.hand_back(engine, folder) if held == version else None
             if path is None:
                 continue
             dispatch = self._learner.dispatch
-            async with self._phases.limited("loading of the engines' weights"):
-                try:
-                    rounded = any(await dispatch.call(POLICY, "take_weights", path))
-                    await dispatch.call(POLICY, "release", path)  # on their machine
-                finally:
-                    _remove(path)
+            try:
+                rounded = any(await dispatch.call(POLICY, "take_weights", path))
+                await dispatch.call(POLICY, "release", path)  # on their machine
+            finally:
+                remove_weights(path)
             self._tell(engine, version, saved, rounded=rounded)
             return True
         return False
@@ -163,7 +164,3 @@ class Marks:
             "the policy goes on from version %d, as engine %d holds it%s; the optimizer's moments %s%s",
             version, engine, " (rounded: the engines' dtype is shorter)" if rounded else "", moments, critic,
         )  # fmt: skip
-
-
-def _remove(path: str) -> None:
-    Path(path).unlink(missing_ok=True)
