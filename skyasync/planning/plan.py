@@ -32,10 +32,9 @@ from skyasync.planning.training_memory import (
     updating,
 )
 from skyasync.planning.work import batch_bytes
+from skyasync.weight_sync.update import PART_BYTES
 from skyasync.workers.roles import POLICY, ROLES, wanted_roles
 
-PART = 1 << 28
-"""Bytes of weights that go by CUDA IPC at a time (``skyasync.weight_sync.cuda_ipc``, which imports torch)."""
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
 
@@ -156,7 +155,7 @@ class _Parts:
         handing = publishing(self.own, self.rank)
         there: Lines = {what: handing[what] for what in ("weights", "gathered")}
         if self._way == "cuda_ipc":  # the policy stays for it; a part lies in a buffer, and copied in each engine
-            part = max(PART, self.shape.largest_tensor * self.rank.b)
+            part = max(PART_BYTES, self.shape.largest_tensor * self.rank.b)
             there = held(self.own, self.rank) | there | {"parts": (1 + engines) * part}
             for other in self._beside_policy:
                 there |= other.held

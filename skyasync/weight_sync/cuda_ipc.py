@@ -35,7 +35,7 @@ What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
    it answers, so an answer means that the buffer has been read.
 4. After the last part ``finish_weight_update`` lets go of the mapping, which counts the slot down; then ``close`` drops
    the buffer, and ``ipc_collect`` gives back what no slot holds. The buffer must live until then, not longer. An engine
-   that dies with the mapping never counts down: torch keeps the buffer (``CHUNK_BYTES``, or the largest parameter)
+   that dies with the mapping never counts down: torch keeps the buffer (``PART_BYTES``, or the largest parameter)
    until the rank ends.
 
 Not traced: torch's ``expandable_segments``, whose handles are of another kind.
@@ -55,8 +55,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from skyasync.weight_sync.kinds import Kinds, bytes_of
+from skyasync.weight_sync.update import PART_BYTES
 
-CHUNK_BYTES = 1 << 28  # beside it a message's milliseconds are little, and so is its memory beside a model's
 SUMMED = 1 << 20  # elements that are added up at a time
 _GOLDEN = -7046029254386353131  # 2^64 over the golden ratio
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -149,13 +149,13 @@ class Packer:
 
 
 def parts_of(kinds: Kinds) -> list[list[str]]:
-    """The names of each part: no larger than ``CHUNK_BYTES`` unless one tensor is; each tensor at a multiple of its
+    """The names of each part: no larger than ``PART_BYTES`` unless one tensor is; each tensor at a multiple of its
     elements' size, without which it cannot be looked at where it lies."""
     parts: list[list[str]] = [[]]
     end = 0
     for name, kind in kinds.items():
         size, (dtype, _) = bytes_of(kind), kind
-        if parts[-1] and (end + size > CHUNK_BYTES or end % dtype.itemsize):
+        if parts[-1] and (end + size > PART_BYTES or end % dtype.itemsize):
             parts.append([])
             end = 0
         parts[-1].append(name)

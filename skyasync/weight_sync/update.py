@@ -10,6 +10,10 @@ WakePart = Literal["weights", "cache"]
 CUDA_IPC = "cuda_ipc"
 """The backend whose updates come in parts; see ``skyasync.weight_sync.cuda_ipc``."""
 
+PART_BYTES = 1 << 28
+"""Of such a part at most, but for a larger parameter: beside it a message's milliseconds are little, and so is its
+memory beside a model's."""
+
 BROKEN_OFF: dict[str, Any] = {"broken_off": True}
 """Instead of a part's ``info``: no more comes of those that have come."""
 

@@ -11,7 +11,7 @@ from skyasync.config.schema import Config
 from skyasync.planning import engine_memory, training_memory, work
 from skyasync.planning.advice import advise
 from skyasync.planning.machine import Machine, parse_size
-from skyasync.planning.plan import PART, PROCESS, MemoryPlan, Place, make_plan
+from skyasync.planning.plan import PART_BYTES, PROCESS, MemoryPlan, Place, make_plan
 from skyasync.planning.shape import shape_of
 from skyasync.workers.roles import ROLES, Role
 from tests.planning.models import as_json, configuration
@@ -271,7 +271,7 @@ def test_by_cuda_ipc_the_policy_stays_on_its_gpus_for_a_hand_over_and_the_host_h
     assert own.places[0].when == "hand-over" != by_host.places[0].when
     assert lines["weights"] + lines["moments"] == pytest.approx(12 / 8 * QWEN_7B.parameters, rel=1e-3)
     assert lines["engines: weights"] == pytest.approx(2 * QWEN_7B.parameters, rel=1e-3)
-    assert lines["parts"] == 2 * max(PART, 2 * QWEN_7B.largest_tensor)
+    assert lines["parts"] == 2 * max(PART_BYTES, 2 * QWEN_7B.largest_tensor)
     less = sum(by_host.places[-1].lines.values()) - sum(own.places[-1].lines.values())
     assert less > 2 * QWEN_7B.parameters
 
@@ -364,7 +364,7 @@ def test_constants_are_those_of_the_parts_that_import_torch() -> None:
     from skyasync.engines.embedded import model as embedded_model
     from skyasync.weight_sync import cuda_ipc
 
-    assert PART == cuda_ipc.CHUNK_BYTES
+    assert PART_BYTES == cuda_ipc.PART_BYTES
     assert engine_memory.FORWARD_TOKENS == embedded_model.FORWARD_TOKENS
 
 

@@ -36,7 +36,7 @@ def opened(*arguments: Any) -> Tensor:
 
 def in_rank(rank: Rank, chunk: int) -> None:
     """On a policy's rank, whose parts are then so small."""
-    cuda_ipc.handle_of, cuda_ipc.CHUNK_BYTES = share, chunk
+    cuda_ipc.handle_of, cuda_ipc.PART_BYTES = share, chunk
 
 
 def in_worker() -> None:

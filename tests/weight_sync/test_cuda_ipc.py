@@ -33,7 +33,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at(monkeypatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(cuda_ipc, "PART_BYTES", 64)
     kinds = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
     assert parts_of(kinds) == [["0", "1"], ["2"], ["3"], ["4"]]
     for part in parts_of(kinds_of(weights())):
@@ -46,7 +46,7 @@ def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_for_each_engin
     monkeypatch, engines
 ) -> None:
     exports: list[torch.Tensor] = []
-    monkeypatch.setattr(cuda_ipc, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(cuda_ipc, "PART_BYTES", 32)
     monkeypatch.setattr(cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"})
     sent = weights()
     packer = Packer(kinds_of(sent), iter(sent.items()), torch.device("cpu"), engines)
