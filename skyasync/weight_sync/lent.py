@@ -56,7 +56,8 @@ class Lender:
     def __init__(self, *, computed_on: bool = True) -> None:
         self._computed_on = computed_on
         self._buffers: list[_Buffer] = []  # the one that is written next comes first
-        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "weights")
+        self._threads = min(THREADS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._threads, "weights")
 
     def write(self, kinds: Kinds, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Put these into the buffer that nobody reads; what ``Borrower.read`` needs.
@@ -69,7 +70,7 @@ class Lender:
         copies: dict[str, Future[str]] = {}
         for name, tensor in weights:
             copies[name] = self._pool.submit(_copy, buffer.tensors[name], tensor)
-            _wait_for_all_but(THREADS, copies)
+            _wait_for_all_but(self._threads, copies)
         buffer.digests = {name: copy.result() for name, copy in copies.items()}
         return buffer.info
 

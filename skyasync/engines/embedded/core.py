@@ -191,7 +191,7 @@ class EmbeddedCore:
     def hand_back(self, folder: str) -> str:
         """What it computes with, as a file that whoever reads it removes; its path."""
         held = self._model.tensors()
-        return write_weights({name: held[name].cpu().contiguous() for name in self._model.own_names()}, folder)
+        return write_weights({name: held[name] for name in self._model.own_names()}, folder)
 
     def _read(self, path: str) -> None:
         """A file of adapters, of changes, or of all weights."""
