@@ -37,6 +37,7 @@ from skyasync.routing import Routers
 from skyasync.weight_sync.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
+ANY = 1 << 40  # positions, where a model has no most
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -91,6 +92,7 @@ class EmbeddedModel:
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
         self.dtype: torch.dtype = self._model.dtype
+        self._positions: int = getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or ANY
         self.eos_ids = self._eos_ids()
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
@@ -213,8 +215,8 @@ class EmbeddedModel:
 
     def _right_padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """``[sequences, longest]``. Causal attention keeps the padding, which comes after, from mattering."""
-        length = max(map(len, sequences))
-        length = even_columns(length)
+        longest = max(map(len, sequences))
+        length = max(longest, min(even_columns(longest), self._positions))
         return torch.tensor([[*s, *[0] * (length - len(s))] for s in sequences], device=self.device)
 
     def _eos_ids(self) -> frozenset[int]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from skyasync.engines.embedded.decoder import Decoder, Row
 from skyasync.engines.embedded.even import COLUMNS, ENOUGH, ROWS, even_columns, even_rows
@@ -79,3 +80,12 @@ def test_answers_do_not_depend_on_who_else_is_there(
     model: EmbeddedModel, together: Answers, arrivals: list[int]
 ) -> None:
     assert answers(model, arrivals) == together
+
+
+def test_a_prompt_may_fill_the_models_positions(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=20, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    model = EmbeddedModel(EngineConfig(model_path=str(tmp_path), max_model_len=20))
+    with torch.inference_mode():
+        logits, _ = model.prefill([[1] * 19])
+    assert logits.shape == (1, 32)
+    assert len(model.score([[1] * 20])[0]) == 19
