@@ -79,14 +79,21 @@ def check_sampling(cfg: Config, *, reads_behaviour: str) -> Iterator[str]:
         )
 
 
+def unmirrored(what: str, reader: str) -> str:
+    """Why a setting of ``UNMIRRORED`` does not go with the setting that reads log-probabilities of sampling."""
+    return (
+        f"{what} depends on the tokens before and is in the engine's log-probabilities alone, which {reader} reads as "
+        f"if the trainer computed the same"
+    )
+
+
 def _check_mirrored(sampling: SamplingConfig, reads_behaviour: str) -> Iterator[str]:
     """Distributions that the trainer cannot compute, and an objective that takes its own for them."""
     names = _used(sampling, UNMIRRORED) if reads_behaviour and sampling.temperature else []
     if names:
         said = ", ".join(f"{name}={written(getattr(sampling, name))}" for name in names)
         yield (
-            f"generator.sampling_params ({said}) depends on the tokens before and is in the engine's log-probabilities "
-            f"alone, which {reads_behaviour} reads as if the trainer computed the same: leave "
+            f"{unmirrored(f'generator.sampling_params ({said})', reads_behaviour)}: leave "
             f"{'it' if len(names) == 1 else 'them'} out, or choose trainer.algorithm.off_policy_correction=none and a "
             f"loss without the behaviour policy (with trainer.allow_uncorrected=true where samples may be stale)"
         )

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field, replace
 
 from skyasync.arrays import Ints, ints
-from skyasync.config.sampling import UNMIRRORED
+from skyasync.config.sampling import UNMIRRORED, unmirrored
 from skyasync.endpoint.agent_chat import AgentChat, conversation, thoughts
 from skyasync.endpoint.forms.inner import Answer, Choice, Request, RequestError
 from skyasync.endpoint.news import EVERY_S, News
@@ -99,9 +99,8 @@ def _check_mirrored(session: Session, asked: SamplingParams) -> None:
     """As a run's settings are checked (``skyasync.config.sampling``); a request may change them here."""
     changed = [name for name in UNMIRRORED if getattr(asked, name) != getattr(session.sampling, name)]
     if session.reads_behaviour and asked.temperature and changed:
-        problem = f"{changed[0]} depends on the tokens before and is in the engine's log-probabilities alone, which "
-        reader = f"{session.reads_behaviour} reads as if the trainer computed the same: leave it out"
-        raise RequestError(problem + reader, changed[0], "unsupported_parameter")
+        problem = f"{unmirrored(changed[0], session.reads_behaviour)}: leave it out"
+        raise RequestError(problem, changed[0], "unsupported_parameter")
 
 
 @dataclass(eq=False)
