@@ -87,6 +87,8 @@ def consistent(config: Config) -> Config:
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
     trainer.algorithm.dynamic_sampling.early_end = False
+    if trainer.algorithm.advantage_estimator == "none":  # needs a teacher
+        trainer.algorithm.advantage_estimator = plain.trainer.algorithm.advantage_estimator
     trainer.algorithm.overlong_buffer.len = 0
     trainer.critic.warmup_steps, trainer.reward.model.path, trainer.reward.models = 0, "", {}
     trainer.parallel, trainer.policy.fsdp_size = plain.trainer.parallel, 0

@@ -18,7 +18,7 @@ from skyasync import BasePPOExp, TrainerCallback, main
 from skyasync.rollout.tokenizer import quick_tokenizer
 from tests.refusals.wrong import INPUTS, NO_EFFECT, PARTS
 
-SECONDS = 6.0  # of the processor; 2 to 3 where nothing else is on it
+SECONDS = 3.0
 PARTS_FILE = Path(__file__).with_name("parts.py")
 CASES = [*NO_EFFECT, *INPUTS, *PARTS]
 
