@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from skyasync.config.schema import LoraConfig, ModelConfig
+from skyasync.heap import keep_freed
 from skyasync.workers.batch import B, TokenBatch
 from skyasync.workers.groups import loopback_interface, process_group_backend
 from skyasync.workers.heads import HEADS
@@ -87,6 +88,8 @@ class ModelWorker(Worker):
         self.path = self.model_config().path
         self.dtype = _dtype(self.model_config().dtype, self.device)
         self.model = self.build()
+        if self.device.type == "cpu":
+            keep_freed()  # after loading, whose own memory goes back
 
     def master_dtype(self) -> torch.dtype:
         """Dtype in which the weights are kept; computation is in ``self.dtype``."""

@@ -12,7 +12,6 @@ and hands out the shards of each before it reads the next.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from skyasync.errors import UserError
+from skyasync.heap import give_back
 from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.workers.heads import Head
 from skyasync.workers.model import ATTENTION, Wrapped
@@ -147,13 +147,6 @@ def _one_after_the_other() -> Iterator[None]:
         os.environ.pop(SEQUENTIAL)
         if before is not None:
             os.environ[SEQUENTIAL] = before
-
-
-def give_back() -> None:
-    """Memory that this process has freed, to the system: where C's library is GNU's, which else keeps it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _from_rank_zero(

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from skyasync.errors import MissingExtraError, UserError
-from skyasync.workers.loading import give_back
+from skyasync.heap import give_back
 
 KEY = "trainer.policy.lora.base_dtype"
 BLOCKS = {"nf4": (64, 32)}

@@ -34,6 +34,7 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
+from skyasync.heap import give_back, keep_freed
 from skyasync.weight_sync.changed_weights import read_about
 from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.shared_memory import read_digests, read_weights, write_weights
@@ -73,6 +74,8 @@ class EmbeddedCore:
         self._config, self._thread = config, thread
         self._step_is_queued = False
         self._model = EmbeddedModel(config)
+        if self._model.device.type == "cpu":
+            keep_freed()  # after the weights, whose memory goes back when others are lent
         budget = cache_budget(self._model.device, config.kv_cache_gb, config.gpu_memory_utilization)
         self._decoder = Decoder(
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
@@ -210,6 +213,7 @@ class EmbeddedCore:
         if self._rows:
             raise UserError(f"sleep needs an idle engine; {len(self._rows)} requests are unanswered")
         self._decoder.free_cache()
+        give_back()
 
     def stats(self) -> EngineStats:
         since = self._paused_since

@@ -28,6 +28,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from skyasync.arrays import Experts
 from skyasync.engines.embedded.even import even_columns, even_rows
+from skyasync.engines.embedded.products import multiply_by_onednn
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
@@ -84,6 +85,7 @@ class EmbeddedModel:
                 attn_implementation="skyasync_grouped",
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
+        multiply_by_onednn(self._model)
         self._routers: Routers | None = None
         if config.extra.get("routed_experts"):
             self._routers = Routers(self._model)
