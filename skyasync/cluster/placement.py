@@ -167,13 +167,11 @@ def release(name: str) -> None:
 def share_threads(cfg: Config, cores: int, *, overlap: bool) -> tuple[int, int]:
     """CPU threads per policy rank and per engine.
 
-    Phases that take turns may each use all cores; phases that overlap divide them.
+    Phases that take turns may each use all cores. Where they overlap, engines have their part of the cores, and the
+    policy as many threads as there are cores: the system runs them where an engine is idle. How many there are never
+    changes in a run, for sums of floating-point numbers depend on it.
     """
-    ranks = ROLES[POLICY].size(cfg)
-    engines = cfg.generator.own_engines
-    if overlap:
-        each = max(1, cores // (ranks + engines))
-        policy, engine = each, each
-    else:
-        policy, engine = max(1, cores // ranks), max(1, cores // max(1, engines))
+    ranks, engines = ROLES[POLICY].size(cfg), cfg.generator.own_engines
+    policy = max(1, cores // ranks)
+    engine = max(1, cores // max(1, engines + (ranks if overlap else 0)))
     return cfg.trainer.policy.threads or policy, cfg.generator.threads or engine

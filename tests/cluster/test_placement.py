@@ -106,13 +106,13 @@ def test_an_actors_options_are_its_share_of_its_bundle():
     ("cores", "overlap", "ranks", "engines", "threads"),
     [
         (2, False, 1, 1, (2, 2)),
-        (2, True, 1, 1, (1, 1)),
-        (8, True, 2, 2, (2, 2)),
+        (2, True, 1, 1, (2, 1)),
+        (8, True, 2, 2, (4, 2)),
         (8, False, 2, 4, (4, 2)),
         (1, True, 4, 4, (1, 1)),
     ],
 )
-def test_phases_that_take_turns_use_all_cores_and_phases_that_overlap_divide_them(
+def test_phases_that_take_turns_use_all_cores_and_the_policy_those_that_engines_beside_it_leave_idle(
     cores, overlap, ranks, engines, threads
 ):
     assert share_threads(config(ranks=ranks, engines=engines), cores, overlap=overlap) == threads
