@@ -114,9 +114,11 @@ def measured(case: Case, *, exact: bool = False, python: str = sys.executable) -
 
 def run_rank(case: Case, folder: str, rank: int, *, exact: bool) -> dict[str, int]:
     """In a fresh process: this rank's peaks."""
+    from skyasync.workers import base as base_of_workers
     from skyasync.workers.policy import PolicyWorker
 
     if exact:
+        base_of_workers.keep_freed = lambda: None
         ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 16)
     peaks: dict[str, int] = {}
     if rank == 0:

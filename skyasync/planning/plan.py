@@ -15,6 +15,7 @@ from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
+from skyasync.heap import KEPT
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
 from skyasync.planning.ranks import Other, bytes_of, named, other_role, trained_rank
@@ -223,7 +224,7 @@ class _Parts:
         always["batch"] = 2 * batch_bytes(self.cfg, self.shape)
         for other in self.others:
             always |= {what: other.ranks * size for what, size in other.held.items()}
-        between = always | named(held(self.own, self.rank), "policy", ranks)
+        between = always | named(held(self.own, self.rank), "policy", ranks) | self._freed(ranks)
         phases = {
             "update": always | named(updating(self.own, self.rank), "policy", ranks),
             "log-probabilities": always | named(scoring(self.own, self.rank), "policy", ranks),
@@ -236,6 +237,11 @@ class _Parts:
         phases["hand-over"] = between | self._hand_over()
         phases = self._with_checkpoint(phases, between, 1)
         return _fullest("host", 1, self.machine.host_memory, phases)
+
+    def _freed(self, ranks: int) -> Lines:
+        """What ranks on CPUs keep of what an update has given back, for the next one."""
+        transient = sum(updating(self.own, self.rank).values()) - sum(held(self.own, self.rank).values())
+        return {"policy: freed": ranks * min(KEPT, transient)}
 
     def _processes(self, workers: int, engines: int) -> Lines:
         each = PROCESS[self.machine.gpus > 0]
