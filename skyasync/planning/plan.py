@@ -16,8 +16,10 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.settings import engine_config
 from skyasync.heap import KEPT
+from skyasync.planning.elsewhere import engines_in_memory, received
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine
+from skyasync.planning.place import Place, fullest
 from skyasync.planning.ranks import Other, bytes_of, named, other_role, trained_rank
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import (
@@ -41,25 +43,6 @@ CONTEXT = GIB
 
 PROCESS = {False: GIB // 2, True: 3 * GIB // 2}
 """Host memory of a process with torch, by whether it has CUDA's libraries."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``."""
-
-    name: str
-    count: int
-    room: int
-    when: str
-    lines: Lines
-
-    @property
-    def total(self) -> int:
-        return sum(self.lines.values())
-
-    @property
-    def fits(self) -> bool:
-        return self.total <= self.room
 
 
 @dataclass(frozen=True)
@@ -126,8 +109,8 @@ class _Parts:
 
     def places(self) -> list[Place]:
         if not self.machine.gpus:
-            return [self._host_without_gpus()]
-        return [*self._gpus(), self._host_beside_gpus()]
+            return [self._host_without_gpus(), *self._elsewhere()]
+        return [*self._gpus(), self._host_beside_gpus(), *self._elsewhere()]
 
     # ------------------------------------------------------------ devices
 
@@ -138,8 +121,8 @@ class _Parts:
             for phase, lines in self._training_phases().items()
         }
         if placement.colocate_all:
-            return [_fullest("policy and engines", self.roles[POLICY], room, self._taking_turns(policy))]
-        places = [_fullest("policy", self.roles[POLICY], room, policy)]
+            return [fullest("policy and engines", self.roles[POLICY], room, self._taking_turns(policy))]
+        places = [fullest("policy", self.roles[POLICY], room, policy)]
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
@@ -198,7 +181,14 @@ class _Parts:
 
     def _host_beside_gpus(self) -> Place:
         """Of the first policy node, which hands over the weights."""
-        nodes, ranks = self.cfg.trainer.placement.policy_num_nodes, self.roles[POLICY]
+        always = self._beside_gpus()
+        phases = {"training": always, "hand-over": always | self._hand_over()}
+        count = 1 if self._received else self._nodes
+        return fullest("host", count, self.machine.host_memory, self._with_checkpoint(phases, always, self._nodes))
+
+    def _beside_gpus(self) -> Lines:
+        """What a policy node has in its memory all the time."""
+        nodes, ranks = self._nodes, self.roles[POLICY]
         here = ranks // nodes
         workers = here + sum(-(-other.ranks // nodes) for other in self.others)
         processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
@@ -213,9 +203,33 @@ class _Parts:
         for other in self.others:
             if other not in waiting:
                 always |= named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
-        phases = {"training": always, "hand-over": always | self._hand_over()}
-        phases = self._with_checkpoint(phases, always, nodes)
-        return _fullest("host", nodes, self.machine.host_memory, phases)
+        return always
+
+    def _elsewhere(self) -> list[Place]:
+        """A host with engines to which weights are carried: the policy's others, or one that may have all engines."""
+        if not self._received:
+            return []
+        if self._nodes > 1:
+            there = self._beside_gpus()
+        else:
+            engines = self.roles[ENGINES]
+            there = {"processes": self._engine_processes(engines)}
+            if not self.machine.gpus:
+                there |= named(engines_in_memory(self.cfg, self.engine), "engines", engines)
+        there = there | self._received | {"processes": there["processes"] + PROCESS[False]}
+        phases = {"hand-over": there}
+        if self._nodes > 1:
+            phases = self._with_checkpoint(phases, there, self._nodes)
+        return [fullest("host elsewhere", max(1, self._nodes - 1), self.machine.host_memory, phases)]
+
+    @property
+    def _received(self) -> Lines:
+        return received(self.cfg, self.shape, self.rank, gpus=self.machine.gpus > 0)
+
+    @property
+    def _nodes(self) -> int:
+        """Of the policy; without GPUs they are planned as one."""
+        return self.cfg.trainer.placement.policy_num_nodes if self.machine.gpus else 1
 
     def _host_without_gpus(self) -> Place:
         ranks, engines = self.roles[POLICY], self.roles[ENGINES]
@@ -236,7 +250,7 @@ class _Parts:
             phases[other.name] = between | at_work | self._waiting(other, ranks)
         phases["hand-over"] = between | self._hand_over()
         phases = self._with_checkpoint(phases, between, 1)
-        return _fullest("host", 1, self.machine.host_memory, phases)
+        return fullest("host", 1, self.machine.host_memory, phases)
 
     def _freed(self, ranks: int) -> Lines:
         """What ranks on CPUs keep of what an update has given back, for the next one."""
@@ -244,9 +258,12 @@ class _Parts:
         return {"policy: freed": ranks * min(KEPT, transient)}
 
     def _processes(self, workers: int, engines: int) -> Lines:
-        each = PROCESS[self.machine.gpus > 0]
+        each = PROCESS[self.machine.gpus > 0] * (1 + workers)
+        return {"processes": each + self._engine_processes(engines) + PROCESS[False] * self.cfg.environment.num_workers}
+
+    def _engine_processes(self, engines: int) -> int:
         vllm = 2 if backend(self.cfg) == "vllm" else 1  # an actor, and the core's process
-        return {"processes": each * (1 + workers + vllm * engines) + PROCESS[False] * self.cfg.environment.num_workers}
+        return PROCESS[self.machine.gpus > 0] * vllm * engines
 
     def _hand_over(self) -> Lines:
         if self._way in BETWEEN_GPUS:
@@ -272,8 +289,3 @@ class _Parts:
     @property
     def _saves(self) -> bool:
         return saves(self.cfg.trainer)
-
-
-def _fullest(name: str, count: int, room: int, phases: dict[str, Lines]) -> Place:
-    when = max(phases, key=lambda phase: sum(phases[phase].values()))
-    return Place(name, count, room, when, {what: size for what, size in phases[when].items() if size})

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from skyasync.config.values import written
-from skyasync.planning.plan import MemoryPlan, Place
+from skyasync.planning.place import Place
+from skyasync.planning.plan import MemoryPlan
 
 _PLAIN_WIDTH = 100
 

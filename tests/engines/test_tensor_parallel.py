@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,23 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import LlamaForCausalLM
 
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.protocol import (
+    ENGINES,
+    EngineConfig,
+    EngineDiedError,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from skyasync.engines.ray_engine import RayEngine
 from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.weight_sync.kinds import kinds_of
+from skyasync.weight_sync.lent import Lender, in_words
 from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.update import WeightUpdate
 from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs
-from tests.weight_sync.worker_faults import update_with
+from tests.weight_sync.pair import SWAPPED
+from tests.weight_sync.worker_faults import BIT_OF, strike, update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -42,10 +54,13 @@ class Inspected(VLLMEngine):
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of ours are run in the workers
         await super().start()
 
-    async def struck(self, fault: str, path: str) -> list[str]:
-        """What each rank says to an update with a fault."""
-        answers: list[str] = await self._core.llm.collective_rpc(update_with, args=(fault, {"path": path}))
+    async def struck(self, fault: str, info: dict[str, Any], rank: int | None = None) -> list[str]:
+        """What each rank says to an update with a fault, of all of them or of one."""
+        answers: list[str] = await self._core.llm.collective_rpc(update_with, args=(fault, info, rank))
         return answers
+
+    async def strike(self, fault: str, rank: int) -> None:
+        await self._core.llm.collective_rpc(strike, args=(fault, rank))
 
     async def digests(self) -> dict[str, str]:
         return {
@@ -125,11 +140,73 @@ async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight
         assert {f"dp0:pp0:pcp0:tp{rank}:{name}" for rank in ranks for name in PLAIN} <= received
 
 
+@pytest.mark.parametrize("rank", [None, 0, 1], ids=["both", "first", "second"])
 @pytest.mark.parametrize("fault", ["stale layer", "swapped pair", "head left behind"])
-async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(pair: Pair, fault: str) -> None:
+async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(pair: Pair, fault: str, rank: int | None) -> None:
     for seed, struck in ((11, ""), (12, fault), (13, "")):
         perturb(pair.model, seed=seed, size=1e-5)
         update = publish(pair.model, seed)
-        answers = await pair.halves._actor.call.remote("struck", struck, update.info["path"])
+        answers = await pair.halves._actor.call.remote("struck", struck, update.info, rank)
         remove_weights(update.info["path"])
-        assert len(answers) == 2 and all(("engine holds" in answer) == bool(struck) for answer in answers), answers
+        for each, answer in enumerate(answers):
+            assert bool(answer) == ("engine holds" in answer) == (bool(struck) and rank in (None, each)), answers
+        assert len(answers) == 2
+
+
+@pytest.fixture(scope="module")
+def lender() -> Lender:
+    """Of weights for engines of a run's own, which read them where they lie."""
+    return Lender(computed_on=False)
+
+
+def lend(lender: Lender, model: LlamaForCausalLM, version: int) -> WeightUpdate:
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return WeightUpdate(version, "shared_memory", lender.write(kinds_of(weights), weights.items()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
+    pair: Pair, lender: Lender, rank: int
+) -> None:
+    """By a file, and by memory that is lent."""
+    perturb(pair.model, seed=20 + rank, size=1e-5)
+    file, lent = publish(pair.model, 20), lend(lender, pair.model, 20)
+    for info in (file.info, in_words(lent.info)):
+        for fault, expected in (("flipped bit", f"the vLLM engine received.* in {SWAPPED[0]}$"), ("", "^$")):
+            answers = await pair.halves._actor.call.remote("struck", fault, info, rank)
+            assert re.search(expected, answers[rank]) and not answers[1 - rank], answers
+    remove_weights(file.info["path"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    [
+        ("model.embed_tokens.weight", 1),
+        ("model.norm.weight", 1),
+        ("model.layers.0.self_attn.o_proj.weight", 4),  # a rank's part has 32 columns, of which each looks at 8
+        ("model.layers.1.mlp.gate_proj.weight", 8),
+    ],
+)
+async def test_a_bit_that_is_wrong_in_one_ranks_part_is_named_when_its_column_is_looked_at(
+    pair: Pair, lender: Lender, name: str, updates: int, rank: int
+) -> None:
+    """It is lost behind all looks at what came: found at once in norms and embeddings, else within so many updates."""
+    info = in_words(lend(lender, pair.model, 30).info)
+    assert await pair.halves._actor.call.remote("struck", "", info) == ["", ""]
+    for _ in range(updates):
+        answers = await pair.halves._actor.call.remote("struck", BIT_OF + name, info, rank)
+        assert not answers[1 - rank]
+        if answers[rank]:
+            break
+    assert re.search(f"the vLLM engine holds.* in {name}", answers[rank]), answers
+    assert await pair.halves._actor.call.remote("struck", "", info) == ["", ""]
+
+
+async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(pair: Pair, lender: Lender) -> None:
+    """Last of all: an engine that holds other weights gives up."""
+    await pair.halves._actor.call.remote("strike", "flipped bit", 1)
+    with pytest.raises(Exception, match=f"the vLLM engine received other weights .* in {SWAPPED[0]}"):
+        await pair.halves.update_weights(lend(lender, pair.model, 40))
+    with pytest.raises(EngineDiedError, match=SWAPPED[0]):
+        await pair.halves.score(PROBES)

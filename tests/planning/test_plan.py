@@ -11,7 +11,8 @@ from skyasync.config.schema import Config
 from skyasync.planning import engine_memory, training_memory, work
 from skyasync.planning.advice import advise
 from skyasync.planning.machine import Machine, parse_size
-from skyasync.planning.plan import PART_BYTES, PROCESS, MemoryPlan, Place, make_plan
+from skyasync.planning.place import Place
+from skyasync.planning.plan import PART_BYTES, PROCESS, MemoryPlan, make_plan
 from skyasync.planning.shape import shape_of
 from skyasync.workers.roles import ROLES, Role
 from tests.planning.models import as_json, configuration

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 from tests.weight_sync.pair import LAYER, SWAPPED
 
+BIT_OF = "bit of "  # a tensor: the least one of the last element of this rank's part, behind all looks at what came
 EXPERTS = tuple(f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1))
 
 
-def update_with(worker: Any, fault: str, info: dict[str, Any]) -> str:
-    """Load what was sent as an update does, with ``fault`` on the way; the message of the refusal, or nothing."""
+def update_with(worker: Any, fault: str, info: dict[str, Any], rank: int | None = None) -> str:
+    """Load what was sent as an update does, with ``fault`` on the way; the message of the refusal, or nothing.
+
+    Args:
+        rank: the one of several that is struck; all of them without it.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -22,13 +28,19 @@ def update_with(worker: Any, fault: str, info: dict[str, Any]) -> str:
     engine = worker.weight_transfer_engine
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
-        _commit(fault, engine, stack)
+        _commit(fault if rank in (None, worker.rank) else "", engine, stack)
         try:
             engine.receive_weights(SharedMemoryUpdateInfo(**info))
         except WeightSyncError as error:
             finalize_layerwise_reload(engine.model, engine.model_config)  # what was refused in the midst of a layer
             return str(error)
     return ""
+
+
+def strike(worker: Any, fault: str, rank: int) -> None:
+    """One of several ranks has this fault in every update from now on."""
+    if worker.rank == rank:
+        _commit(fault, worker.weight_transfer_engine, ExitStack())
 
 
 def looks(worker: Any, info: dict[str, Any]) -> list[int]:
@@ -75,7 +87,13 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
     elif fault == "head left behind":
         stack.enter_context(patch.object(engine, "_tied", []))
     elif fault == "flipped bit":
+        from skyasync.weight_sync import vllm_shared_memory as ours
+
         stack.enter_context(patch.object(engine._borrower, "read", _one_bit_off(engine._borrower.read)))
+        stack.enter_context(patch.object(ours, "read_weights", _one_bit_off(ours.read_weights)))
+    elif fault.startswith(BIT_OF):
+        loses = _loses_a_bit(engine, fault.removeprefix(BIT_OF))
+        stack.enter_context(patch.object(engine.model, "load_weights", lambda weights: load(map(loses, weights))))
     else:
         assert not fault
 
@@ -83,10 +101,27 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
 def _one_bit_off(read: Any) -> Any:
     import torch
 
-    def reading(info: Any) -> dict[str, Any]:
-        weights = read(info)
+    def reading(where: Any) -> dict[str, Any]:
+        weights = read(where)
         tensor = weights[SWAPPED[0]].clone()
         tensor.view(-1).view(torch.int16)[0] ^= 1
         return weights | {SWAPPED[0]: tensor}
 
     return reading
+
+
+def _loses_a_bit(engine: Any, lost: str) -> Callable[[tuple[str, Any]], tuple[str, Any]]:
+    import torch
+
+    from skyasync.weight_sync.vllm_shards import own_part
+
+    def loses(named: tuple[str, Any]) -> tuple[str, Any]:
+        name, tensor = named
+        if name == lost:
+            tensor = tensor.clone()
+            module, _ = engine._held._place(name, {})
+            part = own_part(module, name, tensor)
+            part[(-1,) * part.dim()].view(torch.int32).bitwise_xor_(1)
+        return name, tensor
+
+    return loses
