@@ -109,6 +109,20 @@ class VLLMCore:
         return (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
 
     @property
+    def cache_used(self) -> int | None:
+        """How many of them requests with tokens take, by these; a prompt that several have is there once if vLLM shares
+        it. What waits for its first token has next to nothing. None where there is no cache."""
+        if not self.cache_tokens:
+            return None
+        begun = [state for state in self.states() if state.weight_version_starts]
+        shared = self.llm.vllm_config.cache_config.enable_prefix_caching
+        prompts = {
+            tuple(state.prompt_token_ids or ()) if shared else (state.parent_req or state).external_req_id: state.prompt_len
+            for state in begun
+        }
+        return sum(prompts.values()) + sum(self.begun_tokens())
+
+    @property
     def process_mark(self) -> str:
         """What its processes can be found by: ``process_guard.guarded(mark)``."""
         if self._guard is None:

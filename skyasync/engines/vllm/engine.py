@@ -335,6 +335,7 @@ class VLLMEngine:
             busy_s=self._busy.seconds,
             paused_s=self._paused.seconds,
             cache_tokens=self._core.cache_tokens,
+            cache_used=self._core.cache_used,
         )
 
     def _watch(self) -> None:

@@ -223,7 +223,9 @@ async def test_a_bundle_ends_when_all_of_it_is_aborted_and_its_aborted_members_s
     answers = asyncio.create_task(engine.answer(*requests))
     await engine.until_running(3)
     await engine.abort(["b0"])
-    assert (await engine.stats()).running == 3
+    stats = await engine.stats()
+    assert stats.running == 3
+    assert stats.cache_used == 3 + sum(engine._core.begun_tokens()) < stats.cache_tokens, "the prompt is there once"
     await engine.abort(["b1", "b2"])
     assert {answer.finish_reason for answer in await answers} == {"abort"}
 
@@ -430,12 +432,13 @@ async def test_leaving_generate_early_frees_the_engine(engine: Engine) -> None:
     requests = [GenerationRequest(f"left-{i}", [2 + i, 5], LONG) for i in range(4)]
     answers = asyncio.create_task(engine.answer(*requests))
     await engine.until_running(4)
+    assert (await engine.stats()).cache_used == 4 * 2 + sum(engine._core.begun_tokens())
     answers.cancel()
     with pytest.raises(asyncio.CancelledError):
         await answers
     await until(lambda: not engine._core.states())
     stats = await engine.stats()
-    assert (stats.running, stats.waiting) == (0, 0)
+    assert (stats.running, stats.waiting, stats.cache_used) == (0, 0, 0)
 
 
 async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
