@@ -116,10 +116,10 @@ class VLLMCore:
             return None
         begun = [state for state in self.states() if state.weight_version_starts]
         shared = self.llm.vllm_config.cache_config.enable_prefix_caching
-        prompts = {
-            tuple(state.prompt_token_ids or ()) if shared else (state.parent_req or state).external_req_id: state.prompt_len
-            for state in begun
-        }
+        prompts: dict[object, int] = {}
+        for state in begun:
+            owner = tuple(state.prompt_token_ids or ()) if shared else (state.parent_req or state).external_req_id
+            prompts[owner] = state.prompt_len
         return sum(prompts.values()) + sum(self.begun_tokens())
 
     @property
