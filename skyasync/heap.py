@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import ctypes
 
-KEPT = (1 << 31) - 1  # bytes at most; also the largest number that ``mallopt`` takes
+KEPT = (1 << 31) - 1  # bytes at the heap's end, besides holes in it; also the largest number that ``mallopt`` takes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
 def keep_freed() -> None:
-    """From here on this process keeps what it frees, up to ``KEPT`` bytes, for what it allocates next."""
+    """From here on this process keeps what it frees, about ``KEPT`` bytes of it, for what it allocates next."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, KEPT)
