@@ -4,9 +4,10 @@ Invariant: what a request is answered is a function of its tokens, its seed and 
 came at the same time: else one seed would not give the same losses on a machine that is busy.
 
 A CPU's library adds a product's terms in another order where a matrix has few rows, and attention where its columns do
-not fill the processor's vectors. Seen with torch 2.13 (MKL) on AVX-512 in float32: products of fewer than 12 rows that
-are no multiple of 4, and keys that are no multiple of 16, differ from those of larger sizes in the last bit. So a few
-rows and columns more are computed, which nobody reads, where the cache and the model's positions have room for them.
+not fill the processor's vectors. Seen with torch 2.13 on AVX-512 in float32: products of fewer than 12 rows that are no
+multiple of 4 (by MKL; by oneDNN of one row, see ``products``), and keys that are no multiple of 16, differ from those of
+larger sizes in the last bit. So a few rows and columns more are computed, which nobody reads, where the cache and the
+model's positions have room for them.
 On a GPU, in bfloat16, and with more than two threads, this has not been tested.
 """
 
