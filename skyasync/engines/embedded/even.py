@@ -5,9 +5,9 @@ came at the same time: else one seed would not give the same losses on a machine
 
 A CPU's library adds a product's terms in another order where a matrix has few rows, and attention where its columns do
 not fill the processor's vectors. Seen with torch 2.13 on AVX-512 in float32: products of fewer than 12 rows that are no
-multiple of 4 (by MKL; by oneDNN of one row, see ``products``), and keys that are no multiple of 16, differ from those of
-larger sizes in the last bit. So a few rows and columns more are computed, which nobody reads, where the cache and the
-model's positions have room for them.
+multiple of 4 (by MKL; by oneDNN of one row, see ``products``), and keys that are no multiple of 16, differ from those
+of larger sizes in the last bit. So a few rows and columns more are computed, which nobody reads, where the cache and
+the model's positions have room for them.
 On a GPU, in bfloat16, and with more than two threads, this has not been tested.
 """
 
