@@ -54,6 +54,13 @@ async def figures(model: str, plan: str, objective: str) -> dict[str, list[float
     return {name: [row[name] for row in run.tracker.rows.values() if name in row] for name in FIGURES}
 
 
+async def checkpointed(model: str, folder: Path, steps: int = 4, **trainer: object) -> LocalRun:
+    """A run of ``one_step_off`` whose checkpoints hold weights, optimizer, ledger and rollouts not yet trained."""
+    cfg = config(model, steps=steps, ckpt_interval=1, ckpt_path=str(folder), **trainer)
+    cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
+    return await LocalRun(PLANS["one_step_off"], cfg).train()
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_llama(Path(folder), tied=False)
