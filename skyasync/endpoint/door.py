@@ -3,9 +3,8 @@
 Invariant: a connection holds nothing for longer than it may without asking something whole: its head within ``HEAD_S``
 of its beginning (``IDLE_S`` of the answer before), its body within ``BODY_S``. There are never so many connections that
 the process has no descriptors left for the run. A body is never inflated, and that of a refused request is not kept.
-On the loopback a request must name the machine by its address or as
-localhost (a page that a browser shows, whose server's name leads to the loopback, names that), and nowhere may it come
-from another's page.
+On the loopback a request must name the machine by its address or as localhost (a page that a browser shows, whose
+server's name leads to the loopback, names that), and nowhere may it come from another's page.
 
 | who waits           | for what              | woken by                                 |
 |---------------------|-----------------------|------------------------------------------|

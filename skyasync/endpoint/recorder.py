@@ -106,8 +106,8 @@ _SECRET = secrets.randbits(64)
 
 
 def _prefix_sums(tokens: Ints) -> np.ndarray:
-    """A hash of each beginning of the tokens, the empty one first: a sum of pseudo-random numbers, one for each token at
-    its place, which a secret keeps from being foreseen (SplitMix64's finalizer; wrong with probability 2**-64)."""
+    """A hash of each beginning of the tokens, the empty one first: a sum of pseudo-random numbers, one for each token
+    at its place, which a secret keeps from being foreseen (SplitMix64's finalizer; wrong with probability 2**-64)."""
     mixed = (tokens.astype(np.uint64) << np.uint64(32)) + np.arange(len(tokens), dtype=np.uint64) ^ np.uint64(_SECRET)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -76,6 +76,8 @@ def as_request_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, web.HTTPException):  # no such address, wrong method, too long
         return RequestError(error.reason, status=error.status)
+    if isinstance(error, RecursionError):
+        return RequestError("the request is nested too deeply")
     return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 

@@ -58,16 +58,15 @@ class Session:
         most = min(sampling.max_tokens, room)
         sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         first, self.asked = self.asked, self.asked + asked.choices
+        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**62 for i in range(asked.choices)]
         return [
             GenerationRequest(
                 request_id=f"{self.identity}-c{first + choice}",
                 prompt_token_ids=prompt,
-                sampling=sampling
-                if sampling.seed is None
-                else replace(sampling, seed=(sampling.seed + choice) % 2**62),
+                sampling=sampling if seed is None else replace(sampling, seed=seed),
                 session_id=self.affinity,
             )
-            for choice in range(asked.choices)
+            for choice, seed in enumerate(seeds)
         ]
 
     def store(self, answer: str, conversation: list[Message]) -> None:
