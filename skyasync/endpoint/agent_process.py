@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
 from traceback import format_exception
-from typing import Any
+from typing import Any, cast
 
 from skyasync.endpoint.agent_class import is_agent_class, program_of
 from skyasync.errors import NonFiniteRewardError, UserError
@@ -212,7 +212,7 @@ def check_score(result: object) -> Score:
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, Real) or not abs(cast(float, value)) <= LARGEST:
         kind = NonFiniteRewardError if isinstance(value, Real) and not isinstance(value, bool) else ValueError
         raise kind(f"the program returned {value!r:.80} as its {name:.200}; it must be a finite number of float32")
     return float(value)

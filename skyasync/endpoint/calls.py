@@ -128,7 +128,7 @@ class Calls:
     @cached_property
     def _longest_token(self) -> float:
         """Characters of it, at most: no text of more tokenises to as few. Unknown of a tokenizer that does not say."""
-        vocabulary = getattr(self.chat.tokenizer, "get_vocab", dict)()
+        vocabulary: dict[str, int] = getattr(self.chat.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=math.inf)
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
