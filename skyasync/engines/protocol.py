@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf, nextafter
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, cast
 
@@ -30,6 +31,10 @@ LIMITS: dict[str, Key] = {
     for key in Keys.of(SamplingConfig)
     if key.bounds()
 }
+_PLAIN: list[tuple[str, Any, float, float]] = [
+    (name, key.type, nextafter(key.above or 0.0, inf) if key.low is None else key.low, key.high or 0.0)
+    for name, key in LIMITS.items()
+]
 LARGEST_BIAS = 100
 
 
@@ -88,8 +93,11 @@ class SamplingParams:
             if not (0 <= token <= INT32 and abs(value) <= LARGEST_BIAS):
                 problem = f"a token's id and a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
                 raise ValueError(f"logit_bias has {token}: {value}, which is not {problem}")
-        for name, limits in LIMITS.items():
-            _check_number(name, limits, getattr(self, name))
+        for name, plain, low, high in _PLAIN:  # what most requests have is seen at once
+            value = getattr(self, name)
+            kind = type(value)
+            if not (low <= value <= high if kind is plain else kind is tuple and not value):
+                _check_number(name, LIMITS[name], value)
 
 
 def _check_number(name: str, limits: Key, value: object) -> None:
