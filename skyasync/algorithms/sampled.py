@@ -45,8 +45,8 @@ def addends(vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids:
     added = torch.zeros(vocabulary)
     if allowed_token_ids:
         added.fill_(-torch.inf)[torch.tensor(list(allowed_token_ids))] = 0.0
-    for token, bias in logit_bias.items():
-        added[token] += bias
+    if logit_bias:
+        added[torch.tensor(list(logit_bias))] += torch.tensor(list(logit_bias.values()))
     return added
 
 

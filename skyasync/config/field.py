@@ -23,13 +23,15 @@ def key(
     above: float | None = None,
     high: float | None = None,
     below: float | None = None,
+    also: tuple[float, ...] = (),
     registry: str = "",
     open_ended: bool = False,
     pattern: str = "",
     when: str = "",
     infinite: bool = False,
 ) -> T:
-    """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones.
+    """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones;
+    ``also`` are numbers outside of them that are allowed.
 
     ``refused`` has values that are known elsewhere and are no choice here, each with the reason.
     Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
@@ -46,6 +48,7 @@ def key(
         "above": above,
         "high": high,
         "below": below,
+        "also": also,
         "registry": registry,
         "open_ended": open_ended,
         "pattern": pattern,

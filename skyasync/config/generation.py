@@ -17,17 +17,22 @@ _AGENTS = "generator.agent_program"
 _RESTARTS = "generator.max_engine_restarts"
 _OWN = "not generator.engines"
 
+INT32 = 2**31 - 1
+
 BETWEEN_GPUS = ("nccl", "cuda_ipc")
 """Values of ``weight_sync_backend`` by which weights never lie in host memory."""
 
 
 @dataclass
 class SamplingConfig(Settings):
-    max_generate_length: int = key(256, "Most tokens per response.", low=1)
-    min_tokens: int = key(0, "Fewest tokens per response.", low=0)
-    temperature: float = key(1.0, "Sampling temperature; 0 is greedy.", low=0.0)
+    """The bounds of the numbers hold for whoever samples: ``engines.protocol.SamplingParams`` and the requests of agent
+    programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
+
+    max_generate_length: int = key(256, "Most tokens per response.", low=1, high=INT32)
+    min_tokens: int = key(0, "Fewest tokens per response.", low=0, high=INT32)
+    temperature: float = key(1.0, "Sampling temperature; 0 is greedy.", low=0.01, high=2.0, also=(0.0,))
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", above=0.0, high=1.0)
-    top_k: int = key(-1, "Sample from the k likeliest tokens; -1 is off.", low=-1)
+    top_k: int = key(-1, "Sample from the k likeliest tokens; -1 is off.", low=-1, high=INT32)
     min_p: float = key(0.0, "Leave out tokens less likely than this times the likeliest.", low=0.0, high=1.0)
     presence_penalty: float = key(
         0.0, "Subtracted from the logits of tokens that the response has already.", low=-2.0, high=2.0
@@ -38,20 +43,24 @@ class SamplingConfig(Settings):
     repetition_penalty: float = key(
         1.0,
         "Divides positive logits of tokens in prompt and response, and multiplies negative ones.",
-        above=0.0,
+        low=0.01,
+        high=100.0,
     )
     stop: list[str] = key([], "Strings that end a response.")
-    stop_token_ids: list[int] = key([], "Tokens that end a response, besides the model's own.", low=0)
+    stop_token_ids: list[int] = key([], "Tokens that end a response, besides the model's own.", low=0, high=INT32)
     include_stop_str_in_output: bool = key(
         True, "What environments read holds the string that ended the response; its tokens are trained in any case."
     )
     ignore_eos: bool = key(False, "Go on after the model's end-of-sequence token.")
     bad_words: list[str] = key([], "Words that are never generated.")
     logit_bias: dict[str, Any] = key({}, "Added to the logits of these tokens: token id -> bias from -100 to 100.")
-    allowed_token_ids: list[int] = key([], "Generate no other tokens than these; empty allows all.", low=0)
+    allowed_token_ids: list[int] = key([], "Generate no other tokens than these; empty allows all.", low=0, high=INT32)
     skip_special_tokens: bool = key(True, "What environments and stop strings see leaves out special tokens.")
     seed: int = key(
-        -1, "Draw each response from this seed and the response's identity alone; -1 is the engine's own.", low=-1
+        -1,
+        "Draw each response from this seed and the response's identity alone; -1 is the engine's own.",
+        low=-1,
+        high=2**62,
     )
     structured_outputs: dict[str, Any] = key(
         {}, "A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams (vllm only)."
@@ -65,7 +74,9 @@ class SamplingConfig(Settings):
 class EvalSamplingConfig(SamplingConfig):
     """What is null is as in ``sampling_params``; read it through ``skyasync.config.sampling.evaluation``."""
 
-    temperature: float | None = key(0.0, "Sampling temperature; 0 is greedy, null as in training.", low=0.0)  # type: ignore[assignment]
+    temperature: float | None = key(  # type: ignore[assignment]
+        0.0, "Sampling temperature; 0 is greedy, null as in training.", low=0.01, high=2.0, also=(0.0,)
+    )
 
 
 @dataclass

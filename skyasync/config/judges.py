@@ -61,7 +61,7 @@ class JudgeConfig:
     offset: float = key(0.0, "Subtracted from what the judge says.")
     scale: float = key(1.0, "Factor of that.")
     clip: list[float] = key([], "Bounds of the result, `[low, high]`.")
-    temperature: float = key(0.0, "Sampling temperature of the judge.", low=0.0)
+    temperature: float = key(0.0, "Sampling temperature of the judge.", low=0.01, high=2.0, also=(0.0,))
     max_tokens: int = key(512, "Most tokens of its answer, thinking included.", low=1)
     extra_body: dict[str, Any] = key({}, "More of the request's fields; `null` leaves one out (`max_tokens: null`).")
     timeout_s: float = key(60.0, "Seconds for one answer.", above=0.0)

@@ -33,6 +33,7 @@ class Key:
     above: float | None = None
     high: float | None = None
     below: float | None = None
+    also: tuple[float, ...] = ()
     registry: str = ""
     open_ended: bool = False
     pattern: str = ""
@@ -69,17 +70,22 @@ class Key:
             (self.high, "at most"),
             (self.below, "less than"),
         )
-        return " and ".join(f"{words} {limit:g}" for limit, words in limits if limit is not None)
+        told = " and ".join(f"{words} {_written(limit)}" for limit, words in limits if limit is not None)
+        return " or ".join([*map(_written, self.also), told]) if self.also else told
 
     def allows(self, number: float) -> bool:
         """Whether a number lies within the bounds; NaN never does."""
-        return (
+        return number in self.also or (
             number == number
             and (self.low is None or number >= self.low)
             and (self.above is None or number > self.above)
             and (self.high is None or number <= self.high)
             and (self.below is None or number < self.below)
         )
+
+
+def _written(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ UNMIRRORED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "ba
 HISTORY = ("min_tokens",)
 
 _OFF = SamplingConfig()
-_LARGEST_BIAS = 100
 
 
 def backend(cfg: Config) -> str:
@@ -163,8 +162,10 @@ def _used(sampling: SamplingConfig, names: tuple[str, ...]) -> list[str]:
 
 
 def _check_bias(path: str, sampling: SamplingConfig) -> Iterator[str]:
+    from skyasync.engines.protocol import LARGEST_BIAS
+
     for token, bias in sampling.logit_bias.items():
         if not str(token).isdecimal():
             yield f"{path} has the token {token!r}: tokens are numbers, for example {{15: -2.0}}"
-        elif isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= _LARGEST_BIAS:
-            yield f"{path}.{token}={bias} is not a number from -{_LARGEST_BIAS} to {_LARGEST_BIAS}"
+        elif isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= LARGEST_BIAS:
+            yield f"{path}.{token}={bias} is not a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"

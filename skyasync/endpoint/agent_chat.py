@@ -7,6 +7,7 @@ since is tokenised. Any other conversation is tokenised from its text.
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 
 from skyasync.arrays import Ints, ints, joined
 from skyasync.endpoint.forms.inner import Message
@@ -66,8 +67,9 @@ def conversation(messages: list[Message], tools: Tools) -> list[str]:
 
 
 def thoughts(messages: list[Message]) -> dict[int, str]:
-    """The reasoning of the messages, by their places in the conversation."""
-    return {place: m["reasoning_content"] for place, m in enumerate(messages, 1) if m.get("reasoning_content")}
+    """Digests of the reasoning of the messages, by their places in the conversation."""
+    said = {place: m["reasoning_content"] for place, m in enumerate(messages, 1) if m.get("reasoning_content")}
+    return {place: sha256(json.dumps(thought).encode()).hexdigest() for place, thought in said.items()}
 
 
 def _comparable(message: Message) -> str:

@@ -136,8 +136,9 @@ class AgentGenerator(TrajectoryGenerator):
     def _reward_calls(self, session: Session, score: Score) -> None:
         """Each call's reward on its tokens, worth less by ``turn_discount`` for every call before it."""
         kept = [call for call in session.recorder.calls if call.id not in score.left_out]
+        last = {call.id: call for call in kept}  # an answer's choices share its id
         for number, call in enumerate(kept):
-            if call is [c for c in kept if c.id == call.id][-1]:  # an answer's choices share its id
+            if call is last[call.id]:
                 call.action.reward = score.rewards.get(call.id, 0.0) * self._rules.turn_discount**number
 
     def _given_up(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
 import re
 from collections.abc import Callable, Collection
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
 from traceback import format_exception
-from typing import Any
+from typing import Any, cast
 
 from skyasync.endpoint.agent_class import is_agent_class, program_of
 from skyasync.errors import NonFiniteRewardError, UserError
@@ -28,6 +27,8 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 THREAD = "agent program"
 MOST_THREADS = 100_000  # more than there are episodes: one that hangs for ever is in nobody's way
 ANSWER_IDS = ("chatcmpl-", "cmpl-", "msg-", "resp-")  # what the ids of answers begin with
+LARGEST = 3.4e38  # that float32 holds
+MOST_METRICS = 256
 MOST_FRAMES = 20  # of a traceback, from its end
 
 
@@ -202,6 +203,8 @@ def check_score(result: object) -> Score:
     metrics = score.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise ValueError(f"the program returned metrics that are {type(metrics).__name__}; they must be a dictionary")
+    if len(metrics) > MOST_METRICS:
+        raise ValueError(f"the program returned {len(metrics)} metrics; there may be {MOST_METRICS}")
     return Score(
         _finite("reward", score["reward"]),
         {str(name): _finite(f"metric {name}", value) for name, value in metrics.items()},
@@ -209,9 +212,9 @@ def check_score(result: object) -> Score:
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else ValueError
-        raise kind(f"the program returned {value!r:.80} as its {name}; it must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, Real) or not abs(cast(float, value)) <= LARGEST:
+        kind = NonFiniteRewardError if isinstance(value, Real) and not isinstance(value, bool) else ValueError
+        raise kind(f"the program returned {value!r:.80} as its {name:.200}; it must be a finite number of float32")
     return float(value)
 
 

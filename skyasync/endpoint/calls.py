@@ -12,9 +12,12 @@ of an answer that was broken off is recorded as far as it was told; nothing is r
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from skyasync.arrays import Ints, ints
 from skyasync.config.sampling import UNMIRRORED, unmirrored
@@ -25,9 +28,12 @@ from skyasync.endpoint.parsers.reader import Reader
 from skyasync.endpoint.recorder import Call
 from skyasync.endpoint.session import Session
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.protocol import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
 from skyasync.rollout.types import action_of
 
+MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
+FREE_BYTES, BYTES_PER_TOKEN = 2**20, 16  # of a request to a model: text takes about 4 bytes a token
+INLINE = 16 * 1024  # characters whose tokens take milliseconds; a thread makes those of longer conversations
 LOOKING = 0.1  # most of the time that may go into reading what a reply says while it is made
 
 
@@ -43,13 +49,28 @@ class Calls:
 
     def __post_init__(self) -> None:
         self.news = News(self.client)
+        self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # of one: long conversations take memory
 
-    def prompt(self, session: Session, request: Request) -> Ints:
+    @property
+    def most_bytes(self) -> int:
+        """Of a request: far more than the model can read."""
+        return min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * self.max_model_len)
+
+    async def prompt(self, session: Session, request: Request, size: int) -> Ints:
         """The tokens that the model is to continue.
+
+        Args:
+            size: bytes of the request.
 
         Raises:
             RequestError: if there are none, or tokens that the model does not have.
         """
+        if max(size, _characters(request)) <= INLINE:
+            return self._prompt(session, request)
+        async with session.tokenising:  # one at a time, so that all episodes have their turns
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._prompt, session, request)
+
+    def _prompt(self, session: Session, request: Request) -> Ints:
         if request.prompt is not None:
             given = request.prompt
             try:
@@ -64,23 +85,26 @@ class Calls:
             raise RequestError("the model's chat template knows no tools", "tools", "unsupported_parameter")
         try:
             return self.chat.prompt(request.messages, request.tools, session.recorder)
-        except (TemplateError, TypeError, KeyError, ValueError) as error:  # of messages that templates do not know
-            raise RequestError(f"the model's chat template refuses the messages: {error}", "messages") from error
+        except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:  # that templates do not know
+            problem = f"the model's chat template refuses the messages: {error!s:.500}"
+            raise RequestError(problem, "messages") from error
 
-    def open(self, session: Session, request: Request, prefix: str) -> OneCall:
+    async def open(self, session: Session, request: Request, prefix: str, size: int) -> OneCall:
         """A call that is ready to be made.
+
+        Args:
+            size: bytes of the request.
 
         Raises:
             RequestError: naming what in it cannot be carried out.
         """
-        prompt = self.prompt(session, request)
         self._check_tokens("logit_bias", request.asked.sampling.logit_bias)
         _check_mirrored(session, request.asked.sampling)
+        self._check_length(request)
+        prompt = await self.prompt(session, request, size)
         room = self.max_model_len - len(prompt)
         if room < 1:
-            problem = f"the prompt has {len(prompt)} tokens, which leaves no room for a reply within the model's "
-            limit = f"{self.max_model_len} (generator.max_model_len)"
-            raise RequestError(problem + limit, code="context_length_exceeded")
+            raise self._no_room(f"{len(prompt)} tokens")
         asked = request.asked
         requests = session.requests(prompt, asked, room)
         shown = prompt.tolist() if asked.token_ids else None
@@ -88,11 +112,36 @@ class Calls:
         answer = Answer(identity, asked.model, int(time.time()), len(prompt), 0, shown)
         return OneCall(self, session, request, prompt, requests, answer)
 
+    def _check_length(self, request: Request) -> None:
+        """What has more characters, messages or tokens than the model could read is not tokenised first."""
+        items = len(request.prompt if isinstance(request.prompt, list) else request.messages)
+        if items > self.max_model_len:
+            raise self._no_room(f"{items} {'messages' if request.prompt is None else 'tokens'}")
+        count = _characters(request)
+        if count > self.max_model_len and count > self.max_model_len * self._longest_token:
+            raise self._no_room(f"{count} characters")
+
+    def _no_room(self, found: str) -> RequestError:
+        problem = f"the prompt has {found}, which leaves no room for a reply within the model's {self.max_model_len}"
+        return RequestError(f"{problem} tokens (generator.max_model_len)", code="context_length_exceeded")
+
+    @cached_property
+    def _longest_token(self) -> float:
+        """Characters of it, at most: no text of more tokenises to as few. Unknown of a tokenizer that does not say."""
+        vocabulary: dict[str, int] = getattr(self.chat.tokenizer, "get_vocab", dict)()
+        return max(map(len, vocabulary), default=math.inf)
+
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
         """An engine that is asked for a token it does not know may fail, and with it the run."""
         most = len(self.chat.tokenizer)
         if not all(0 <= token < most for token in tokens):
             raise RequestError(f"{name} has token ids outside of 0 to {most - 1}", name)
+
+
+def _characters(request: Request) -> int:
+    if request.prompt is not None:
+        return len(request.prompt) if isinstance(request.prompt, str) else 0
+    return sum(len(message["content"]) for message in request.messages)
 
 
 def _check_mirrored(session: Session, asked: SamplingParams) -> None:
@@ -124,7 +173,7 @@ class OneCall:
         """Every choice, complete and recorded.
 
         Raises:
-            RequestError: if the call was ended from elsewhere.
+            RequestError: if the call was ended from elsewhere, or the engine says that this request cannot be answered.
             Exception: the engine's failure, which is the run's too.
         """
         tasks = self._asked()
@@ -176,6 +225,8 @@ class OneCall:
     def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[Choice]:
         results = [asyncio.CancelledError() if t.cancelled() else t.exception() or t.result() for t in tasks]
         for result in results:
+            if isinstance(result, RequestFailedError):
+                raise RequestError(str(result)) from result
             if isinstance(result, Exception):
                 self.session.fail(result)
                 raise result
@@ -199,7 +250,7 @@ class OneCall:
             led_to = conversation(messages, request.tools) if request.prompt is None else ()
             self.session.recorder.record(call, led_to, thoughts(messages))
         if request.begun is not None:
-            self.session.conversations[self.answer.id] = [*request.begun, choices[0].message]
+            self.session.store(self.answer.id, [*request.begun, choices[0].message])
 
     def _choice(self, index: int, output: GenerationOutput, *, done: bool) -> Choice:
         request, parser = self.request, self.calls.reader.tools

@@ -2,9 +2,9 @@
 
 Invariant: a connection holds nothing for longer than it may without asking something whole: its head within ``HEAD_S``
 of its beginning (``IDLE_S`` of the answer before), its body within ``BODY_S``. There are never so many connections that
-the process has no descriptors left for the run. On the loopback a request must name the machine by its address or as
-localhost (a page that a browser shows, whose server's name leads to the loopback, names that), and nowhere may it come
-from another's page.
+the process has no descriptors left for the run. A body is never inflated, and that of a refused request is not kept.
+On the loopback a request must name the machine by its address or as localhost (a page that a browser shows, whose
+server's name leads to the loopback, names that), and nowhere may it come from another's page.
 
 | who waits           | for what              | woken by                                 |
 |---------------------|-----------------------|------------------------------------------|
@@ -30,6 +30,9 @@ from skyasync.engines.strangers import is_loopback, stranger
 HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
 BODY_S = 60.0
+LINGER_S = 1.0  # for what a refused request still sends, so that it hears why: it is thrown away as it comes
+#: Of aiohttp's runner: nothing is inflated, least of all what a refused request still sends.
+UNREAD: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S}
 KEPT_DESCRIPTORS = 512  # for everything else in this process
 
 
@@ -163,14 +166,20 @@ def middleware(door: Door) -> Any:  # noqa: ANN401  (aiohttp's decorator has no 
     return answered
 
 
-async def body(request: web.Request) -> str:
+async def body(request: web.Request) -> bytes:
     """What a request says.
 
     Raises:
-        RequestError: if it does not come in time.
+        RequestError: if it is compressed or too long, before it is read; if it does not come in time.
     """
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestError(f"Content-Encoding {encoding!r:.100} is not read here: send the body as it is", status=415)
+    most = request.client_max_size
+    if (request.content_length or 0) > most:
+        raise RequestError(f"the body has {request.content_length} bytes; it may have {most}", status=413)
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.text()
+            return await request.read()
     except TimeoutError:
         raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from skyasync.config.keys import Key
 from skyasync.endpoint.agent_process import AgentError, Score, check_score
 from skyasync.endpoint.forms.fields import given, number
 from skyasync.endpoint.forms.inner import Body, RequestError
@@ -28,7 +29,7 @@ from skyasync.endpoint.server import Endpoint, key_of, same
 from skyasync.endpoint.session import Session
 
 PATIENCE_S = 30.0  # that a request for a session waits, if it says nothing
-MOST_PATIENCE_S = 600.0
+_PATIENCE = Key("", float, low=0.0, high=600.0)
 
 
 class Sessions:
@@ -53,7 +54,7 @@ class Sessions:
         if body.get("group_size", 1) != 1 or body.get("api_key"):
             raise RequestError("a session is opened alone, with a key of the endpoint's choice", "group_size")
         task = given(body, "task", str, "a name", None) or given(body, "task_id", str, "a name", "")
-        patience = number(body, "wait_s", low=0.0, high=MOST_PATIENCE_S)
+        patience = number(body, "wait_s", _PATIENCE)
         place = await self._lobby.open(task, PATIENCE_S if patience is None else patience)
         if place is None:
             problem = "the trainer asks for no trajectory at present: try again"

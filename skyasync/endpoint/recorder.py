@@ -12,9 +12,11 @@ sequence, as one action, behind exactly the tokens that the engine had read; not
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from types import MappingProxyType
 
 import numpy as np
@@ -46,9 +48,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._led_to: dict[tuple[Hashable, ...], list[tuple[Call, Thoughts]]] = {}
+        self._led_to: dict[bytes, list[tuple[Call, Thoughts]]] = {}  # by a digest of the conversation
 
-    def record(self, call: Call, conversation: Sequence[Hashable] = (), thoughts: Thoughts = NO_THOUGHTS) -> None:
+    def record(self, call: Call, conversation: Sequence[str] = (), thoughts: Thoughts = NO_THOUGHTS) -> None:
         """Add a call.
 
         Args:
@@ -57,53 +59,71 @@ class Recorder:
         """
         self.calls.append(call)
         if conversation:
-            self._led_to.setdefault(tuple(conversation), []).append((call, thoughts))
+            *_, digest = _digests(conversation)
+            self._led_to.setdefault(digest, []).append((call, thoughts))
 
-    def extended_by(
-        self, conversation: Sequence[Hashable], thoughts: Thoughts = NO_THOUGHTS
-    ) -> tuple[Call, int] | None:
+    def extended_by(self, conversation: Sequence[str], thoughts: Thoughts = NO_THOUGHTS) -> tuple[Call, int] | None:
         """The call whose conversation is the longest beginning of this one, and that beginning's length.
 
         Reasoning that is not sent back is as it was; reasoning that is sent back must be as it was.
         """
+        digests = list(_digests(conversation))
         for length in range(len(conversation), 0, -1):
-            sent = {place: thought for place, thought in thoughts.items() if place < length}
-            for call, known in reversed(self._led_to.get(tuple(conversation[:length]), [])):
-                if all(known.get(place, "") == thought for place, thought in sent.items()):
+            for call, known in reversed(self._led_to.get(digests[length - 1], [])):
+                if all(known.get(place, "") == thought for place, thought in thoughts.items() if place < length):
                     return call, length
         return None
+
+
+def _digests(conversation: Iterable[str]) -> Iterator[bytes]:
+    """Of each of its beginnings, from that of one item on: in time and memory that grow with its length, not faster."""
+    digest = b""
+    for item in conversation:
+        digest = sha256(digest + item.encode()).digest()
+        yield digest
 
 
 def sequences(calls: Sequence[Call]) -> list[list[Segment]]:
     """The training sequences, in the order in which they ended: the last one has the last call."""
     chains: list[list[Call]] = []
-    for call in calls:
-        extended = max(_extended(chains, call), key=lambda chain: len(chain[-1].tokens), default=None)
-        if extended is None:
-            chains.append([call])
-        else:
-            chains.remove(extended)
-            chains.append([*extended, call])
-    return [_segments(chain) for chain in chains]
+    ended: list[int] = []  # at which call
+    lengths, sums = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.uint64)  # of the chains' tokens
+    for number, call in enumerate(calls):
+        prefixes = _prefix_sums(call.tokens)
+        count = len(chains)
+        within = np.flatnonzero(lengths[:count] <= len(call.prompt))
+        found = within[prefixes[lengths[within]] == sums[within]]
+        chain = min(found.tolist(), key=lambda index: (-lengths[index], ended[index]), default=count)
+        if chain == count:
+            chains.append([])
+            ended.append(number)
+        chains[chain].append(call)
+        ended[chain], lengths[chain], sums[chain] = number, len(call.tokens), prefixes[-1]
+    return [_segments(chains[index]) for index in sorted(range(len(chains)), key=ended.__getitem__)]
 
 
-def _extended(chains: list[list[Call]], call: Call) -> Iterator[list[Call]]:
-    """The chains all of whose tokens the call's prompt begins with."""
-    for chain in chains:
-        tokens = chain[-1].tokens
-        if np.array_equal(call.prompt[: len(tokens)], tokens):
-            yield chain
+_SECRET = secrets.randbits(64)
+
+
+def _prefix_sums(tokens: Ints) -> np.ndarray:
+    """A hash of each beginning of the tokens, the empty one first: a sum of pseudo-random numbers, one for each token
+    at its place, which a secret keeps from being foreseen (SplitMix64's finalizer; wrong with probability 2**-64)."""
+    mixed = (tokens.astype(np.uint64) << np.uint64(32)) + np.arange(len(tokens), dtype=np.uint64) ^ np.uint64(_SECRET)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
 
 
 def _segments(chain: list[Call]) -> list[Segment]:
     found: list[Segment] = []
-    done = 0
+    done = known = 0
     for call in chain:
         between = call.prompt[done:]
         if len(between):
             found.append(Segment("observation" if found else "prompt", between))
-        known = sum(len(s.experts) for s in found if s.experts is not None)
         experts = None if call.action.experts is None else call.action.experts[known:]
         found.append(replace(call.action, experts=experts) if known else call.action)
+        known += 0 if experts is None else len(experts)
         done = len(call.tokens)
     return found

@@ -6,6 +6,7 @@ the stream, in its form. Who hangs up ends the call, and what had been told is r
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable
 from contextlib import aclosing, suppress
@@ -13,7 +14,7 @@ from contextlib import aclosing, suppress
 from aiohttp import web
 
 from skyasync.endpoint.calls import OneCall
-from skyasync.endpoint.door import body as text_of
+from skyasync.endpoint.door import body as read_body
 from skyasync.endpoint.forms.inner import Event, Form, RequestError
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -25,10 +26,16 @@ async def body_of(request: web.Request) -> dict[str, object]:
     Raises:
         RequestError: if it is none.
     """
+    said = await read_body(request)
+    collecting = gc.isenabled()
+    gc.disable()  # of a body that is all lists it would look through everything again and again
     try:
-        body = json.loads(await text_of(request))
+        body = json.loads(said)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request's body is not JSON: {error}") from error
+        raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
+    finally:
+        if collecting:
+            gc.enable()
     if not isinstance(body, dict):
         raise RequestError("the request's body must be a JSON object")
     return body
@@ -69,6 +76,8 @@ def as_request_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, web.HTTPException):  # no such address, wrong method, too long
         return RequestError(error.reason, status=error.status)
+    if isinstance(error, RecursionError):
+        return RequestError("the request is nested too deeply")
     return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 

@@ -31,7 +31,7 @@ from aiohttp.typedefs import Handler
 from skyasync.cleanup import afterwards
 from skyasync.endpoint.agent_chat import AgentChat
 from skyasync.endpoint.calls import Calls
-from skyasync.endpoint.door import Door, middleware
+from skyasync.endpoint.door import UNREAD, Door, middleware
 from skyasync.endpoint.forms.chat import ChatForm
 from skyasync.endpoint.forms.inner import Form, RequestError
 from skyasync.endpoint.forms.messages import MessagesForm
@@ -49,7 +49,6 @@ from skyasync.rollout.types import TrajectoryId
 LOOPBACK = "127.0.0.1"
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 MODEL = "policy"  # what the endpoint calls the policy; requests may call it anything
-MOST_BYTES = 32 * 1024**2  # of a request: a conversation of millions of tokens
 WAITING_CONNECTIONS = 4096  # a batch of episodes calls at once
 GRACE_S = 5.0  # for connections that are open when the endpoint closes
 
@@ -122,7 +121,7 @@ class Endpoint:
                 await self._lobby.listening(self.base_url)
 
     def _serving(self, door: Door) -> web.AppRunner:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_in_its_form, middleware(door)])
+        app = web.Application(client_max_size=self._calls.most_bytes, middlewares=[_in_its_form, middleware(door)])
         app.router.add_get("/v1/models", self._models)
         for path in FORMS:
             app.router.add_post(path, self._answer)
@@ -131,7 +130,7 @@ class Endpoint:
         if self._lobby is not None:
             app.router.add_routes(self._lobby.routes(self))
         # Who hangs up waits for no answer: none is computed, and what was not told is not recorded.
-        return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S)
+        return web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S, **UNREAD)
 
     async def _listen(self, door: Door, runner: web.AppRunner) -> int:
         return await door.open(runner, self._host, self._asked_port, backlog=WAITING_CONNECTIONS)
@@ -202,13 +201,15 @@ class Endpoint:
         form = FORMS[request.path]
         with self.entered(request) as session:
             asked = form.read(await body_of(request), session)
-            return await send(request, self._calls.open(session, asked, form.prefix), form)
+            call = await self._calls.open(session, asked, form.prefix, size=len(await request.read()))
+            return await send(request, call, form)
 
     async def _count(self, request: web.Request) -> web.Response:
         """How many tokens a prompt of Anthropic's form has."""
         with self.entered(request) as session:
             asked = _MESSAGES.read_prompt(await body_of(request), session)
-            return web.json_response({"input_tokens": len(self._calls.prompt(session, asked))})
+            prompt = await self._calls.prompt(session, asked, size=len(await request.read()))
+            return web.json_response({"input_tokens": len(prompt)})
 
 
 @web.middleware
@@ -221,7 +222,10 @@ async def _in_its_form(request: web.Request, handler: Handler) -> web.StreamResp
     except Exception as error:
         found = as_request_error(error)
     form = _MESSAGES if "/messages" in request.path else FORMS["/v1/chat/completions"]
-    return web.json_response(form.error(found), status=found.status, headers={"x-should-retry": "false"})
+    answer = web.json_response(form.error(found), status=found.status, headers={"x-should-retry": "false"})
+    if not request.content.is_eof():
+        answer.force_close()
+    return answer
 
 
 def key_of(request: web.Request) -> str:

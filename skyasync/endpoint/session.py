@@ -16,6 +16,8 @@ from skyasync.endpoint.recorder import Recorder
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.rollout.types import TrajectoryId
 
+MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
+
 
 class OpenCall(Protocol):
     def settle(self) -> None:
@@ -43,6 +45,7 @@ class Session:
         self.api_key = secrets.token_urlsafe(32)
         self.recorder = Recorder()
         self.conversations: dict[str, list[Message]] = {}
+        self.tokenising = asyncio.Lock()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.handlers: set[asyncio.Task[Any]] = set()
         self.streams: set[OpenCall] = set()
@@ -55,15 +58,22 @@ class Session:
         most = min(sampling.max_tokens, room)
         sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         first, self.asked = self.asked, self.asked + asked.choices
+        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**62 for i in range(asked.choices)]
         return [
             GenerationRequest(
                 request_id=f"{self.identity}-c{first + choice}",
                 prompt_token_ids=prompt,
-                sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice),
+                sampling=sampling if seed is None else replace(sampling, seed=seed),
                 session_id=self.affinity,
             )
-            for choice in range(asked.choices)
+            for choice, seed in enumerate(seeds)
         ]
+
+    def store(self, answer: str, conversation: list[Message]) -> None:
+        """Let a later request name the answer, in place of the oldest that could be named."""
+        if len(self.conversations) >= MOST_STORED:
+            del self.conversations[next(iter(self.conversations))]
+        self.conversations[answer] = conversation
 
     def settle(self) -> None:
         """Record what the program has been told of answers that are still streamed: it may have read enough."""

@@ -40,6 +40,7 @@ from skyasync.engines.protocol import (
     GenerationRequest,
     InferenceEngine,
     PauseMode,
+    RequestFailedError,
 )
 from skyasync.engines.roster import Loss, Roster
 from skyasync.weight_sync.update import WakePart, WeightUpdate
@@ -118,6 +119,7 @@ class InferenceClient:
         Raises:
             TimeoutError: naming the request, after ``request_timeout_s``.
             ValueError: if a request with this id is in flight already.
+            RequestFailedError: if this request cannot be answered; the engines go on.
             Exception: whatever the engine raised, with its traceback.
         """
         answer = begun if begun is not None else await self._piece(request, request.request_id)
@@ -370,7 +372,10 @@ class InferenceClient:
                 for output in outputs:
                     future = waiting.pop(output.request_id).future
                     if not future.done():  # its caller may have been cancelled
-                        future.set_result(output)
+                        if output.finish_reason == "error":
+                            future.set_exception(RequestFailedError(output.error))
+                        else:
+                            future.set_result(output)
                     told += len(output.token_ids)
                     if told >= TURN_TOKENS:  # those who are answered have work to do, and others want their turn
                         told = 0

@@ -34,6 +34,8 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
+    RequestFailedError,
+    refusal,
 )
 from skyasync.engines.stopwatch import Stopwatch
 from skyasync.errors import UserError
@@ -157,7 +159,7 @@ class ServerEngine(ABC):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         finished: asyncio.Queue[asyncio.Task[GenerationOutput]] = asyncio.Queue()
-        mine = [asyncio.create_task(self._answer(request)) for request in requests]
+        mine = [asyncio.create_task(self._answered(request)) for request in requests]
         self._tasks.update(mine)
         for task in mine:
             task.add_done_callback(finished.put_nowait)
@@ -175,6 +177,15 @@ class ServerEngine(ABC):
                 self._tasks.discard(task)
                 if task.done() and not task.cancelled():
                     task.exception()  # it may be one of many that a server's death has ended
+
+    async def _answered(self, request: GenerationRequest) -> GenerationOutput:
+        """What the server refuses is that request's affair alone."""
+        try:
+            return await self._answer(request)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            return refusal(request, RequestFailedError(str(error)))
 
     async def _answer(self, request: GenerationRequest) -> GenerationOutput:
         """Ask until it is answered: what a weight update found without a token is sent again."""

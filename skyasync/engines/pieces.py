@@ -126,7 +126,7 @@ def continuation(request: GenerationRequest, answer: GenerationOutput) -> Genera
             sampling,
             max_tokens=sampling.max_tokens - done,
             min_tokens=max(sampling.min_tokens - done, 0),
-            seed=None if sampling.seed is None else hash((sampling.seed, done)) % 2**63,
+            seed=None if sampling.seed is None else hash((sampling.seed, done)) % 2**62,
         ),
     )
 
@@ -156,7 +156,6 @@ class Ends:
 
     def __init__(self, tokenizer: Callable[[], Any] | None) -> None:
         self.tokenizer = tokenizer
-        self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
 
     def of(self, request: GenerationRequest, answer: GenerationOutput, seen: int) -> GenerationOutput:
         """The answer up to the first stop string that ends behind its ``seen`` tokens."""
@@ -164,8 +163,9 @@ class Ends:
         if not sampling.stop:
             return answer
         tokens: Sequence[int] = answer.token_ids.tolist()
+        stops = self._stops(request)
         for count in range(max(seen, sampling.min_tokens) + 1, len(tokens) + 1):
-            if self._stops(request).completed_by_last(tokens[:count]):
+            if stops.completed_by_last(tokens[:count]):
                 return answer.until(count, "stop")
         return answer
 
@@ -178,7 +178,4 @@ class Ends:
                 f"inference client needs the model's tokenizer to find one that spans the cut, or set "
                 f"trainer.partial_rollout=keep and generator.max_engine_restarts=0"
             )
-        key = (request.sampling.stop, request.sampling.skip_special_tokens)
-        if key not in self._stop_strings:
-            self._stop_strings[key] = StopStrings(self.tokenizer(), key[0], skip_special_tokens=key[1])
-        return self._stop_strings[key]
+        return StopStrings(self.tokenizer(), request.sampling.stop, request.sampling.skip_special_tokens)

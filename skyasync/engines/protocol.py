@@ -8,17 +8,34 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
-from typing import Any, Literal, Protocol
+from math import inf, nextafter
+from numbers import Integral, Real
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints
+from skyasync.config.generation import INT32, SamplingConfig
+from skyasync.config.keys import Key, Keys
+from skyasync.errors import UserError
 from skyasync.registry import Registry
 from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 PauseMode = Literal["keep", "abort", "wait"]
+
+
+#: What the numbers of ``SamplingParams`` may be, by their names: the bounds of the settings (of lists, of each member).
+LIMITS: dict[str, Key] = {
+    "max_tokens" if key.name == "max_generate_length" else key.name: key
+    for key in Keys.of(SamplingConfig)
+    if key.bounds()
+}
+_PLAIN: list[tuple[str, Any, float, float]] = [
+    (name, key.type, nextafter(key.above or 0.0, inf) if key.low is None else key.low, key.high or 0.0)
+    for name, key in LIMITS.items()
+]
+LARGEST_BIAS = 100
 
 
 @dataclass(frozen=True)
@@ -36,8 +53,11 @@ class SamplingParams:
     Whoever says a list, one text, None, or tokens as JSON has them says the same: it is stored in one form, which can
     be compared and be a key.
 
+    Invariant: the numbers are within ``LIMITS``, so that no engine meets one that its int32 or float32 cannot hold.
+
     Raises:
-        TypeError: naming the field, where its members are not texts or tokens.
+        TypeError: naming the field, where its members are not texts or tokens, or its value is no number.
+        ValueError: naming the field, where a number is out of its bounds or a text is no Unicode.
     """
 
     max_tokens: int = 16
@@ -69,13 +89,46 @@ class SamplingParams:
             settle(self, name, _members(name, getattr(self, name), Integral))
         bias = self.logit_bias or {}
         settle(self, "logit_bias", {int(token): float(value) for token, value in bias.items()})
+        for token, value in self.logit_bias.items():
+            if not (0 <= token <= INT32 and abs(value) <= LARGEST_BIAS):
+                problem = f"a token's id and a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
+                raise ValueError(f"logit_bias has {token}: {value}, which is not {problem}")
+        for name, plain, low, high in _PLAIN:  # what most requests have is seen at once
+            value = getattr(self, name)
+            kind = type(value)
+            if not (low <= value <= high if kind is plain else kind is tuple and not value):
+                _check_number(name, LIMITS[name], value)
+
+
+def _check_number(name: str, limits: Key, value: object) -> None:
+    if isinstance(value, tuple):
+        for member in value:
+            _check_number(name, limits, member)
+        return
+    if value is None and name == "seed":
+        return
+    kind = Real if limits.type is float else Integral
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r:.100}, not a {'' if kind is Real else 'whole '}number")
+    if not limits.allows(cast(float, value)):
+        raise ValueError(f"{name} is {value!r:.100}, not {limits.bounds()}")
 
 
 def _members(name: str, said: str | Iterable[object] | None, kind: type) -> tuple[Any, ...]:
     members: tuple[Any, ...] = (said,) if isinstance(said, str) else tuple(said or ())
     if not all(isinstance(member, kind) for member in members):
-        raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {said!r}")
+        raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {said!r:.200}")
+    if kind is str and not all(_is_unicode(member) for member in members):
+        raise ValueError(f"{name} has half of a surrogate pair, which is no character")
     return members if kind is str else tuple(int(member) for member in members)
+
+
+def _is_unicode(text: Any) -> bool:  # noqa: ANN401  (a text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +156,9 @@ class GenerationOutput:
 
     ``experts``, from an engine that is asked for them: of each token that it has computed, from the prompt's first to
     the last but one of the response; in ``progress`` of those that are new.
+
+    With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says why; the engine and
+    all other requests go on. The client makes a ``RequestFailedError`` of it.
     """
 
     request_id: str
@@ -111,17 +167,18 @@ class GenerationOutput:
     versions: Ints = field(default_factory=lambda: NO_INTS)
     finish_reason: FinishReason | None = None
     experts: Experts | None = None
+    error: str = ""
 
     def __post_init__(self) -> None:
         self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
 
     def __reduce__(
         self,
-    ) -> tuple[Callable[..., GenerationOutput], tuple[str, bytes, FinishReason | None, Experts | None]]:
+    ) -> tuple[Callable[..., GenerationOutput], tuple[str, bytes, FinishReason | None, Experts | None, str]]:
         """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
         parts = (self.token_ids, self.logprobs, self.versions)
         packed = b"".join(part.tobytes() for part in parts)
-        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts)
+        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error)
 
     def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
         """The same, ended behind its first ``count`` tokens."""
@@ -131,10 +188,21 @@ class GenerationOutput:
 
 
 def _unpacked(
-    request_id: str, packed: bytes, finish_reason: FinishReason | None, experts: Experts | None
+    request_id: str, packed: bytes, finish_reason: FinishReason | None, experts: Experts | None, error: str
 ) -> GenerationOutput:
     token_ids, logprobs, versions = np.frombuffer(packed, dtype=np.int32).reshape(3, -1)
-    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason, experts)
+    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason, experts, error)
+
+
+class RequestFailedError(UserError):
+    """One request cannot be answered, through no fault of the engine, which goes on with the others."""
+
+
+def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
+    """The answer to a request that cannot be answered."""
+    why = str(error) if isinstance(error, RequestFailedError) else f"{type(error).__name__}: {error}"
+    name = request.request_id
+    return GenerationOutput(name, finish_reason="error", error=f"request {name!r} cannot be answered: {why:.1000}")
 
 
 class EngineDiedError(TakerDiedError):
@@ -164,7 +232,8 @@ class InferenceEngine(Protocol):
         """Load the model. Raises what loading raised."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        """Answer each request once, in lists, as they finish."""
+        """Answer each request once, in lists, as they finish. What it raises fails all of them: what is wrong with one
+        request alone is that request's answer, with ``finish_reason="error"``."""
 
     async def progress(self) -> list[GenerationOutput]:
         """What is new of every unanswered request since the last call; ``finish_reason`` is None.

@@ -18,9 +18,16 @@ def stranger(host: str, origin: str | None, *, loopback: bool) -> str:
     """
     if loopback and not names_the_loopback(host):
         return f"the Host header is {host!r:.100}: this server is asked at 127.0.0.1 or localhost"
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and _address(origin) != host:
         return f"the Origin header is {origin!r:.100}: pages of others may not ask this server"
     return ""
+
+
+def _address(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:  # half an IPv6 address
+        return None
 
 
 def names_the_loopback(host: str) -> bool:

@@ -18,9 +18,10 @@ class Listed:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason | None
+    error: str = ""
 
 
 def listed(output: GenerationOutput) -> Listed:
     arrays = (output.token_ids, output.logprobs, output.versions)
     assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
-    return Listed(output.request_id, *(array.tolist() for array in arrays), output.finish_reason)
+    return Listed(output.request_id, *(array.tolist() for array in arrays), output.finish_reason, output.error)

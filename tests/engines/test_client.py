@@ -6,7 +6,14 @@ import pytest
 
 from skyasync.arrays import TURN_TOKENS
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineStats, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.protocol import (
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    RequestFailedError,
+    SamplingParams,
+    refusal,
+)
 from skyasync.weight_sync.update import WeightUpdate
 from tests.virtual_time import virtual_time
 
@@ -125,6 +132,21 @@ async def test_an_engines_error_reaches_every_request_it_had_and_no_other():
     client = InferenceClient([broken, whole])
     found = await asyncio.gather(*(client.generate(request(f"r{i}")) for i in range(6)), return_exceptions=True)
     assert [o is error for o in found] == [True, False] * 3
+
+
+@virtual_time
+async def test_a_request_that_cannot_be_answered_fails_alone():
+    class Picky(Engine):
+        def answer(self, request):
+            if request.request_id == "bad":
+                return refusal(request, ValueError("too odd"))
+            return super().answer(request)
+
+    client = InferenceClient([Picky()])
+    bad, good = await asyncio.gather(*map(client.generate, map(request, ["bad", "good"])), return_exceptions=True)
+    assert (type(bad), str(bad)) == (RequestFailedError, "request 'bad' cannot be answered: ValueError: too odd")
+    assert len(good.token_ids) == 2
+    assert len((await client.generate(request("later"))).token_ids) == 2
 
 
 @virtual_time

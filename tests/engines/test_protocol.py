@@ -1,8 +1,10 @@
 """What engines are asked and what they answer: arrays, whoever made them, and cheap to send."""
 
 import pickle
+from typing import Any
 
 import numpy as np
+import pytest
 
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.engines.ray_engine import MESSAGE_TOKENS, messages
@@ -34,3 +36,36 @@ def test_long_answers_travel_in_several_messages_in_order():
     assert [len(message) for message in found] == [2, 2, 1]
     assert [output for message in found for output in message] == answers
     assert list(messages([])) == []
+
+
+NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {  # that no engine may meet, and the last that all can carry out
+    "max_tokens": ([0, -1, 2**31, 10**400, 1.5, None, True], [1, 2**31 - 1, np.int64(3)]),
+    "min_tokens": ([-1, 2**31], [0, 2**31 - 1]),
+    "temperature": (
+        [-1, -1e-9, 1e-300, 1e-40, 0.0099, 2.1, 1e39, 10**400, float("nan"), float("inf"), "1"],
+        [0, 0.01, 2],
+    ),
+    "top_p": ([0, -0.1, 1.1, float("nan")], [1e-300, 1]),
+    "top_k": ([-2, 2**31, 2**63, 10**30, 1.0], [-1, 0, 2**31 - 1]),
+    "min_p": ([-1e-9, 1.1, float("nan")], [0, 1e-300, 1]),
+    "presence_penalty": ([-2.1, 2.1, float("nan")], [-2, 2]),
+    "frequency_penalty": ([-2.1, 2.1, float("inf")], [-2, 2]),
+    "repetition_penalty": ([0, -1, 1e-40, 1e-300, 1e39, 1e300, float("nan"), float("inf")], [0.01, 100]),
+    "seed": ([-2, 2**63, 0.5], [None, 0, 2**62]),
+    "stop_token_ids": ([[-1], [2**31], [2**63]], [[0, 2**31 - 1]]),
+    "allowed_token_ids": ([[-1], [2**31]], [[0]]),
+    "logit_bias": ([{-1: 1.0}, {2**31: 1.0}, {1: 101}, {1: float("nan")}, {1: float("-inf")}], [{1: -100, 2: 100}]),
+    "stop": (["\ud800", ["a", "\udfff"], [1]], ["a", ["a", "\0"]]),
+    "bad_words": (["\ud800"], ["a"]),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (wrong, _) in NUMBERS.items() for value in wrong])
+def test_a_setting_that_no_engine_could_hold_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, right) in NUMBERS.items() for value in right])
+def test_the_last_number_within_its_bounds_is_taken(name: str, value: Any) -> None:
+    SamplingParams(**{name: value})

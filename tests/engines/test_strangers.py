@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyasync.engines.strangers import names_the_loopback
+from skyasync.engines.strangers import names_the_loopback, stranger
 from skyasync.engines.vllm.server_check import KEY_VARIABLE
 from skyasync.engines.vllm.server_door import Door
 
@@ -18,6 +18,10 @@ def test_what_names_the_loopback() -> None:
     assert all(map(names_the_loopback, ("127.0.0.1", "127.0.0.1:80", "[::1]:80", "localhost", "127.9.9.9:1")))
     others = ("", "evil.example", "10.0.0.1", "localhost.evil.example", "[::1", "127.0.0.1.evil.example:80")
     assert not any(map(names_the_loopback, others))
+
+
+def test_an_origin_that_is_no_address_is_a_stranger() -> None:
+    assert "the Origin header is 'http://['" in stranger("127.0.0.1", "http://[", loopback=True)
 
 
 def asked(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = "http", **headers: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from skyasync.config.keys import Key
 from skyasync.endpoint.forms.fields import flag, given, number, refuse_others, sampling, text_of, tool_call
 from skyasync.endpoint.forms.inner import (
     Answer,
@@ -23,9 +24,9 @@ from skyasync.endpoint.forms.inner import (
     Told,
     outgoing,
 )
-from skyasync.engines.protocol import SamplingParams
+from skyasync.engines.protocol import LIMITS, SamplingParams
 
-MOST_CHOICES = 128
+_CHOICES = Key("", int, low=1, high=128)
 
 #: Bookkeeping of OpenAI's own service.
 PASSED_OVER = frozenset(
@@ -64,7 +65,7 @@ def common(body: Body, defaults: SamplingParams) -> Asked:
     return Asked(
         model=given(body, "model", str, "a name", "policy"),
         sampling=sampling(body, defaults),
-        choices=int(number(body, "n", low=1, high=MOST_CHOICES, whole=True) or 1),
+        choices=int(number(body, "n", _CHOICES) or 1),
         stream=flag(body, "stream", default=False),
         include_usage=bool(options.get("include_usage")),
         token_ids=flag(body, "return_token_ids", default=False),
@@ -90,7 +91,7 @@ class ChatForm:
         if choice not in (None, "auto", "none"):
             problem = "tool_choice must be auto or none: a call of a tool cannot be enforced here"
             raise RequestError(problem, "tool_choice")
-        if most := number(body, "max_completion_tokens", low=1, whole=True):
+        if most := number(body, "max_completion_tokens", LIMITS["max_tokens"]):
             body = {**body, "max_tokens": most}
         return Request(
             replace(common(body, known.sampling), logprobs=flag(body, "logprobs", default=False)),

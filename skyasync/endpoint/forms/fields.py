@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
+from skyasync.config.keys import Key
 from skyasync.endpoint.forms.inner import Body, RequestError
-from skyasync.engines.protocol import SamplingParams
+from skyasync.engines.protocol import LARGEST_BIAS, LIMITS, SamplingParams
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import nearest
 
 T = TypeVar("T")
 D = TypeVar("D")
 
-#: Limits of the numbers that say how to sample, by the names of ``SamplingParams``.
-LIMITS: dict[str, dict[str, Any]] = {
-    "temperature": {"low": 0.0, "high": 2.0},
-    "top_p": {"above": 0.0, "high": 1.0},
-    "top_k": {"low": -1, "whole": True},
-    "min_p": {"low": 0.0, "high": 1.0},
-    "min_tokens": {"low": 0, "whole": True},
-    "presence_penalty": {"low": -2.0, "high": 2.0},
-    "frequency_penalty": {"low": -2.0, "high": 2.0},
-    "repetition_penalty": {"above": 0.0},
-    "seed": {"low": 0, "high": 2**62, "whole": True},
-    "max_tokens": {"low": 1, "whole": True},
-}
+#: The numbers that a request may say how to sample with, by the names of ``SamplingParams``.
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty",
+           "repetition_penalty", "seed", "max_tokens")  # fmt: skip
+MOST_STOPS, LONGEST_STOP = 64, 256
+MOST_BIASES = 4096
+
+
+_BIAS = Key("", float, low=-LARGEST_BIAS, high=LARGEST_BIAS)
 
 
 def refuse_others(
@@ -44,11 +39,13 @@ def refuse_others(
         if name in known or name in passed_over:
             continue
         if name not in neutral:
-            close = nearest(name, {*known, *neutral}, count=1)
+            close = nearest(name[:100], {*known, *neutral}, count=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise RequestError(f"unknown field {name}{hint}", name, "unknown_parameter")
+            raise RequestError(f"unknown field {name:.100}{hint}", name[:100], "unknown_parameter")
         if value not in neutral[name]:
-            raise RequestError(f"{name}={value!r} is not supported here: leave it out", name, "unsupported_parameter")
+            raise RequestError(
+                f"{name}={value!r:.200} is not supported here: leave it out", name, "unsupported_parameter"
+            )
 
 
 @overload
@@ -69,17 +66,15 @@ def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
     return given(body, name, bool, "true or false", default)
 
 
-def number(body: Mapping[str, Any], name: str, *, low: float = -math.inf, above: float = -math.inf,
-           high: float = math.inf, whole: bool = False) -> float | None:  # fmt: skip
+def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
     """The number of a field within its bounds; None where it is null or not there."""
     value = body.get(name)
     if value is None:
         return None
-    right_kind = type(value) is int or (type(value) is float and not whole)
-    if not right_kind or not (low <= value <= high and value > above):
-        bounds = [f"at least {low:g}"] * (low > -math.inf) + [f"above {above:g}"] * (above > -math.inf)
-        bounds += [f"at most {high:g}"] * (high < math.inf)
-        raise RequestError(f"{name} must be a {'whole ' * whole}number {' and '.join(bounds)}; it is {value!r}", name)
+    right_kind = type(value) is int or (type(value) is float and limits.type is float)
+    if not right_kind or not limits.allows(value):
+        kind = "number" if limits.type is float else "whole number"
+        raise RequestError(f"{name} must be a {kind} {limits.bounds()}; it is {value!r:.100}", name)
     return value
 
 
@@ -87,25 +82,33 @@ def sampling(body: Body, defaults: SamplingParams, renamed: Mapping[str, str] | 
     """How to sample; ``defaults`` hold where the request says nothing.
 
     Args:
-        renamed: what this form calls a field -> what ``LIMITS`` calls it.
+        renamed: what this form calls a field -> what ``NUMBERS`` calls it.
     """
-    names = {name: name for name in LIMITS} | {ours: theirs for theirs, ours in (renamed or {}).items()}
-    found = {ours: number(body, theirs, **LIMITS[ours]) for ours, theirs in names.items()}
+    names = {name: name for name in NUMBERS} | {ours: theirs for theirs, ours in (renamed or {}).items()}
+    found = {ours: number(body, theirs, LIMITS[ours]) for ours, theirs in names.items()}
     chosen: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if bias := given(body, "logit_bias", dict, "an object", {}):
-        if not all(token.isascii() and token.isdigit() for token in bias):
+        if len(bias) > MOST_BIASES:
+            raise RequestError(f"logit_bias has {len(bias)} tokens; it may have {MOST_BIASES}", "logit_bias")
+        if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
             raise RequestError("logit_bias must have token ids as its names", "logit_bias")
-        chosen["logit_bias"] = {int(token): number(bias, token, low=-100.0, high=100.0) or 0.0 for token in bias}
+        chosen["logit_bias"] = {int(token): number(bias, token, _BIAS) or 0.0 for token in bias}
     for name in ("stop", "stop_sequences"):
         if body.get(name) is not None:
             chosen["stop"] = _stop_strings(name, body[name])
-    return replace(defaults, **chosen)
+    try:
+        return replace(defaults, **chosen)
+    except ValueError as error:  # of half a surrogate pair
+        raise RequestError(str(error)) from error
 
 
 def _stop_strings(name: str, said: object) -> tuple[str, ...]:
     stop = [said] if isinstance(said, str) else said
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
+    if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
+        most = f"{MOST_STOPS} texts of {LONGEST_STOP} characters"
+        raise RequestError(f"{name} may have {most}; it has {len(stop)}, or a longer one", name)
     return tuple(stop)
 
 

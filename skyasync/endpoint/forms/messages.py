@@ -33,6 +33,7 @@ from skyasync.endpoint.forms.inner import (
     Told,
     outgoing,
 )
+from skyasync.engines.protocol import LIMITS
 
 #: Bookkeeping of Anthropic's own service; it caches and routes, and changes no answer.
 PASSED_OVER = frozenset(["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"])
@@ -52,6 +53,7 @@ _FIELDS = frozenset(
 )  # fmt: skip
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
            429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # fmt: skip
+_TEXTS = ("content", "reasoning_content")
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
 
@@ -62,7 +64,7 @@ class MessagesForm:
 
     def read(self, body: Body, known: Known) -> Request:
         refuse_others(body, _FIELDS, PASSED_OVER, NEUTRAL)
-        if number(body, "max_tokens", low=1, whole=True) is None:
+        if number(body, "max_tokens", LIMITS["max_tokens"]) is None:
             raise RequestError("max_tokens must be given", "max_tokens")
         return self.read_prompt(body, known)
 
@@ -198,7 +200,7 @@ def _messages(message: object, where: str) -> Iterator[Message]:
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}
         return
-    found: Message = {"role": role, "content": ""}
+    found: Message = {"role": role, "content": []}
     only_results = bool(content)
     for index, block in enumerate(content):
         place = f"{where}.content[{index}]"
@@ -210,14 +212,14 @@ def _messages(message: object, where: str) -> Iterator[Message]:
         only_results = False
         _add_block(found, block, kind, place)
     if not only_results:
-        yield found
+        yield {name: "".join(said) if name in _TEXTS else said for name, said in found.items()}
 
 
 def _add_block(message: Message, block: Any, kind: str | None, where: str) -> None:  # noqa: ANN401  (JSON)
     if kind == "text":
-        message["content"] += text_of([block], where)
+        message["content"].append(text_of([block], where))
     elif kind == "thinking" and message["role"] == "assistant":
-        message["reasoning_content"] = message.get("reasoning_content", "") + given(block, "thinking", str, "text")
+        message.setdefault("reasoning_content", []).append(given(block, "thinking", str, "text"))
     elif kind == "tool_use" and message["role"] == "assistant":
         call = tool_call(block.get("name"), block.get("input"), block.get("id"), where)
         message.setdefault("tool_calls", []).append(call)

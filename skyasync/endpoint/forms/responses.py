@@ -95,7 +95,7 @@ def _before(body: Body, known: Known) -> list[Message]:
     if before is None:
         return []
     if before not in known.conversations:
-        problem = f"previous_response_id={before} is no answer of this episode that was stored"
+        problem = f"previous_response_id={before:.100} is no answer of this episode that is stored"
         raise RequestError(problem, "previous_response_id", "previous_response_not_found", 404)
     return known.conversations[before]
 
@@ -120,6 +120,8 @@ def _messages(items: Sequence[object]) -> list[Message]:
         _add(turn, item, kind, where)
     for message in found:
         message.pop("_said", None)
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return found
 
 
@@ -133,7 +135,7 @@ def _is_another(kind: str, turn: Message) -> bool:
 def _add(turn: Message, item: Body, kind: str, where: str) -> None:
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text_of(parts, f"{where}.content")
+        turn.setdefault("reasoning_content", []).append(text_of(parts, f"{where}.content"))
     elif kind == "function_call":
         call = tool_call(item.get("name"), item.get("arguments"), item.get("call_id"), where)
         turn.setdefault("tool_calls", []).append(call)

@@ -39,7 +39,9 @@ class TextForm:
         if not prompt or not (tokens or isinstance(prompt, str)):
             raise RequestError("prompt must be one text or one list of token ids, not empty", "prompt")
         if (body.get("logprobs") or 0) not in (0, 1):
-            problem = f"logprobs={body['logprobs']!r} is not supported here: 0 or 1 gives those of the sampled tokens"
+            problem = (
+                f"logprobs={body['logprobs']!r:.100} is not supported here: 0 or 1 gives those of the sampled tokens"
+            )
             raise RequestError(problem, "logprobs", "unsupported_parameter")
         return Request(replace(common(body, known.sampling), logprobs=body.get("logprobs") is not None), prompt=prompt)
 

@@ -83,6 +83,7 @@ class Llama(_Marked):
     """The whole reply is ``{"name": ..., "parameters": {...}}``; several have a semicolon in between: Llama 3."""
 
     marks = ("<|python_tag|>",)
+    _CALL = re.compile(r"[^ \n;]")
 
     def sure(self, text: str) -> str:
         return "" if text.lstrip()[:1] in ("{", "") else super().sure(text)
@@ -94,8 +95,8 @@ class Llama(_Marked):
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
         place = 0
-        while rest[place:].strip(" \n;"):
-            place += len(rest[place:]) - len(rest[place:].lstrip(" \n;"))
+        while begun := self._CALL.search(rest, place):
+            place = begun.start()
             call, place = _DECODER.raw_decode(rest, place)
             yield {"name": call["name"], "arguments": call.get("parameters", call.get("arguments", {}))}
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -31,6 +32,8 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     PauseMode,
+    RequestFailedError,
+    refusal,
 )
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
@@ -42,6 +45,9 @@ from skyasync.weight_sync.update import Held, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+KEPT_WORDS = 64  # lists of bad words whose tokens are remembered
 
 
 class Reply:
@@ -87,7 +93,7 @@ class EmbeddedCore:
         self._rows: dict[str, Row] = {}  # every request that has not been answered
         self._held: list[Row] = []  # accepted while not running
         self._drained: list[Future[None]] = []
-        self._stop_strings: dict[tuple[tuple[str, ...], bool], StopStrings] = {}
+        self._stop_strings = WeakValueDictionary[tuple[tuple[str, ...], bool], StopStrings]()  # of running requests
         self._tokenised_words: dict[tuple[str, ...], Words] = {}
         self._busy_s = 0.0
         self._paused_s = 0.0
@@ -120,18 +126,22 @@ class EmbeddedCore:
             self._thread.submit(self.work)
 
     def submit(self, requests: Sequence[GenerationRequest], reply: Reply, streamed: bool) -> None:
-        """Accept all requests, or none.
-
-        Raises:
-            UserError: if one has the id of a request not answered yet, or tokens that the model does not know.
-        """
+        """Accept the requests; one that can never be answered is answered with its error."""
         rows: dict[str, Row] = {}
+        refused: list[GenerationOutput] = []
         arrays = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
         prompts = {key: array.tolist() for key, array in arrays.items()}  # one list for all samples of a prompt
         for request in requests:
-            if request.request_id in rows or request.request_id in self._rows:
-                raise UserError(f"request id {request.request_id!r} is already that of an unanswered request")
-            rows[request.request_id] = self._row(request, prompts[id(request.prompt_token_ids)], reply, streamed)
+            name = request.request_id
+            if name in rows or name in self._rows:
+                raise UserError(f"request id {name!r} is already that of an unanswered request")
+            try:
+                _check_request(request, self._config.max_model_len)
+                rows[name] = self._row(request, prompts[id(request.prompt_token_ids)], reply, streamed)
+            except Exception as error:
+                refused.append(refusal(request, error))
+        if refused:
+            reply.send(refused)
         self._rows.update(rows)
         if self._state == "running":
             self._decoder.waiting.extend(rows.values())
@@ -238,9 +248,9 @@ class EmbeddedCore:
     def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply, streamed: bool) -> Row:
         sampling = request.sampling
         if min(prompt) < 0 or max(prompt) >= self._model.vocabulary:
-            raise UserError(
-                f"request {request.request_id!r} cannot be answered: its prompt has tokens from {min(prompt)} to "
-                f"{max(prompt)}, the model's vocabulary has {self._model.vocabulary}"
+            raise RequestFailedError(
+                f"its prompt has tokens from {min(prompt)} to {max(prompt)}, the model's vocabulary has "
+                f"{self._model.vocabulary}"
             )
         self._refuse_unknown_tokens(request)
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -259,13 +269,16 @@ class EmbeddedCore:
     def _stops(self, request: GenerationRequest) -> StopStrings:
         tokenizer = self._tokenizer_for("stop strings", request)
         key = (request.sampling.stop, request.sampling.skip_special_tokens)
-        if key not in self._stop_strings:
-            self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
-        return self._stop_strings[key]
+        found = self._stop_strings.get(key)
+        if found is None:
+            found = self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
+        return found
 
     def _bad_words(self, request: GenerationRequest) -> Words:
         tokenizer, words = self._tokenizer_for("bad words", request), request.sampling.bad_words
         if words not in self._tokenised_words:
+            if len(self._tokenised_words) >= KEPT_WORDS:
+                self._tokenised_words.clear()
             self._tokenised_words[words] = tokenised(
                 words, lambda text: tokenizer.encode(text, add_special_tokens=False)
             )
@@ -273,19 +286,21 @@ class EmbeddedCore:
 
     def _tokenizer_for(self, what: str, request: GenerationRequest) -> PreTrainedTokenizerBase:
         if self._model.tokenizer is None:
-            raise UserError(
-                f"request {request.request_id!r} has {what}, but {self._config.model_path} has no tokenizer"
-            )
+            raise RequestFailedError(f"it has {what}, but {self._config.model_path} has no tokenizer")
         return self._model.tokenizer
 
     def _refuse_unknown_tokens(self, request: GenerationRequest) -> None:
         sampling = request.sampling
-        named = {"logit_bias": sampling.logit_bias, "allowed_token_ids": sampling.allowed_token_ids}
+        named = {
+            "logit_bias": sampling.logit_bias,
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "stop_token_ids": sampling.stop_token_ids,
+        }
         for name, tokens in named.items():
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.vocabulary:
-                raise UserError(
-                    f"request {request.request_id!r} cannot be answered: {name} has tokens from {min(tokens)} to "
-                    f"{max(tokens)}, the model's vocabulary has {self._model.vocabulary}"
+                raise RequestFailedError(
+                    f"{name} has tokens from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
+                    f"{self._model.vocabulary}"
                 )
 
     def _report(self, rows: Iterable[Row]) -> None:
@@ -310,3 +325,15 @@ class EmbeddedCore:
             drained, self._drained = self._drained, []
             for future in drained:
                 future.set_result(None)
+
+
+def _check_request(request: GenerationRequest, max_model_len: int) -> None:
+    """Raises ``RequestFailedError`` if this engine could never answer it."""
+    sampling, length = request.sampling, len(request.prompt_token_ids)
+    if length == 0:
+        raise RequestFailedError("its prompt is empty")
+    if length >= max_model_len:
+        room = f"which leaves no room for a response: max_model_len is {max_model_len}"
+        raise RequestFailedError(f"its prompt has {length} tokens, {room}")
+    if sampling.structured_outputs or sampling.repetition_detection:
+        raise RequestFailedError("structured_outputs and repetition_detection need generator.backend=vllm")

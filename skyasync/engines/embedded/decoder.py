@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class Row:
     streamed: bool = False
     owner: Any = None
     finish_reason: FinishReason | None = None
+    error: str = ""
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     _logprobs: array[float] = field(default_factory=lambda: array("f"))
     _versions: array[int] = field(default_factory=lambda: array("i"))
@@ -65,6 +67,9 @@ class Row:
         self._versions.append(version)
         self.finish_reason = self._finish_reason(token)
 
+    def fail(self, why: str) -> None:
+        self.finish_reason, self.error = "error", f"request {self.request.request_id!r} cannot be answered: {why}"
+
     @property
     def has_news(self) -> bool:
         return len(self.token_ids) > self._told
@@ -83,6 +88,7 @@ class Row:
             np.array(self._versions[start:]),
             self.finish_reason,
             joined_experts(self.experts[start:]),
+            self.error,
         )
 
     def _finish_reason(self, token: int) -> FinishReason | None:
@@ -142,15 +148,45 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token."""
+        """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token, and
+        those that cannot be sampled: they end alone."""
         if not self._admitted:
             self._admit()
-        rows, tokens, logprobs = self._prefill() if self._admitted else self._decode()
+        try:
+            rows, tokens, logprobs = self._prefill() if self._admitted else self._decode()
+        except Exception:
+            failed = self._unsampleable()
+            if not failed:
+                raise
+            return failed
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.record(token, logprob, self.version)
+            if not isfinite(logprob):
+                row.fail(
+                    "its logits are NaN or infinite, or its sampling allows no token: are the model's weights finite?"
+                )
+                continue
+            try:
+                row.record(token, logprob, self.version)
+            except Exception as error:
+                row.fail(f"{type(error).__name__}: {error}")
         self.generated_tokens += len(rows)
         self._drop_finished()
         return rows
+
+    def _unsampleable(self) -> list[Row]:
+        """Take out and return the rows that cannot be sampled even alone, from logits that are all 0."""
+        failed = []
+        for row in [*self._running, *self._admitted]:
+            logits = torch.zeros(1, self.model.vocabulary, device=self.model.device)
+            try:
+                BatchSampler([row], self.model.device)(logits, np.array([len(row.token_ids)]))
+            except Exception as error:
+                row.fail(f"{type(error).__name__}: {error}")
+                failed.append(row)
+        self._admitted = [row for row in self._admitted if row.finish_reason is None]
+        self._changed = True
+        self._drop_finished()
+        return failed
 
     def _admit(self) -> None:
         """Take waiting requests, in order, while slots and cache have room for all that they may become."""
@@ -175,8 +211,14 @@ class Decoder:
     def _prefill(self) -> tuple[list[Row], Tensor, Tensor]:
         """Compute each different prompt once, give all its samples a copy, and sample their first tokens."""
         rows, prompts, index = self._next_prompts()
-        logits, prefixes = self.model.prefill(prompts)
-        which = torch.tensor(index, device=self.model.device)
+        try:
+            sampler = BatchSampler(rows, self.model.device)
+            logits, prefixes = self.model.prefill(prompts)
+            which = torch.tensor(index, device=self.model.device)
+            tokens, logprobs = sampler(logits[which], np.zeros(len(rows), dtype=np.int64))
+        except Exception:
+            self._admitted += reversed(rows)
+            raise
         assert self._cache is not None
         self._cache.fill(len(self._running), prefixes, which)
         self._running += rows
@@ -185,8 +227,7 @@ class Decoder:
             chosen = chosen.reshape(len(prompts), -1, *chosen.shape[1:])
             for row, i in zip(rows, index, strict=True):
                 row.experts.append(chosen[i, : len(row.prompt)])
-        sampler = BatchSampler(rows, self.model.device)
-        return rows, *sampler(logits[which], np.zeros(len(rows), dtype=np.int64))
+        return rows, tokens, logprobs
 
     def _next_prompts(self) -> tuple[list[Row], list[list[int]], list[int]]:
         """Admitted rows with the longest prompts, their different prompts, and which row has which."""

@@ -73,10 +73,8 @@ class TransformersEngine:
             streamed: give what is new of each request at every token; only its last output has a ``finish_reason``.
 
         Raises:
-            UserError: for a request that can never be answered; none of ``requests`` is started then.
+            UserError: if two have one id; none of ``requests`` is started then.
         """
-        for request in requests:
-            check_request(request, self._config.max_model_len)
         reply = Reply()
         unanswered = {request.request_id for request in requests}
         await self._call(lambda: self._loaded.submit(requests, reply, streamed))
@@ -174,29 +172,3 @@ class TransformersEngine:
         if self._thread is None:
             raise RuntimeError("the engine is not running: it has not been started, or was shut down")
         return await asyncio.get_running_loop().run_in_executor(self._thread, command, *args)
-
-
-def check_request(request: GenerationRequest, max_model_len: int) -> None:
-    """Raises UserError, naming the request, if no engine could answer it."""
-    sampling, length = request.sampling, len(request.prompt_token_ids)
-    problem = ""
-    if length == 0:
-        problem = "its prompt is empty"
-    elif length >= max_model_len:
-        problem = (
-            f"its prompt has {length} tokens, which leaves no room for a response: max_model_len is {max_model_len}"
-        )
-    elif sampling.max_tokens < 1:
-        problem = f"max_tokens is {sampling.max_tokens}, not at least 1"
-    elif sampling.temperature < 0:
-        problem = f"temperature is {sampling.temperature}, not at least 0"
-    elif not 0 < sampling.top_p <= 1:
-        problem = f"top_p is {sampling.top_p}, not above 0 and at most 1"
-    elif not 0 <= sampling.min_p <= 1:
-        problem = f"min_p is {sampling.min_p}, not from 0 to 1"
-    elif sampling.repetition_penalty <= 0:
-        problem = f"repetition_penalty is {sampling.repetition_penalty}, not above 0"
-    elif sampling.structured_outputs or sampling.repetition_detection:
-        problem = "structured_outputs and repetition_detection need generator.backend=vllm"
-    if problem:
-        raise UserError(f"request {request.request_id!r} cannot be answered: {problem}")

@@ -172,7 +172,7 @@ class VLLMCore:
             self._end = self._end or "its process died (its own messages say why)"
             raise self.died() from error
         except Exception:
-            if self._end:
+            if self._end or self.llm.errored:
                 raise self.died() from None
             raise
 

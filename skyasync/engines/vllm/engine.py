@@ -26,10 +26,13 @@ from skyasync.arrays import Ints, floats, ints
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
+    EngineDiedError,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
     PauseMode,
+    RequestFailedError,
+    refusal,
 )
 from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
@@ -96,14 +99,17 @@ class VLLMEngine:
     # -- requests -----------------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        finished: list[GenerationOutput | Exception] = []
+        finished: list[GenerationOutput | EngineDiedError] = []
         arrived = asyncio.Event()
 
         async def answer(bundle: list[GenerationRequest]) -> None:
             try:
                 finished.extend(await self._answer(bundle))
-            except Exception as error:
+            except EngineDiedError as error:
                 finished.append(error)
+            except Exception as error:
+                why = error.__cause__ if isinstance(error.__cause__, Exception) else error  # vLLM wraps what it raises
+                finished.extend(refusal(request, why) for request in bundle)
             arrived.set()
 
         bundles = alike(requests) if self.config.extra.get("one_per_prompt") else [[r] for r in requests]
@@ -342,8 +348,8 @@ class VLLMEngine:
         self._busy.switch(bool(self._in_flight) and not self._paused.on)
 
 
-def _or_raise(output: GenerationOutput | Exception) -> GenerationOutput:
-    if isinstance(output, Exception):
+def _or_raise(output: GenerationOutput | EngineDiedError) -> GenerationOutput:
+    if isinstance(output, EngineDiedError):
         raise output
     return output
 
@@ -352,7 +358,7 @@ def _answered(request: GenerationRequest, completion: CompletionOutput, versions
     reason: Any = completion.finish_reason
     logprobs: Any = completion.logprobs  # flat, as they were asked for
     if reason not in ("stop", "length", "abort", "repetition", None):
-        raise RuntimeError(f"vLLM failed on request {request.request_id}: {reason}")
+        raise RequestFailedError(f"vLLM says {reason}")
     return GenerationOutput(
         request_id=request.request_id,
         token_ids=ints(completion.token_ids),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -23,8 +26,9 @@ from transformers import (
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
+from skyasync.engines.embedded.decoder import Row
 from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.embedded.sampling import keep_likely
+from skyasync.engines.embedded.sampling import BatchSampler, keep_likely
 from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
@@ -217,8 +221,9 @@ async def test_bad_words_do_not_come(engine: TransformersEngine) -> None:
 async def test_what_the_engine_cannot_do_is_refused_by_name(
     engine: TransformersEngine, settings: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
-        await answers(engine, requests(1, SamplingParams(**settings)))  # type: ignore[arg-type]
+    (refused,) = await answers(engine, requests(1, SamplingParams(**settings)))  # type: ignore[arg-type]
+    assert refused.finish_reason == "error"
+    assert re.search(message, refused.error)
 
 
 async def test_greedy_is_that_of_transformers(engine: TransformersEngine, untied_model: str) -> None:
@@ -277,11 +282,11 @@ async def test_a_response_ends_at_a_stop_token_or_the_limit(engine: Transformers
 
 
 async def test_eos_ends_a_response_and_min_tokens_forbids_it(engine: TransformersEngine) -> None:
-    asked = requests(64, SamplingParams(max_tokens=60, temperature=2.5))
+    asked = requests(64, SamplingParams(max_tokens=60, temperature=2.0))
     ended = [output for output in await answers(engine, asked) if output.finish_reason == "stop"]
     assert ended
     assert all(output.token_ids.index(EOS) == len(output.token_ids) - 1 for output in ended)
-    later = await answers(engine, requests(64, SamplingParams(max_tokens=60, min_tokens=30, temperature=2.5)))
+    later = await answers(engine, requests(64, SamplingParams(max_tokens=60, min_tokens=30, temperature=2.0)))
     assert all(EOS not in output.token_ids[:30] and len(output.token_ids) >= 30 for output in later)
     assert any(output.finish_reason == "stop" for output in later)
 
@@ -316,16 +321,20 @@ async def test_a_response_ends_at_max_model_len(engine: TransformersEngine) -> N
         (GenerationRequest("empty", [], SamplingParams()), "'empty'.*prompt is empty"),
         (GenerationRequest("long", [1] * 200, SamplingParams()), "'long'.*200 tokens.*max_model_len is 200"),
         (GenerationRequest("alien", [3, VOCABULARY], SamplingParams()), "'alien'.*from 3 to 260.*vocabulary has 260"),
-        (GenerationRequest("none", [1], SamplingParams(max_tokens=0)), "'none'.*max_tokens is 0"),
-        (GenerationRequest("cold", [1], SamplingParams(temperature=-1)), "'cold'.*temperature is -1"),
+        (
+            GenerationRequest("stop", [1], SamplingParams(stop_token_ids=(10**9,), min_tokens=2)),
+            "'stop'.*stop_token_ids",
+        ),
     ],
 )
-async def test_a_request_that_cannot_be_answered_is_refused_by_name(
+async def test_a_request_that_cannot_be_answered_is_refused_by_name_and_the_others_are_answered(
     engine: TransformersEngine, request_: GenerationRequest, message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
-        await answers(engine, [GenerationRequest("good", [1], SamplingParams()), request_])
-    assert (await engine.stats()).generated_tokens == 0
+    good, bad = await answers(engine, [GenerationRequest("good", [1], SamplingParams()), request_])
+    assert good.finish_reason in ("stop", "length")
+    assert bad.finish_reason == "error"
+    assert re.search(message, bad.error)
+    assert len(bad.token_ids) == 0
 
 
 async def test_two_unanswered_requests_may_not_share_an_id(engine: TransformersEngine) -> None:
@@ -511,6 +520,53 @@ async def test_an_error_in_the_model_reaches_every_caller_with_its_traceback(eng
     for later in (engine.pause(), engine.score([[1, 2]]), answers(engine, requests(1, ENDLESS, "c"))):
         with pytest.raises(ZeroDivisionError, match="the model broke"):
             await later
+
+
+async def test_what_fails_one_requests_sampling_fails_that_request_alone(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of settings that nobody has foreseen: at the prompt, and behind it."""
+    sampled = BatchSampler.__call__
+
+    def fragile(self: BatchSampler, logits: torch.Tensor, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        for row, position in zip(self.rows, positions, strict=True):
+            if position >= {"early": 0, "late": 3}.get(row.request.request_id, 99):
+                raise OverflowError("no such number")
+        return sampled(self, logits, positions)
+
+    made = BatchSampler.__init__
+
+    def remembering(self: BatchSampler, rows: Sequence[Row], device: torch.device) -> None:
+        self.rows = rows  # type: ignore[attr-defined]
+        made(self, rows, device)
+
+    asked = requests(6, SamplingParams(max_tokens=8, ignore_eos=True))
+    alone = await answers(engine, asked)
+    monkeypatch.setattr(BatchSampler, "__init__", remembering)
+    monkeypatch.setattr(BatchSampler, "__call__", fragile)
+    bad = [replace(asked[0], request_id=name) for name in ("early", "late")]
+    *good, early, late = await answers(engine, [*asked, *bad])
+    assert [output.token_ids for output in good] == [output.token_ids for output in alone]
+    for output in (early, late):
+        assert (output.finish_reason, "no such number" in output.error) == ("error", True)
+    assert [len(early.token_ids), len(late.token_ids)] == [0, 3]
+
+
+async def test_logits_that_are_not_finite_fail_their_request_alone(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine._loaded._model
+    decode = model.decode
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        logits = decode(*arguments)
+        logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(model, "decode", broken)
+    found = await answers(engine, requests(3, SamplingParams(max_tokens=2, ignore_eos=True)))
+    assert sorted(output.finish_reason for output in found) == ["error", "length", "length"]
+    assert "are the model's weights finite?" in next(o.error for o in found if o.error)
 
 
 async def test_loading_errors_reach_start(tmp_path) -> None:

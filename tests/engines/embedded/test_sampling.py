@@ -178,6 +178,8 @@ def test_a_bad_word_is_banned_also_behind_a_space_where_that_is_as_long() -> Non
     assert tokenised(["no", " never", "x"], tokens.__getitem__) == ((5,), (6,), (7, 8), (9, 8), (3,))
 
 
-def test_nan_logits_are_an_error():
-    with pytest.raises(FloatingPointError, match="NaN"):
-        sample(torch.full((1, 5), torch.nan), FakeRow(SamplingParams()))
+def test_a_row_without_a_distribution_has_no_finite_logprob_and_the_others_are_as_ever() -> None:
+    rows = [FakeRow(SamplingParams()), FakeRow(SamplingParams())]
+    logits = torch.stack([torch.full((5,), torch.nan), torch.zeros(5)])
+    _, logprobs = BatchSampler(rows, CPU)(logits, np.zeros(2, dtype=np.int64))
+    assert logprobs.isfinite().tolist() == [False, True]

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,44 @@ def gap(output: Listed, expected: torch.Tensor) -> float:
 
 def reference(model: LlamaForCausalLM, prompt: list[int], output: Listed, temperature: float = 1.0):
     return token_logprobs(model, prompt + output.token_ids, temperature)[len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings"),
+    [
+        ([5, VOCABULARY + 9], {}),
+        ([5], {"stop_token_ids": (VOCABULARY + 9,)}),
+        ([5], {"logit_bias": {VOCABULARY + 9: 1.0}}),
+        ([5], {"allowed_token_ids": (VOCABULARY + 9,)}),
+        ([5], {"min_tokens": 9, "max_tokens": 3}),
+        ([5], {"structured_outputs": {"regex": "("}}),
+        ([5], {"structured_outputs": {"no": "such"}}),
+        ([], {}),
+        ([5] * 5000, {}),
+    ],
+)
+async def test_a_request_that_cannot_be_answered_fails_alone(
+    engine: Engine, prompt: list[int], settings: dict[str, Any]
+) -> None:
+    short = SamplingParams(max_tokens=3, ignore_eos=True)
+    bad = GenerationRequest("bad", prompt, replace(short, **settings))
+    good, refused = await engine.answer(GenerationRequest("good", [5, 6], short), bad)
+    assert (good.finish_reason, len(good.token_ids)) == ("length", 3)
+    assert (refused.finish_reason, refused.token_ids) == ("error", [])
+    assert "request 'bad' cannot be answered" in refused.error
+    assert engine._core.states() == []
+
+
+async def test_numbers_at_the_ends_of_their_bounds_are_carried_out(engine: Engine) -> None:
+    ends: list[dict[str, Any]] = [
+        {"top_k": 2**31 - 1}, {"temperature": 0.01}, {"temperature": 2.0}, {"top_p": 1e-300}, {"min_p": 1e-300},
+        {"repetition_penalty": 0.01}, {"repetition_penalty": 100.0}, {"seed": 2**62}, {"logit_bias": {5: 100.0}},
+        {"repetition_penalty": 100.0, "temperature": 0.01, "logit_bias": {5: -100.0}, "frequency_penalty": -2.0},
+    ]  # fmt: skip
+    asked = [SamplingParams(max_tokens=3, ignore_eos=True, **each) for each in ends]
+    found = await engine.answer(*(GenerationRequest(f"end{i}", [5, 6], each) for i, each in enumerate(asked)))
+    assert [output.error for output in found] == [""] * len(ends)
+    assert np.isfinite([value for output in found for value in output.logprobs]).all()
 
 
 async def test_every_request_is_answered_once_with_as_many_logprobs_and_versions_as_tokens(engine: Engine) -> None:
