@@ -31,6 +31,7 @@ class RewardSettings:
     weights: tuple[float, ...] = ()
     timeout_s: float = 10.0
     unjudged: str = "zero"
+    code_sandbox: str = "auto"
     domains: Mapping[str, Domain] = field(default_factory=dict)
     registered: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -42,6 +43,7 @@ class RewardSettings:
             tuple(environment.reward_weights),
             environment.reward_timeout_s,
             environment.reward_unjudged,
+            environment.code_sandbox,
             domains_of(environment.domains),
             REWARDS.user_parts(),
         )
@@ -97,6 +99,10 @@ def settle_references(environment: EnvironmentConfig) -> None:
     for func in judges(environment):
         if not is_judge(func):
             Member.of(func)
+    if "code_tests" in judges(environment):
+        from skyasync.rewards import sandbox
+
+        sandbox.choose(environment.code_sandbox)
     for name, judge in environment.judges.items():
         _settle_judge(str(name), judge)
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.rewards import code, sandbox
+from skyasync.rewards import code, sandbox_program
 from skyasync.rewards.code import code_of, code_tests
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in sandbox.ARCHITECTURES, reason="confined by Linux alone"
+    sys.platform != "linux" or platform.machine() not in sandbox_program.ARCHITECTURES, reason="confined by Linux alone"
 )
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
