@@ -110,8 +110,8 @@ class _Splitter(ast.NodeTransformer):
                 self._send("do", statement)
             case ast.Expr(value) if self._foreign(value):
                 self._send("do", statement)
-            case ast.Pass() | ast.Expr(ast.Constant()):
-                pass
+            case ast.Pass() | ast.Expr():
+                self._check.append(statement)
             case _:
                 raise self._refused(
                     f"has {_shown(ast.unparse(statement))}: beside assert statements it may have imports, assignments "

@@ -57,7 +57,9 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
     ]
     if checks:  # in a process that has not run the code
         left = max(1.0, SECONDS - (time.monotonic() - started))
-        judged = sandbox.run(code_sandbox, "", [check for _, check in checks], [0], left, SECONDS_PER_TEST)
+        judged = sandbox.run(
+            code_sandbox, "", [check for _, check in checks], [0] * len(checks), left, SECONDS_PER_TEST
+        )
         for (number, _), answer in zip(checks, judged, strict=False):
             passed[number] = answer.get("passed") is True
     share = sum(passed) / len(tests)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import selectors
 import shutil
@@ -38,12 +37,11 @@ from typing import Any
 from skyasync.errors import TransientError, UserError
 from skyasync.rewards import sandbox_program
 
-log = logging.getLogger(__name__)
-
 AUTOMATIC = ("bubblewrap", "landlock")  # in order; the others are for the user to choose
 MEMORY_MB = 1024
 MOST_THREADS = 64
 LOOK_S = 0.05  # between two looks at the process
+DEEPEST = 200  # levels of an answer's JSON
 SLACK = 1 << 20  # bytes of answers beyond those that right ones take
 PROGRAM = Path(sandbox_program.__file__)
 PACKAGES = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
@@ -79,7 +77,6 @@ def _automatic() -> str:
     problems = []
     for backend in AUTOMATIC:
         if not (problem := _problem(backend)):
-            log.info("code of the model runs under %s (environment.code_sandbox)", backend)
             return backend
         problems.append(f"{backend}: {problem}")
     raise UserError(
@@ -163,7 +160,17 @@ def _answer(line: bytes, size: int) -> dict[str, Any]:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         return {"error": f"no answer: {error}"}
-    return found if isinstance(found, dict) else {"error": "no answer"}
+    if not isinstance(found, dict):
+        return {"error": "no answer"}
+    level: list[object] = [found]
+    for _ in range(DEEPEST):
+        level = [
+            item
+            for each in level
+            if isinstance(each, list | dict)
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+    return {"error": "too deep an answer"} if level else found
 
 
 def _is_server(where: str) -> bool:

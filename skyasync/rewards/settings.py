@@ -6,6 +6,7 @@ Invariant: a row's functions are decided in one place and in this order: its dom
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,8 @@ def settle_references(environment: EnvironmentConfig) -> None:
     if "code_tests" in judges(environment):
         from skyasync.rewards import sandbox
 
-        sandbox.choose(environment.code_sandbox)
+        chosen = sandbox.choose(environment.code_sandbox)
+        print(f"code_tests runs the model's code under {chosen} (environment.code_sandbox)", file=sys.stderr)
     for name, judge in environment.judges.items():
         _settle_judge(str(name), judge)
 
