@@ -2,8 +2,8 @@
 
     python -m benchmarks.code_rewards            # every sandbox that works here
 
-One test per response. ``program`` prints what it reads; ``assert`` equals a literal, which is compared at once; ``check``
-needs a second process for the rest of its statement.
+One test per response. ``program`` prints what it reads; ``assert`` equals a literal, which is compared at once;
+``check`` needs a second process for the rest of its statement.
 """
 
 from __future__ import annotations
