@@ -43,7 +43,7 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
         code_sandbox: where the code runs, ``environment.code_sandbox``.
 
     Raises:
-        UserError: for a label that is none of these, and where there is no sandbox.
+        UserError: for a label that is none of these.
         TransientError: if the sandbox fails, whatever the code is.
     """
     tests, started = tests_of(label), time.monotonic()
@@ -75,17 +75,19 @@ def code_of(response: str) -> str:
 def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
     """What the sandbox is asked for each test, and what is expected of its answer."""
     said = _parsed(label)
-    if isinstance(said, dict) and {"inputs", "outputs"} <= said.keys() and len(said["inputs"]) == len(said["outputs"]):
+    found: list[tuple[dict[str, Any], Any]] = []
+    if isinstance(said, dict) and _are_pairs(said.get("inputs"), said.get("outputs")):
         pairs, name = list(zip(said["inputs"], said["outputs"], strict=True)), said.get("fn_name")
         if name:
-            found: list[tuple[dict[str, Any], Any]] = [({"call": name, "arguments": _list(i)}, o) for i, o in pairs]
+            try:
+                found = [({"call": name, "arguments": _list(i)}, json.loads(json.dumps(o))) for i, o in pairs]
+            except (ValueError, TypeError) as error:
+                raise UserError(f"reward function code_tests: the tests of {name} are no JSON: {error}") from error
         else:
             found = [({"stdin": _text(given)}, _text(wanted)) for given, wanted in pairs]
     elif isinstance(said, list) and all(isinstance(line, str) for line in said):
         splits = [split(line) for line in said]
         found = [({"steps": each.steps}, each) for each in splits]
-    else:
-        found = []
     if not found:
         shown = repr(label) if len(repr(label)) <= 80 else f"{repr(label)[:77]}..."
         raise UserError(
@@ -114,7 +116,7 @@ def right(answer: dict[str, Any], expected: object) -> bool:
             return expected.literal is not ... and bool(from_plain(value) == expected.literal)
         if "printed" in answer:
             return isinstance(expected, str) and _lines(answer["printed"]) == _lines(expected)
-        return bool(answer["returned"] == json.loads(json.dumps(expected)))
+        return bool(answer["returned"] == expected)
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         return False  # whatever the code has written in the place of an answer
 
@@ -127,6 +129,10 @@ def _parsed(label: object) -> object:
         return found
     except ValueError:
         return [label] if "assert" in label else label
+
+
+def _are_pairs(inputs: object, outputs: object) -> bool:
+    return isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)
 
 
 def _list(given: object) -> list[Any]:

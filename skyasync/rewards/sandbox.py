@@ -59,21 +59,17 @@ READABLE = [
 Answers = list[dict[str, Any]]
 
 
+@cache
 def choose(where: str) -> str:
     """The backend that ``environment.code_sandbox`` names; for ``auto`` the first that works here.
 
     Raises:
         UserError: if it does not work, or none does.
     """
-    if where == "auto":
-        return _automatic()
-    if problem := _problem(where):
-        raise UserError(f"environment.code_sandbox={where} does not work here: {problem}")
-    return where
-
-
-@cache
-def _automatic() -> str:
+    if where != "auto":
+        if problem := _problem(where):
+            raise UserError(f"environment.code_sandbox={where} does not work here: {problem}")
+        return where
     problems = []
     for backend in AUTOMATIC:
         if not (problem := _problem(backend)):
@@ -87,11 +83,10 @@ def _automatic() -> str:
     )
 
 
-@cache
 def _problem(where: str) -> str:
     """Why a trivial program does not run there; "" if it does."""
     try:
-        answers = _answers(where, "print(6 * 7)", [{"stdin": ""}], [SLACK], seconds=10.0, seconds_per_test=10.0)
+        answers = _answers(where, "print(6 * 7)", [{"stdin": ""}], [0], seconds=10.0, seconds_per_test=10.0)
     except TransientError as error:
         return str(error)
     return "" if answers == [{"printed": "42\n"}] else f"a program that prints 42 gave {answers}"
@@ -113,14 +108,16 @@ def run(
         sizes: bytes that a right answer to each takes at most. A longer one is not looked at.
 
     Raises:
-        TransientError: if the sandbox itself fails.
-        UserError: if there is none.
+        TransientError: if the sandbox itself fails, whatever the code is.
     """
-    name = _automatic() if where == "auto" else where
+    try:
+        name = choose("auto") if where == "auto" else where
+    except UserError as error:  # the run has begun, where it worked
+        raise TransientError(str(error)) from error
     try:
         return _answers(name, code, tests, sizes, seconds, seconds_per_test)
     except TransientError:
-        if not _is_server(name) or _problem.__wrapped__(name):
+        if not _is_server(name) or _problem(name):
             raise
         return []  # the server works: it was this program that it failed at
 

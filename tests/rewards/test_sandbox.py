@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -31,15 +32,18 @@ confined = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ARCHITECTURES, reason="confined by Linux alone"
 )
 
+pytestmark = pytest.mark.slow  # a process or two per test
+
 SECRET = "zq7-what-is-expected-8vx"
 WRONG = {"reward": 0.0, "passed": 0.0}
 
 
 @pytest.fixture(params=["landlock", "bubblewrap"])
 def backend(request: pytest.FixtureRequest) -> str:
-    if problem := sandbox._problem(request.param):
-        pytest.skip(problem)
-    return str(request.param)
+    try:
+        return sandbox.choose(request.param)
+    except UserError as problem:
+        pytest.skip(str(problem))
 
 
 @pytest.fixture
@@ -361,7 +365,6 @@ def test_whatever_stands_in_the_answers_is_data(lines: list[bytes]) -> None:
 
 
 @confined
-@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.binary(max_size=40) | _VALUES.map(lambda v: json.dumps(v).encode() + b"\n")),
@@ -403,7 +406,6 @@ def _runs(process: int) -> bool:
 
 
 @confined
-@pytest.mark.slow
 def test_the_code_ends_with_the_process_that_judges_it(backend: str) -> None:
     deaf = (
         "import ctypes, signal, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
@@ -509,7 +511,8 @@ class Fusion(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # of the huge answer not all is read
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -527,10 +530,9 @@ def fusion() -> Iterator[tuple[str, type[Fusion]]]:
     server.shutdown()
     server.server_close()
     thread.join()
-    sandbox._problem.cache_clear()
+    sandbox.choose.cache_clear()
 
 
-@pytest.mark.slow
 def test_a_sandbox_server_runs_every_kind_of_test_and_is_told_no_expected_value(
     fusion: tuple[str, type[Fusion]],
 ) -> None:
@@ -559,7 +561,6 @@ def test_a_server_that_fails_is_a_transient_error_in_one_line(mode: str, fusion:
         sandbox.choose(url)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["zapped", "huge"])
 def test_a_program_that_a_working_server_fails_at_has_failed(mode: str, fusion: tuple[str, type[Fusion]]) -> None:
     url, handler = fusion
@@ -574,10 +575,11 @@ def test_a_server_that_is_not_there_is_refused_before_the_run() -> None:
 
 def test_where_nothing_confines_code_the_run_is_refused_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_problem", lambda where: "not here")
-    sandbox._automatic.cache_clear()
+    sandbox.choose.cache_clear()
     with pytest.raises(UserError, match=r"bubblewrap: not here; landlock: not here.*code_sandbox=http.*seccomp.*none"):
         sandbox.choose("auto")
-    sandbox._automatic.cache_clear()
+    with pytest.raises(TransientError, match="bubblewrap: not here"):
+        code_tests("print(1)", {"inputs": [""], "outputs": ["1"]})
 
 
 def test_less_protection_is_the_users_to_accept(tmp_path: Path) -> None:
