@@ -21,6 +21,18 @@ _THROUGH = (
     ast.keyword, ast.Slice, ast.JoinedStr, ast.FormattedValue,
 )  # fmt: skip
 _PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)}
+_RUN_TEXT = {
+    "eval",
+    "exec",
+    "compile",
+    "open",
+    "__import__",
+}  # what the code returns must not be run where it is judged
+_MODULES = {
+    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
+    "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "typing",
+}  # fmt: skip
+_OF_FUNCTIONS = {"map", "filter", "reduce", "sorted", "max", "min", "isinstance", "issubclass", "callable", "hasattr"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,8 @@ class _Splitter(ast.NodeTransformer):
         self.needed: set[str] = set()
         self._test, self._shared = test, shared
         self._constants: set[str] = set()
-        self._known = set(dir(builtins))  # names that mean the same in both processes
+        self._variables: set[str] = set()
+        self._known = set(dir(builtins)) - _RUN_TEXT  # names that mean the same in both processes
         self._steps: list[tuple[str, str]] = []
         self._values = 0
         self._check: list[ast.stmt] = []
@@ -86,9 +99,11 @@ class _Splitter(ast.NodeTransformer):
     def _take(self, statement: ast.stmt) -> None:
         match statement:
             case ast.Import(names) | ast.ImportFrom(names=names):
-                self._known |= {(name.asname or name.name).partition(".")[0] for name in names}
                 self._send("do", statement)
-                self._check.append(statement)
+                modules = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [n.name for n in names]
+                if all(module.partition(".")[0] in _MODULES for module in modules):
+                    self._known |= {(name.asname or name.name).partition(".")[0] for name in names}
+                    self._check.append(statement)
             case ast.Assert(test):
                 if not self._foreign(test):  # the code's function has a built-in one's name
                     self._known -= {
@@ -107,6 +122,7 @@ class _Splitter(ast.NodeTransformer):
                 statement
             ):
                 self._known.discard(name)  # the code may change it
+                self._variables.add(name)
                 self._send("do", statement)
             case ast.Expr(value) if self._foreign(value):
                 self._send("do", statement)
@@ -123,7 +139,7 @@ class _Splitter(ast.NodeTransformer):
         if not self._foreign(node):
             return node
         match node:
-            case ast.Call(function) if not self._foreign(function):
+            case ast.Call(function) if not self._foreign(function) and not self._is_given_a_function(node):
                 return self.generic_visit(node)
             case ast.Call(ast.Attribute(ast.Call(function), name)) if name in _PLAIN_METHODS and not _is_class(
                 function
@@ -142,6 +158,14 @@ class _Splitter(ast.NodeTransformer):
                 self._values += 1
                 return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
         raise self._refused(f"has {_shown(ast.unparse(node))}, which cannot be split")
+
+    def _is_given_a_function(self, call: ast.Call) -> bool:
+        """Whether the code's function itself is an argument, as of ``map``."""
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        return name in _OF_FUNCTIONS and any(
+            isinstance(each, ast.Name) and each.id not in self._known | self._variables for each in arguments
+        )
 
     def _loop(self, loop: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ast.AST:
         """A loop over what the code returns, or over calls of the code that need nothing else."""

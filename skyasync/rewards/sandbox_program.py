@@ -276,6 +276,8 @@ def plain(value: object) -> object:
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [plain(item) for item in value]}
+    if isinstance(value, range) or hasattr(value, "__next__") or type(value).__name__ in ("deque", "dict_keys"):
+        return {"list": [plain(item) for item in value]}  # type: ignore[attr-defined]
     if isinstance(value, dict):
         return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):

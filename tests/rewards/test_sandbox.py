@@ -145,7 +145,8 @@ def test_right_code_passes_every_kind_of_assert_test(backend: str) -> None:
     program = (
         "from collections import Counter, namedtuple\n"
         "P = namedtuple('P', 'x y')\nclass Stack(list):\n    def push(self, x): self.append(x); return self\n"
-        "def f(x): return x\ndef pair(): return P(1, 2)\ndef count(s): return Counter(s)\ndef sum(a, b): return a + b\n"
+        "def f(x): return x\ndef gen(n): yield from range(n)\ndef pair(): return P(1, 2)\n"
+        "def count(s): return Counter(s)\ndef sum(a, b): return a + b\n"
     )
     tests = [
         "assert f([1]) == [1]", "assert f((1, 2)) == (1, 2)", "assert f({1, 2}) == {1, 2}",
@@ -154,11 +155,12 @@ def test_right_code_passes_every_kind_of_assert_test(backend: str) -> None:
         "assert pair() == (1, 2)", "assert count('aa') == {'a': 2}", "assert sum(1, 2) == 3",
         "s = Stack(); s.push(3)\nassert s.pop() == 3\nassert len(s) == 0", "x = [2, 1]\nx.sort()\nassert x == [1, 2]",
         "assert all(v > 0 for v in f([1, 2]))", "assert [f(i) for i in range(3)] == [0, 1, 2]",
-        "assert f('ab').startswith('a')", "assert isinstance(f([]), list)",
+        "assert f('ab').startswith('a')", "assert isinstance(f([]), list)", "assert list(gen(2)) == [0, 1]",
+            "assert list(map(f, [1, 2])) == [1, 2]", "import math\ny = f(0.5)\nassert math.isclose(y, 0.5)",
         "assert f(frozenset([1])) == frozenset([1])", "assert f(10 ** 30) == 10 ** 30",
     ]  # fmt: skip
     assert judged(program, tests, backend) == {"reward": 1.0, "passed": 1.0, "ended": 0.0}
-    assert judged(program.replace("return x", "return [x]"), tests, backend)["passed"] == pytest.approx(7 / len(tests))
+    assert judged(program.replace("return x", "return [x]"), tests, backend)["passed"] == pytest.approx(8 / len(tests))
 
 
 # What is outside
@@ -171,6 +173,8 @@ def test_secrets_files_and_other_processes_cannot_be_read(
     monkeypatch.setenv("SOME_API_KEY", SECRET)
     (tmp_path / "secret").write_text(SECRET)
     (tmp_path / "link").symlink_to("/etc/passwd")
+    pipe, end = os.pipe()
+    os.write(end, SECRET.encode())
     program = f"""
 import os
 got = []
@@ -189,6 +193,8 @@ print([each for each in got if each[0] not in empty])
 print("SOME_API_KEY" in os.environ)
 """
     said = printed(program, backend)
+    os.close(pipe)
+    os.close(end)
     assert SECRET not in said and "passwd" not in said
     assert said == "[]\nFalse\n"
 
