@@ -277,6 +277,13 @@ class EnvironmentConfig(Settings):
         "ends the run.",
         choices=("zero", "raise"),
     )
+    code_sandbox: str = key(
+        "auto",
+        "Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the "
+        "address of a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md).",
+        choices=("auto", "bubblewrap", "landlock", "seccomp", "none"),
+        pattern=r"https?://[^/\s]\S*",
+    )
     judges: dict[str, Any] = key(
         {},
         "Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, "

@@ -12,7 +12,7 @@ from typing import Any
 from skyasync.config.judges import is_judge
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
-from skyasync.rewards.forms import seen
+from skyasync.rewards.forms import CODE_SANDBOX, seen
 from skyasync.rewards.panel import Member, judge, load
 from skyasync.rewards.score import Score
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
@@ -78,6 +78,7 @@ class RewardEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         known = known_of(self.extras, self.opening, action)
+        known[CODE_SANDBOX] = self._settings.code_sandbox
         if self.seen is not None:
             known |= seen(*self.seen, label=known["label"])
         self._scores = judge(self._members, known, self._settings.timeout_s)

@@ -1,33 +1,37 @@
 """Code that a model wrote, judged by tests that it does not see.
 
-Invariant: the code runs in ``sandbox.py`` alone, never here, and what a test expects is compared here, never there; a
-response that hangs, fills its memory or reaches for anything outside fails its tests and touches nothing.
+Invariant: the code runs in ``sandbox`` alone, never here. What a test expects is compared here, with plain data, never
+where the code runs. A response that hangs, fills its memory, writes nonsense or reaches for anything outside fails its
+tests, and changes nothing else.
 """
 
 from __future__ import annotations
 
 import json
-import platform
 import re
-import secrets
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyasync.errors import UserError
 from skyasync.rewards import sandbox
-from skyasync.rewards.registry import REWARDS
+from skyasync.rewards.asserts import Split, split
+from skyasync.rewards.registry import REWARDS, checking
+from skyasync.rewards.sandbox_program import from_plain
 
 SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it
 SECONDS_PER_TEST = 2.0
-MEMORY_MB = 1024
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
+def _check_row(known: Mapping[str, Any]) -> None:
+    tests_of(known.get("label"))
+    sandbox.choose(str(known.get("code_sandbox", "auto")))
+
+
 @REWARDS.register("code_tests")
-def code_tests(response: str, label: object) -> dict[str, float]:
+@checking(_check_row)
+def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict[str, float]:
     """1 if the last code block of the response (all of it, if there is none) passes every test of the label.
 
     ``passed`` is the share of tests that pass, ``ended`` whether its time or memory ran out.
@@ -36,13 +40,28 @@ def code_tests(response: str, label: object) -> dict[str, float]:
         label: the tests, as a mapping or its JSON, in one of the forms of the field's datasets:
             ``{"inputs": [...], "outputs": [...]}``, what a program reads and must print; with ``"fn_name"`` what a
             function (or a method of ``Solution``) is given and must return; or a list of ``assert`` statements.
+        code_sandbox: where the code runs, ``environment.code_sandbox``.
 
     Raises:
-        UserError: for a label that is none of these, and where there is no Linux to confine a process.
+        UserError: for a label that is none of these.
+        TransientError: if the sandbox fails, whatever the code is.
     """
-    tests = tests_of(label)
-    answers, ended = run(code_of(response), [asked for asked, _ in tests])
-    passed = [right(answer, expected) for answer, (_, expected) in zip(answers, tests, strict=False)]
+    tests, started = tests_of(label), time.monotonic()
+    expected = [wanted for _, wanted in tests]
+    answers, ended = run(code_of(response), [asked for asked, _ in tests], expected, code_sandbox)
+    passed = [right(answer, wanted) for answer, wanted in zip(answers, expected, strict=False)]
+    checks = [
+        (number, {"check": wanted.check, "values": answers[number]["values"]})
+        for number, wanted in enumerate(expected[: len(answers)])
+        if isinstance(wanted, Split) and wanted.literal is ... and isinstance(answers[number].get("values"), list)
+    ]
+    if checks:  # in a process that has not run the code
+        left = max(1.0, SECONDS - (time.monotonic() - started))
+        judged = sandbox.run(
+            code_sandbox, "", [check for _, check in checks], [0] * len(checks), left, SECONDS_PER_TEST
+        )
+        for (number, _), answer in zip(checks, judged, strict=False):
+            passed[number] = answer.get("passed") is True
     share = sum(passed) / len(tests)
     return {"reward": float(share == 1.0), "passed": share, "ended": float(ended)}
 
@@ -56,17 +75,19 @@ def code_of(response: str) -> str:
 def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
     """What the sandbox is asked for each test, and what is expected of its answer."""
     said = _parsed(label)
-    if isinstance(said, dict) and {"inputs", "outputs"} <= said.keys() and len(said["inputs"]) == len(said["outputs"]):
+    found: list[tuple[dict[str, Any], Any]] = []
+    if isinstance(said, dict) and _are_pairs(said.get("inputs"), said.get("outputs")):
         pairs, name = list(zip(said["inputs"], said["outputs"], strict=True)), said.get("fn_name")
         if name:
-            found: list[tuple[dict[str, Any], Any]] = [({"call": name, "arguments": _list(i)}, o) for i, o in pairs]
+            try:
+                found = [({"call": name, "arguments": _list(i)}, json.loads(json.dumps(o))) for i, o in pairs]
+            except (ValueError, TypeError) as error:
+                raise UserError(f"reward function code_tests: the tests of {name} are no JSON: {error}") from error
         else:
             found = [({"stdin": _text(given)}, _text(wanted)) for given, wanted in pairs]
     elif isinstance(said, list) and all(isinstance(line, str) for line in said):
-        tokens = [secrets.token_hex() for _ in said]
-        found = [({"check": line, "token": token}, token) for line, token in zip(said, tokens, strict=True)]
-    else:
-        found = []
+        splits = [split(line) for line in said]
+        found = [({"steps": each.steps}, each) for each in splits]
     if not found:
         shown = repr(label) if len(repr(label)) <= 80 else f"{repr(label)[:77]}..."
         raise UserError(
@@ -76,40 +97,28 @@ def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
     return found
 
 
-def run(code: str, tests: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+def run(
+    code: str, tests: Sequence[dict[str, Any]], expected: Sequence[object] = (), where: str = "auto"
+) -> tuple[sandbox.Answers, bool]:
     """The answers of the tests that were reached, and whether the sandbox was ended before the last."""
-    if sys.platform != "linux" or platform.machine() not in sandbox.ARCHITECTURES:
-        raise UserError("reward function code_tests confines code by Linux's seccomp (x86_64, aarch64): not here")
-    task = {
-        "code": code, "tests": list(tests), "seconds": SECONDS, "seconds_per_test": SECONDS_PER_TEST,
-        "memory_mb": MEMORY_MB,
-    }  # fmt: skip
-    command = [sys.executable, "-I", "-B", str(Path(sandbox.__file__))]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}, cwd="/", start_new_session=True,
-    )  # fmt: skip
-    with process:
-        try:
-            out, problem = process.communicate(json.dumps(task), timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, problem = process.communicate()
-    if "does not confine a process" in problem:
-        raise UserError(f"reward function code_tests: {problem.strip().splitlines()[-1]}")
-    answers = [json.loads(line) for line in out.splitlines() if line.endswith("}")]
+    sizes = [8 * len(repr(wanted)) for wanted in expected] or [0] * len(tests)
+    answers = sandbox.run(where, code, tests, sizes, SECONDS, SECONDS_PER_TEST)
     return answers, len(answers) < len(tests)
 
 
 def right(answer: dict[str, Any], expected: object) -> bool:
     """Whether a test's answer is what was expected; of what is printed, spaces at the ends of lines do not count."""
-    if "error" in answer:
-        return False
-    if "printed" in answer:
-        return _lines(answer["printed"]) == _lines(str(expected))
-    if "returned" in answer:
-        return bool(answer["returned"] == json.loads(json.dumps(expected)))
-    return answer.get("passed") == expected
+    try:
+        if "error" in answer:
+            return False
+        if isinstance(expected, Split):
+            (value,) = answer["values"]
+            return expected.literal is not ... and bool(from_plain(value) == expected.literal)
+        if "printed" in answer:
+            return isinstance(expected, str) and _lines(answer["printed"]) == _lines(expected)
+        return bool(answer["returned"] == expected)
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+        return False  # whatever the code has written in the place of an answer
 
 
 def _parsed(label: object) -> object:
@@ -120,6 +129,10 @@ def _parsed(label: object) -> object:
         return found
     except ValueError:
         return [label] if "assert" in label else label
+
+
+def _are_pairs(inputs: object, outputs: object) -> bool:
+    return isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)
 
 
 def _list(given: object) -> list[Any]:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 
 SEEN = frozenset({"queries", "prompts", "labels", "prompt_ids", "completion_ids"})  # known where tokens are
+CODE_SANDBOX = "code_sandbox"  # environment.code_sandbox
+BY_NAME = SEEN | {CODE_SANDBOX}  # what a function that takes everything is not given
 
 
 def parameter_names(function: Callable[..., object]) -> frozenset[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from skyasync.errors import UserError, nearest
 from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.forms import SEEN, as_areal_knows, looks_at_tokens, of_areal, parameter_names
+from skyasync.rewards.forms import BY_NAME, as_areal_knows, looks_at_tokens, of_areal, parameter_names
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, verdict
@@ -87,7 +87,7 @@ class Member:
             hint = f"did you mean {close[0]!r}? " if close else ""
             raise UserError(f"reward function {self.name} needs {name!r}: {hint}the row gives: {', '.join(known)}")
         takes_all, named = self.accepts is None, self.named
-        return {name: v for name, v in known.items() if name in named or (takes_all and name not in SEEN)}
+        return {name: v for name, v in known.items() if name in named or (takes_all and name not in BY_NAME)}
 
 
 def load(members: Sequence[Member]) -> None:

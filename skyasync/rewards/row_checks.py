@@ -13,6 +13,7 @@ from typing import Any
 from skyasync.config.judges import PREFIX, is_judge, judges_of
 from skyasync.config.schema import EnvironmentConfig
 from skyasync.errors import UserError, unknown
+from skyasync.rewards.forms import CODE_SANDBOX
 from skyasync.rewards.llm_judge import prompt_text
 from skyasync.rewards.registry import REWARDS
 from skyasync.rewards.settings import RewardSettings
@@ -41,7 +42,7 @@ class RowChecks:
                     raise UserError(f"{unknown('judge', name, self._prompts)} (environment.judges)")
                 check_placeholders(name, self._prompts[name], known_to_judge(known))
             elif check := _check_of(func):
-                check(known)
+                check({**known, CODE_SANDBOX: self._settings.code_sandbox})
 
 
 @cache

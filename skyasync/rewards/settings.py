@@ -6,6 +6,7 @@ Invariant: a row's functions are decided in one place and in this order: its dom
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class RewardSettings:
     weights: tuple[float, ...] = ()
     timeout_s: float = 10.0
     unjudged: str = "zero"
+    code_sandbox: str = "auto"
     domains: Mapping[str, Domain] = field(default_factory=dict)
     registered: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -42,6 +44,7 @@ class RewardSettings:
             tuple(environment.reward_weights),
             environment.reward_timeout_s,
             environment.reward_unjudged,
+            environment.code_sandbox,
             domains_of(environment.domains),
             REWARDS.user_parts(),
         )
@@ -97,6 +100,11 @@ def settle_references(environment: EnvironmentConfig) -> None:
     for func in judges(environment):
         if not is_judge(func):
             Member.of(func)
+    if "code_tests" in judges(environment):
+        from skyasync.rewards import sandbox
+
+        chosen = sandbox.choose(environment.code_sandbox)
+        print(f"code_tests runs the model's code under {chosen} (environment.code_sandbox)", file=sys.stderr)
     for name, judge in environment.judges.items():
         _settle_judge(str(name), judge)
 

@@ -8,6 +8,7 @@ from skyasync.envs.pool import local_pool
 from skyasync.envs.reward import right_answer
 from skyasync.errors import UserError
 from skyasync.rewards import REWARDS
+from skyasync.rewards.row_checks import RowChecks
 from skyasync.rewards.settings import env_settings, settle_references, short_names
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,33 @@ def test_weighted_rewards_are_summed_and_each_is_logged_unweighted():
 
 def test_without_weights_all_weigh_one():
     assert judged("7", f"reward_funcs=[exact_match,{HERE}:length]", label="7")[0] == 1.1
+
+
+def test_code_runs_where_the_run_says_whatever_a_row_or_a_function_that_takes_everything_says(tmp_path):
+    (tmp_path / "file").write_text("read")
+    label = {"inputs": [""], "outputs": ["read"]}
+    code = f"print(open('{tmp_path}/file').read())"
+    functions = f"reward_funcs=[code_tests,{HERE}:everything]"
+    _, metrics = judged(code, functions, "code_sandbox=none", label=label, source="book", code_sandbox="landlock")
+    assert metrics["code_tests"] == 1.0
+    assert metrics["everything/columns"] == 2.0
+    assert judged(code, functions, label=label, source="book", code_sandbox="none")[1]["code_tests"] == 0.0
+
+
+def test_where_code_cannot_run_the_run_is_refused_before_it_starts(capsys):
+    gone = "code_sandbox=http://127.0.0.1:9"
+    with pytest.raises(UserError, match=r"environment.code_sandbox=http://127.0.0.1:9 does not work here"):
+        settle_references(settings("reward_funcs=[code_tests]", gone))
+    settle_references(settings("reward_funcs=[code_tests]"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("code_tests runs the model's code under ")
+    rows = RowChecks(settings("reward_funcs=[exact_match]", gone))
+    row = {"messages": [], "response": "", "label": {"inputs": [""], "outputs": [""]}}
+    rows.check(row)
+    with pytest.raises(UserError, match=r"does not work here"):
+        rows.check({**row, "reward_funcs": ["code_tests"]})
+    with pytest.raises(UserError, match=r"compares in a loop"):
+        RowChecks(settings("reward_funcs=[code_tests]")).check({**row, "label": ["assert all(f(i) > i for i in [1])"]})
 
 
 def test_numbers_beside_the_reward_become_metrics():

@@ -1,4 +1,4 @@
-"""Code is judged by tests that it does not see, in a process that can do nothing but compute."""
+"""Code is judged by tests that it does not see, in every form of tests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.rewards import code, sandbox
+from skyasync.rewards import code, sandbox_program
 from skyasync.rewards.code import code_of, code_tests
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in sandbox.ARCHITECTURES, reason="confined by Linux alone"
+    sys.platform != "linux" or platform.machine() not in sandbox_program.ARCHITECTURES, reason="confined by Linux alone"
 )
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
@@ -110,10 +110,18 @@ def test_the_environment_is_empty() -> None:
     assert set(eval(answer["printed"])) <= {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
 
 
-@pytest.mark.parametrize("label", [None, "42", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, [1], []])
+@pytest.mark.parametrize(
+    "label", [None, "42", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": 1, "outputs": 1}, [1], []]
+)
 def test_a_label_without_tests_is_refused_in_a_line(label: Any) -> None:
     with pytest.raises(UserError, match=r"needs tests in the row's label.*found"):
         code_tests("print(1)", label)
+
+
+@pytest.mark.parametrize("tests", [{"inputs": ["{"], "outputs": [1]}, {"inputs": [[1]], "outputs": [{1, 2}]}])
+def test_tests_of_a_function_that_are_no_json_are_refused_in_a_line(tests: Any) -> None:
+    with pytest.raises(UserError, match="the tests of f are no JSON"):
+        code_tests("def f(x): return x", {"fn_name": "f", **tests})
 
 
 def test_the_last_block_counts_or_all_of_the_text() -> None:

@@ -1,0 +1,212 @@
+"""``assert`` tests, split so that the code under test never meets what is expected of it.
+
+Invariant: what is sent to the code's process is calls of its own names with their arguments, and the statements that
+make those. The rest, in which each such call has become a value, is judged in a process that has never run the code.
+
+Of ``assert sorted(f([2, 1])) == [1, 2]`` the first process gets ``f([2, 1])``, and the second ``assert
+sorted(__values__[0]) == [1, 2]``.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from dataclasses import dataclass
+
+from skyasync.errors import UserError
+from skyasync.rewards.sandbox_program import VALUES
+
+_THROUGH = (
+    ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Starred,
+    ast.keyword, ast.Slice, ast.JoinedStr, ast.FormattedValue,
+)  # fmt: skip
+_PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)}
+_RUN_TEXT = {
+    "eval",
+    "exec",
+    "compile",
+    "open",
+    "__import__",
+}  # what the code returns must not be run where it is judged
+_MODULES = {
+    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
+    "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "typing",
+}  # fmt: skip
+_OF_FUNCTIONS = {"map", "filter", "reduce", "sorted", "max", "min", "isinstance", "issubclass", "callable", "hasattr"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A test in two.
+
+    Args:
+        steps: for the code's process, ``("value", expression)`` or ``("do", statement)``.
+        check: what is then run with the values.
+        literal: what the only value must be equal to, which needs no ``check``; ``...`` for any other test.
+    """
+
+    steps: list[tuple[str, str]]
+    check: str
+    literal: object = ...
+
+
+def split(test: str) -> Split:
+    """A test of one or more ``assert`` statements, with imports, assignments and calls between them.
+
+    Raises:
+        UserError: for one that cannot be split.
+    """
+    shared: set[str] = set()  # the test's own constants that the code's process needs
+    while True:
+        splitter = _Splitter(test, shared)
+        found = splitter.split()
+        if splitter.needed <= shared:
+            return found
+        shared |= splitter.needed
+
+
+class _Splitter(ast.NodeTransformer):
+    """One pass over a test; ``needed``: the test's own constants that occur in what is sent."""
+
+    def __init__(self, test: str, shared: set[str]) -> None:
+        self.needed: set[str] = set()
+        self._test, self._shared = test, shared
+        self._constants: set[str] = set()
+        self._variables: set[str] = set()
+        self._known = set(dir(builtins)) - _RUN_TEXT  # names that mean the same in both processes
+        self._steps: list[tuple[str, str]] = []
+        self._values = 0
+        self._check: list[ast.stmt] = []
+
+    def split(self) -> Split:
+        try:
+            body = ast.parse(self._test).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise self._refused(f"is no Python: {error}") from error
+        for statement in body:
+            self._take(statement)
+        if not any(isinstance(statement, ast.Assert) for statement in body):
+            raise self._refused("has no assert statement")
+        check = ast.unparse(ast.fix_missing_locations(ast.Module(self._check, [])))
+        match self._check:
+            case [ast.Assert(ast.Compare(ast.Subscript(ast.Name(name)), [ast.Eq()], [literal]))] if name == VALUES:
+                try:
+                    return Split(self._steps, check, ast.literal_eval(literal))
+                except (ValueError, TypeError, RecursionError, MemoryError):
+                    pass
+        return Split(self._steps, check)
+
+    def _take(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Import(names) | ast.ImportFrom(names=names):
+                self._send("do", statement)
+                modules = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [n.name for n in names]
+                if all(module.partition(".")[0] in _MODULES for module in modules):
+                    self._known |= {(name.asname or name.name).partition(".")[0] for name in names}
+                    self._check.append(statement)
+            case ast.Assert(test):
+                if not self._foreign(test):  # the code's function has a built-in one's name
+                    self._known -= {
+                        node.func.id
+                        for node in ast.walk(test)
+                        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+                    }
+                judged = self.visit(test)
+                assert isinstance(judged, ast.expr)
+                self._check.append(ast.Assert(judged))
+            case ast.Assign([ast.Name(name)], value) if not self._foreign(value) and name not in self._shared:
+                self._constants.add(name)
+                self._known.add(name)
+                self._check.append(statement)
+            case ast.Assign([ast.Name(name)]) | ast.AugAssign(ast.Name(name)) if name in self._shared or self._foreign(
+                statement
+            ):
+                self._known.discard(name)  # the code may change it
+                self._variables.add(name)
+                self._send("do", statement)
+            case ast.Expr(value) if self._foreign(value):
+                self._send("do", statement)
+            case ast.Pass() | ast.Expr():
+                self._check.append(statement)
+            case _:
+                raise self._refused(
+                    f"has {_shown(ast.unparse(statement))}: beside assert statements it may have imports, assignments "
+                    "to one name, and calls"
+                )
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """The node with a value in the place of each expression that is sent."""
+        if not self._foreign(node):
+            return node
+        match node:
+            case ast.Call(function) if not self._foreign(function) and not self._is_given_a_function(node):
+                return self.generic_visit(node)
+            case ast.Call(ast.Attribute(ast.Call(function), name)) if name in _PLAIN_METHODS and not _is_class(
+                function
+            ):  # a method of what the code returns
+                return self.generic_visit(node)
+            case ast.Attribute(ast.Call(function), name) if name in _PLAIN_METHODS and not _is_class(function):
+                return self.generic_visit(node)
+            case ast.Subscript(value) if not self._foreign(value):
+                return self.generic_visit(node)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+                return self._loop(node)
+            case _ if isinstance(node, _THROUGH):
+                return self.generic_visit(node)
+            case ast.expr():
+                self._send("value", node)
+                self._values += 1
+                return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
+        raise self._refused(f"has {_shown(ast.unparse(node))}, which cannot be split")
+
+    def _is_given_a_function(self, call: ast.Call) -> bool:
+        """Whether the code's function itself is an argument, as of ``map``."""
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        return name in _OF_FUNCTIONS and any(
+            isinstance(each, ast.Name) and each.id not in self._known | self._variables for each in arguments
+        )
+
+    def _loop(self, loop: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ast.AST:
+        """A loop over what the code returns, or over calls of the code that need nothing else."""
+        first = loop.generators[0]
+        outer, first.iter = first.iter, ast.Constant(None)
+        inside = self._foreign(loop)
+        first.iter = outer
+        if not inside:
+            first.iter = self.visit(outer)  # type: ignore[assignment]
+            return loop
+        calls = isinstance(loop.elt, ast.Call) and self._foreign(loop.elt.func) and not self._foreign(outer)
+        if not calls or len(loop.generators) > 1 or first.ifs or not isinstance(first.target, ast.Name):
+            raise self._refused(
+                "compares in a loop, where what is expected cannot be told from what is given: write an assert "
+                "statement for each item"
+            )
+        each = ast.ListComp(loop.elt, loop.generators)
+        self._send("value", each)
+        self._values += 1
+        return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
+
+    def _send(self, kind: str, node: ast.AST) -> None:
+        self.needed |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & self._constants
+        self._steps.append((kind, ast.unparse(node)))
+
+    def _foreign(self, node: ast.AST) -> bool:
+        """Whether a name in it is the code's."""
+        names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+        bound = {each.id for each in names if isinstance(each.ctx, ast.Store)}
+        bound |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+        return any(each.id not in self._known | bound for each in names)
+
+    def _refused(self, why: str) -> UserError:
+        return UserError(f"reward function code_tests: the test {_shown(self._test)} {why}")
+
+
+def _is_class(function: ast.expr) -> bool:
+    """Whether it is called like one."""
+    name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+    return str(name)[:1].isupper()
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."

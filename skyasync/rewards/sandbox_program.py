@@ -1,0 +1,320 @@
+"""The program that runs a model's code: ``python -I -S sandbox_program.py``. It imports nothing of this library.
+
+Invariant: before the first line of that code runs, this process has given up for good what reaches beyond it. Landlock
+lets it read only the files that the task names. Seccomp lets it make only the system calls of ``ALLOWED``: none of them
+opens a file for writing, a socket or a pipe, starts a process, or signals another one. What is left is to compute.
+
+It reads one task, a JSON object, from its input. To what was its output it writes the line ``confined``, and then a
+line of JSON per test. The reader takes each line for data: the code can write there too. It holds no expected value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+
+TYPE_CHECKING = False  # without typing, which takes longer to import than the rest
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import CodeType
+    from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 4, 22, 38, 2
+CAPABILITY_VERSION = 0x20080522
+
+# Landlock: the system calls have these numbers on every architecture.
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, LANDLOCK_VERSION = 444, 445, 446, 1
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many there are, by version; 16 from version 5 on
+TCP, SCOPES = 0b11, 0b11  # bind and connect; abstract Unix sockets and signals
+
+# Seccomp: instructions of the kernel's packet filter, its verdicts, and where it finds a call's data.
+LOAD, JUMP_EQUAL, JUMP_FROM, JUMP_ANY, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+OTHER_NUMBERS = 0x40000000  # from here on the same calls by other numbers (x32)
+
+#: The system calls that the code may make, and their numbers: x86_64, aarch64 (None: it has no such call).
+ALLOWED: dict[str, tuple[int, int | None]] = {
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "lseek": (8, 62),
+    "close": (3, 57), "close_range": (436, 436), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79), "statx": (332, 291),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "getcwd": (79, 17),
+    "getdents64": (217, 61), "fadvise64": (221, 223),
+    "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "brk": (12, 214),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, None),
+    "setitimer": (38, 103), "getitimer": (36, 102), "alarm": (37, None), "restart_syscall": (219, 128),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165),
+    "sysinfo": (99, 179), "uname": (63, 160), "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173),
+    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getrlimit": (97, 163),
+    "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123), "poll": (7, None), "ppoll": (271, 73), "select": (23, None),
+    "pselect6": (270, 72), "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+#: Calls that are allowed with one of these values of an argument: numbers, the argument's place, its lower half.
+ALLOWED_WITH: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
+    "clone": ((56, 220), 0, (0x3D0F00, 0x7D0F00)),  # exactly a thread, as glibc and musl start one
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 1030)),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FIONCLEX, FIOCLEX
+    "madvise": ((28, 233), 2, (0, 1, 2, 3, 4, 8, 14, 15)),  # hints and MADV_DONTNEED, none that needs a right
+}
+OPEN: dict[str, tuple[int, int | None, int]] = {"open": (2, None, 1), "openat": (257, 56, 2)}  # and where its flags are
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+VALUES = "__values__"  # what a check has the values by
+TGKILL, PRLIMIT, CLONE3 = (234, 131), (302, 261), 435
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 0)  # the null device, which stands for all three
+    os.dup2(2, 1)
+    try:
+        limit(task["memory_mb"], task["seconds"])
+        if task["readable"] is not None:
+            hide_files(task["readable"])
+        if task["filter_calls"]:
+            filter_calls()
+    except OSError as error:
+        answers.write(f"{error.strerror or error}\n".encode())
+        return answers.close()
+    answers.write(b"confined\n")
+    answers.flush()
+    sys.path += task["packages"]
+    os.environ.clear()
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    for answer in run(task):
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+    os._exit(0)
+
+
+def limit(memory_mb: int, seconds: float) -> None:
+    """Bounds of memory, time and files; and no right that root has."""
+    size = memory_mb << 20
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None, use_errno=True)
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        library.prctl(PR_SET_DUMPABLE, 0)
+        library.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24))
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    cpu = max(1, round(seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)):
+        resource.setrlimit(kind, (most, most))
+
+
+def hide_files(readable: list[str]) -> None:
+    """From here on no file can be opened but these, and what is below them, for reading."""
+    library = ctypes.CDLL(None, use_errno=True)
+    version = library.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
+    if version < 1:
+        raise OSError(errno.ENOSYS, "this kernel has no Landlock (Linux 5.13 and later have it, where it is enabled)")
+    files = (1 << FILE_RIGHTS.get(version, 16)) - 1
+    handled = struct.pack("=QQQ", files, TCP, SCOPES)[: 8 if version < 4 else 16 if version < 6 else 24]
+    rules = library.syscall(LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
+    if rules < 0:
+        raise OSError(ctypes.get_errno(), "this kernel refuses Landlock")
+    for path in readable:
+        try:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue  # a system without it
+        rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
+        library.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0)
+        os.close(place)
+    library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if library.syscall(LANDLOCK_RESTRICT, rules, 0):
+        raise OSError(ctypes.get_errno(), "this kernel refuses Landlock")
+    os.close(rules)
+
+
+def filter_calls() -> None:
+    """From here on the kernel refuses every system call that is not allowed, with "operation not permitted"."""
+    machine = os.uname().machine
+    if sys.platform != "linux" or machine not in ARCHITECTURES:
+        raise OSError(errno.ENOSYS, "system calls are filtered on Linux with x86_64 or aarch64 only")
+    program = b"".join(instructions(machine, os.getpid()))
+
+    class Filter(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+    kept = ctypes.create_string_buffer(program, len(program))
+    library = ctypes.CDLL(None, use_errno=True)
+    given = Filter(len(program) // 8, ctypes.cast(kept, ctypes.c_void_p))
+    if library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or library.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "this kernel has no seccomp")
+
+
+def instructions(machine: str, own: int) -> Iterator[bytes]:
+    """The filter. ``own``: the process's number, which alone it may send a signal."""
+    place = list(ARCHITECTURES).index(machine)
+    refusal = ERROR | errno.EPERM
+
+    def say(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("=HBBI", code, yes, no, value & 0xFFFFFFFF)
+
+    def if_called(number: int, then: list[bytes]) -> Iterator[bytes]:
+        yield say(JUMP_EQUAL, number, no=len(then))
+        yield from then
+
+    def if_equal(number: int, *wanted: tuple[int, tuple[int, ...]]) -> Iterator[bytes]:
+        """Allow the call if each of these words has one of these values."""
+        then = []
+        for word, values in wanted:
+            then.append(say(LOAD, word))
+            then += [say(JUMP_EQUAL, value, yes=len(values) - index) for index, value in enumerate(values)]
+            then.append(say(RETURN, refusal))
+        yield from if_called(number, [*then, say(RETURN, ALLOW)])
+
+    yield say(LOAD, ARCHITECTURE)
+    yield say(JUMP_EQUAL, ARCHITECTURES[machine], yes=1)
+    yield say(RETURN, KILL)
+    yield say(LOAD, NUMBER)
+    yield say(JUMP_FROM, OTHER_NUMBERS, no=1)
+    yield say(RETURN, refusal)
+    for allowed in ALLOWED.values():
+        if (number := allowed[place]) is not None:
+            yield from if_called(number, [say(RETURN, ALLOW)])
+    yield from if_called(CLONE3, [say(RETURN, ERROR | errno.ENOSYS)])  # libraries then use clone
+    for numbers, argument, values in ALLOWED_WITH.values():
+        yield from if_equal(numbers[place], (ARGUMENTS + 8 * argument, values))
+    yield from if_equal(TGKILL[place], (ARGUMENTS, (own,)))
+    new = ARGUMENTS + 8 * 2  # an address: both halves are zero where only the old limit is asked for
+    yield from if_equal(PRLIMIT[place], (ARGUMENTS, (0,)), (new, (0,)), (new + 4, (0,)))
+    for *numbers_of_open, argument in OPEN.values():
+        number = numbers_of_open[place]
+        if number is not None:
+            then = [say(LOAD, ARGUMENTS + 8 * argument), say(JUMP_ANY, WRITING, no=1), say(RETURN, refusal)]
+            yield from if_called(number, [*then, say(RETURN, ALLOW)])
+    yield say(RETURN, refusal)
+
+
+def run(task: dict[str, Any]) -> Iterator[str]:
+    """What each test gives, as JSON: what was printed or returned, or the error. It is compared elsewhere."""
+    try:
+        code = compile(task["code"], "<response>", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        yield from (json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) for _ in task["tests"])
+        return
+    for test in task["tests"]:
+        yield play(code, test, task["seconds_per_test"])
+
+
+class Printed(io.BytesIO):
+    """What a program prints, also after it has closed its output."""
+
+    def close(self) -> None:
+        pass
+
+
+def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
+    """One test in names of its own."""
+    names: dict[str, Any] = {"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}
+    given, printed = test.get("stdin", "").encode("utf-8", "replace"), Printed()
+    sys.stdin = io.TextIOWrapper(io.BytesIO(given), "utf-8")
+    sys.stdout = output = io.TextIOWrapper(printed, "utf-8", "replace", newline="\n")
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        answer: dict[str, Any] = {}
+        try:
+            exec(code, names)  # this is what the sandbox is for
+        except SystemExit:
+            if "stdin" not in test:
+                raise
+        except BaseException as error:
+            if "stdin" not in test:
+                raise
+            answer["error"] = f"{type(error).__name__}: {error}"[:500]
+        if "call" in test:
+            name = test["call"]
+            found = names[name] if name in names else getattr(names["Solution"](), name)
+            answer["returned"] = found(*test["arguments"])
+        elif "steps" in test:
+            answer["values"] = [plain(value) for value in values(test["steps"], names)]
+        elif "check" in test:
+            names[VALUES] = [from_plain(value) for value in test["values"]]
+            exec(compile(test["check"], "<test>", "exec"), names)
+            answer["passed"] = True
+        else:
+            output.flush()
+            answer["printed"] = printed.getvalue().decode("utf-8", "replace")
+        return json.dumps(answer, default=repr)
+    except BaseException as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def values(steps: list[tuple[str, str]], names: dict[str, Any]) -> Iterator[object]:
+    """Those of the expressions among the steps of an ``assert`` test."""
+    for kind, source in steps:
+        if kind == "value":
+            yield eval(compile(source, "<test>", "eval"), names)
+        else:
+            exec(compile(source, "<test>", "exec"), names)
+
+
+def plain(value: object) -> object:
+    """A value as JSON that tells tuples, sets and dictionaries apart; of subclasses and arrays what they hold."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [plain(item) for item in value]}
+    if isinstance(value, range) or hasattr(value, "__next__") or type(value).__name__ in ("deque", "dict_keys"):
+        return {"list": [plain(item) for item in value]}  # type: ignore[attr-defined]
+    if isinstance(value, dict):
+        return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if tolist := getattr(value, "tolist", None):
+        return plain(tolist())
+    raise TypeError(f"a value of type {type(value).__name__} is no plain data")
+
+
+def from_plain(found: object) -> object:
+    """The value that ``plain`` made this of, of built-in types alone.
+
+    Raises:
+        ValueError, TypeError: for anything else.
+    """
+    if not isinstance(found, dict | list):
+        return found
+    if isinstance(found, list) or len(found) != 1:
+        raise ValueError("no plain value")
+    ((kind, items),) = found.items()
+    if kind == "bytes":
+        return bytes.fromhex(items)
+    if kind == "complex":
+        return complex(*items)
+    if kind == "dict":
+        return {from_plain(key): from_plain(item) for key, item in items}
+    if kind not in ("list", "tuple", "set", "frozenset"):
+        raise ValueError("no plain value")
+    made: object = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(from_plain, items))
+    return made
+
+
+def late(*_: object) -> None:
+    raise TimeoutError("the test took too long")
+
+
+if __name__ == "__main__":
+    main()
