@@ -116,7 +116,7 @@ class WeightSync:
     _said: dict[str, float] = field(default_factory=dict, init=False)  # by the last publishing
     _latecomer: bool = field(default=False, init=False)  # an engine that no probe has seen
     _lost: bool = field(default=False, init=False)  # the source was given up
-    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # what is kept is what engines were given last
+    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # something is kept, or was never
 
     def __post_init__(self) -> None:
         self._fresh.set()
