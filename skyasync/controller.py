@@ -23,12 +23,14 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.cleanup import afterwards
 from skyasync.cluster.logs import ProcessLogs, last_words
+from skyasync.cluster.ray_cluster import ended
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.errors import Terminated, UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
@@ -50,6 +52,10 @@ R = TypeVar("R")
 
 POLL_S = 0.5
 GRACE_S = 30.0
+
+
+class RayEndedError(RuntimeError):
+    """A process of Ray's own has ended, without which nothing of the run can go on."""
 
 
 class Experiment(Protocol):
@@ -211,6 +217,11 @@ def run_in_controller(experiment: Experiment, logs: ProcessLogs) -> dict[str, fl
             try:
                 return _run(controller, experiment, view, heard)
             except ray.exceptions.RayError as error:
+                if died := ended():
+                    lost = RayEndedError(f"{died}: no run goes on without it; the same command goes on with this one")
+                    if experiment.run_dir is not None:
+                        experiment.run_dir.save_error("".join(format_exception(lost)))
+                    raise lost from None
                 if heard.is_set() or not _comes_again(experiment, view.seen, error):
                     _raise_told(experiment, logs, error)
 
@@ -257,12 +268,13 @@ def _run(
         raise
     finally:
         try:
-            if not heard.is_set():
+            if not heard.is_set() and not ended():
                 with contextlib.suppress(Exception):
                     ray.get(controller.stop.remote(), timeout=_patience_s(trainer))
         finally:
-            _end(controller)
-            release(experiment.placement_name)
+            if not ended():
+                _end(controller)
+                release(experiment.placement_name)
 
 
 @contextlib.contextmanager
@@ -322,12 +334,14 @@ def _end(controller: ControllerHandle) -> None:
 
 
 def _watch(running: object, pulse: Pulse, view: ProgressView) -> None:
-    """Poll until the run has ended."""
+    """Poll until the run has ended, or Ray has."""
     import ray
 
-    seen, ended = view.seen, False
-    while not ended:
-        ended = bool(ray.wait([running], timeout=POLL_S)[0])
+    seen, done = view.seen, False
+    while not done:
+        if died := ended():
+            raise ray.exceptions.RaySystemError(died)
+        done = bool(ray.wait([running], timeout=POLL_S)[0])
         if (report := pulse.ask(seen)) is not None:
             view.update(report)
             seen = max([seen, *(step for step, _ in report.rows)])

@@ -59,6 +59,7 @@ def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
     with cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
         begun.append(True)
+        folder.error.unlink(missing_ok=True)  # of the command before
         experiment.gpus = gpus
         if line := chosen_backend(experiment.cfg, gpus=gpus):
             print(line)

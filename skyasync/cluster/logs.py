@@ -138,18 +138,25 @@ class _Allowance:
 def bring_to(logs: ProcessLogs) -> Callable[[], None]:
     """What Ray would print goes to ``logs``; where Ray was told to bring nothing, nothing comes.
 
+    What Ray itself reports of failures (pages of a raylet's state, for one) goes to the file ``ray.log`` alone.
+
     Returns:
         what undoes it, also behind Ray's end.
     """
     import ray
+    from ray._private import worker
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     former = [handler for name, handler in dispatcher.handlers if name == HANDLER]
     dispatcher.remove_handler(HANDLER)
     if former:
         dispatcher.add_handler(HANDLER, logs)
+    ray_worker: Any = worker
+    prints = ray_worker.print_to_stdstream  # which Ray calls by this name with a failure of its own
+    ray_worker.print_to_stdstream = lambda data, **_: logs(data)
 
     def undo() -> None:
+        ray_worker.print_to_stdstream = prints
         dispatcher.remove_handler(HANDLER)
         for handler in former if ray.is_initialized() else ():
             dispatcher.add_handler(HANDLER, handler)

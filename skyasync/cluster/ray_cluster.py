@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from skyasync.workers.roles import Role
 
 W = TypeVar("W", bound=Watchdog | None)
 
+_AGENT = re.compile(r"gent process with name (\S+) exited")  # in a raylet's log
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
 
@@ -85,11 +87,44 @@ def start_on_loopback(
     watchdog.note()
 
 
+def ended() -> str:
+    """Which of Ray's processes, without which there is no Ray, has ended, in words; "" if none has.
+
+    Only those that this process has started are looked at. The log monitor is not among them: a run goes on without.
+    """
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    for name, what in (("gcs_server", "GCS server"), ("raylet", "raylet")):
+        for each in node.all_processes.get(name, ()) if node is not None else ():
+            if (status := each.process.poll()) is not None:
+                how = f"signal {-status}" if status < 0 else f"status {status}"
+                return f"Ray's {what} (process {each.process.pid}) has ended with {how}{_agent_that_ended(node)}"
+    return ""
+
+
+def _agent_that_ended(node: Any) -> str:  # noqa: ANN401  (Ray's)
+    """The raylet ends when one of its agents does, and says so in its log alone."""
+    found: list[str] = []
+    for file in Path(node.get_logs_dir_path()).glob("raylet.*"):
+        with contextlib.suppress(OSError):
+            found += _AGENT.findall(file.read_text(encoding="utf-8", errors="replace"))
+    return f", behind its {found[-1]}" if found else ""
+
+
 def shut_down() -> None:
-    """Leave Ray, and end what is left of it if it was started here."""
+    """Leave Ray, and end what is left of it if it was started here.
+
+    A Ray of which a part has ended is not asked: it would answer late, or end this process.
+    """
+    import atexit
+
     import ray
 
-    ray.shutdown()
+    if ended():
+        atexit.unregister(ray.shutdown)
+    else:
+        ray.shutdown()
     _watched_by(None)
 
 

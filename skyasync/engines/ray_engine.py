@@ -123,7 +123,7 @@ class RayEngine:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 with _deaths():
-                    self._process = await self._actor.start.remote(self.config)
+                    self._process = await self._living.start.remote(self.config)
         except TimeoutError as error:
             raise TimeoutError(
                 f"the {self.backend} engine did not start within {self._start_timeout_s:g} s "
@@ -132,12 +132,12 @@ class RayEngine:
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         with _deaths():
-            async for reference in self._actor.generate.options(num_returns="streaming").remote(list(requests)):
+            async for reference in self._living.generate.options(num_returns="streaming").remote(list(requests)):
                 yield await reference
 
     async def progress(self) -> list[GenerationOutput]:
         with _deaths():
-            return await self._actor.progress.remote()
+            return await self._living.progress.remote()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return await self._call("score", sequences)
@@ -158,8 +158,7 @@ class RayEngine:
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         update = await update.on(self.node)
-        with _deaths():
-            unproven: Sequence[str] | None = await self._actor.call.remote("update_weights", update)
+        unproven: Sequence[str] | None = await self._call("update_weights", update)
         return unproven
 
     async def held_version(self) -> int:
@@ -181,7 +180,14 @@ class RayEngine:
 
     async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
         with _deaths():
-            return await self._actor.call.remote(method, *args)
+            return await self._living.call.remote(method, *args)
+
+    @property
+    def _living(self) -> Any:  # noqa: ANN401  (Ray's handle of the actor)
+        """Raises EngineDiedError once it was ended: who asks all engines may have begun before that."""
+        if self._actor is None:
+            raise EngineDiedError(f"the {self.backend} engine has been ended")
+        return self._actor
 
     async def shutdown(self) -> None:
         """Let the engine release what it holds, then end its process in any case."""

@@ -8,6 +8,7 @@ checked: plain text, a finite reward, finite metrics.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import threading
@@ -100,10 +101,12 @@ class Episodes:
         return episode is not None and _has_async_methods(type(episode.env))  # type: ignore[arg-type]
 
     async def run(self, call: Call) -> Answer:
-        """Carry out one call; never raises an ``Exception``."""
+        """Carry out one call; raises nothing but ``CancelledError``."""
         try:
             return Answer(call.number, await getattr(self, f"_{call.method}")(call.key, *call.args))
-        except (Exception, SystemExit) as caught:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as caught:  # also what would end a thread, or an event loop
             error = self._settings.patience.as_marked(_told(caught, call.name))
             if isinstance(error, TransientError) and call.method == "step":
                 return Answer(call.number, None, portable(error))  # it lives on, and is asked again or closed

@@ -1,9 +1,11 @@
 """A child process for functions that may do anything: it calls one at a time, and is killed when that takes too long.
 
-Invariant: whatever a function does (hang, hold the interpreter's lock, exit, crash), ``Apart.call`` returns or raises
-within the limit. Functions run in the child's main thread, so that their own signals work as well. A child whose
-starter was killed ends too: when it is idle, at once; when it computes, after the processor time that the limit could
-have meant.
+Invariant: whatever a function does (hang, hold the interpreter's lock, exit, crash, fork, write to the child's socket),
+``Apart.call`` returns its own answer or raises within the limit, sending and receiving included: an answer has the
+number of its call, and a child that says anything else is killed. With the child its process group is killed: what
+its functions have started, unless that has given itself a group. Functions run in the child's main thread, so that
+their own signals work as well. A child whose starter was killed ends too: when it is idle, at once; when it computes,
+after the processor time that the limit could have meant.
 
 | who waits       | for what           | woken by                                                    |
 |-----------------|--------------------|-------------------------------------------------------------|
@@ -18,18 +20,24 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
-from multiprocessing.connection import Connection
+from itertools import count
 from typing import Any
 from weakref import finalize
 
-from skyasync.errors import UserError
+from skyasync.errors import UserError, headline
 from skyasync.processes.calls import START_S, portable
+
+CHUNK = 1 << 20  # bytes that are read at once
+_HEAD, _MARK = struct.Struct("!4sQ"), b"call"  # of a message; the number of bytes behind it
 
 
 class NoAnswerError(Exception):
@@ -54,7 +62,8 @@ class Apart:
         self.ready = False
         self._failed: Exception | None = None  # at its start
         self._on_news, self._known = on_news, set[bytes]()
-        ours, theirs = socket.socketpair()
+        self._numbers = count(1)
+        self._socket, theirs = socket.socketpair()
         program = f"from skyasync.processes.apart import serve; serve({theirs.fileno()})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs:
@@ -63,9 +72,8 @@ class Apart:
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is not for it
+                start_new_session=True,  # Ctrl-C in the terminal is not for it; and a group, which is killed with it
             )
-        self._connection = Connection(ours.detach())
         self._stop = finalize(self, _kill, process)
         threading.Thread(target=self._begin, args=[list(functions)], name="child", daemon=True).start()
 
@@ -114,16 +122,22 @@ class Apart:
         self._on_news(self)
 
     def _ask(self, message: tuple[bytes, dict[str, Any] | None, float]) -> object:
-        limit_s = message[-1]
+        number, limit_s = next(self._numbers), message[-1]
+        asked, deadline = pickle.dumps((number, *message)), time.monotonic() + limit_s
         try:
-            self._connection.send(message)
-            if not self._connection.poll(limit_s):
-                self._lose(problem := NoAnswerError(f"it did not return within {limit_s:g} s"))
-                raise problem
-            result, error = self._connection.recv()
+            _send(self._socket, asked, deadline)
+            answered, result, error = pickle.loads(_receive(self._socket, deadline))
+            if answered != number:
+                raise ValueError(f"the answer to call {answered!r} came to call {number}")
+        except TimeoutError as late:
+            self._lose(problem := NoAnswerError(f"it did not return within {limit_s:g} s"))
+            raise problem from late
         except (EOFError, OSError) as gone:
             self._lose(problem := NoAnswerError("it ended its process"))
             raise problem from gone
+        except Exception as garbage:
+            self._lose(problem := NoAnswerError(f"its process said what is no answer ({headline(garbage)})"))
+            raise problem from garbage
         if error is not None:
             raise error
         return result
@@ -131,32 +145,73 @@ class Apart:
     def _lose(self, problem: Exception) -> None:
         if self.lost is None:
             self.lost = problem
-            self._connection.close()
+            self._socket.close()
             self._stop()
 
 
 def serve(handle: int) -> None:
     """The child's program: answer calls until the other end is closed."""
-    connection = Connection(handle)
+    connection, own = socket.socket(fileno=handle), os.getpid()
+    os.register_at_fork(after_in_child=connection.close)  # else it would not tell of the child's end
     while True:
         try:
-            message = connection.recv()
+            number, *message = pickle.loads(_receive(connection))
         except EOFError:
             return
-        connection.send(_answer(*message))
+        answer = _answer(number, *message)
+        if os.getpid() != own:  # the function has forked, and both have returned: one answers
+            os._exit(0)
+        _send(connection, answer)
 
 
-def _answer(function: bytes, arguments: dict[str, Any] | None, limit_s: float) -> tuple[Any, Exception | None]:
+def _answer(number: int, function: bytes, arguments: dict[str, Any] | None, limit_s: float) -> bytes:
+    """What is sent: the call's number, its result, and its error."""
     # The kernel acts on this one, also where no Python code can run. Unused by anybody's own limits, unlike an alarm.
     signal.setitimer(signal.ITIMER_PROF, limit_s * (os.cpu_count() or 1) + 1)
     try:
         found = _load(function)
-        return (None if arguments is None else found(**arguments)), None
-    except Exception as error:  # a SystemExit ends the process, as it says
+        return pickle.dumps((number, None if arguments is None else found(**arguments), None))
+    except SystemExit:  # it ends the process, as it says
+        raise
+    except BaseException as error:
         error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
-        return None, portable(error)
+        return pickle.dumps((number, None, portable(error)))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _send(connection: socket.socket, message: bytes, deadline: float | None = None) -> None:
+    """Raises TimeoutError behind the deadline (``time.monotonic``)."""
+    connection.settimeout(_left(deadline))
+    connection.sendall(_HEAD.pack(_MARK, len(message)) + message)
+
+
+def _receive(connection: socket.socket, deadline: float | None = None) -> bytes:
+    """Raises EOFError where the other end is closed, TimeoutError behind the deadline, ValueError for garbage."""
+    mark, length = _HEAD.unpack(_exactly(_HEAD.size, connection, deadline))
+    if mark != _MARK:
+        raise ValueError(f"it begins with {mark!r}")
+    return _exactly(length, connection, deadline)
+
+
+def _exactly(size: int, connection: socket.socket, deadline: float | None) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        connection.settimeout(_left(deadline))
+        chunk = connection.recv(min(size - len(found), CHUNK))
+        if not chunk:
+            raise EOFError
+        found += chunk
+    return bytes(found)
+
+
+def _left(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
 
 
 @cache
@@ -166,5 +221,7 @@ def _load(function: bytes) -> Callable[..., Any]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    """It has not been waited for, so its number is still its group's."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -56,7 +56,7 @@ class Service(Protocol):
         """Whether the call awaits: it then runs on an event loop, else in a thread."""
 
     async def run(self, call: Call) -> Answer:
-        """Carry out one call; never raises an ``Exception``."""
+        """Carry out one call; raises nothing but ``CancelledError``."""
 
     def overdue(self, call: Call) -> Exception:
         """What the caller is told of a call that has run for longer than it may."""

@@ -67,7 +67,9 @@ class Host:
         """The error that it raises, if any. It runs in a thread: it may take long, and holds up nobody."""
         try:
             await asyncio.to_thread(load)
-        except (Exception, SystemExit) as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # what would end the event loop too
             return portable(error)
         return None
 
@@ -135,6 +137,8 @@ def drive(call: Call, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
     except StopIteration as ended:
         answer: Answer = ended.value
         return answer
+    except asyncio.CancelledError as error:  # raised by what does not await; it would end the thread
+        return Answer(call.number, None, RuntimeError(f"the environment of {call.name} raised {error!r}"))
     coroutine.close()
     problem = f"the environment of {call.name} awaits, but its class has no async def among init, step and close"
     return Answer(call.number, None, TypeError(problem))

@@ -94,6 +94,8 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 def not_here(path: str) -> FileNotFoundError:
     """What to say of weights that this machine does not have."""
+    if path.startswith("/proc/") and not Path(path).parent.exists():  # memory of a process
+        return FileNotFoundError(f"{path} is gone: the process that had these weights in its memory has ended")
     return FileNotFoundError(
         f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory reaches other machines "
         f"for engines that the run has started on nodes of its Ray cluster; servers of generator.engines need a folder "

@@ -116,7 +116,7 @@ class WeightSync:
     _said: dict[str, float] = field(default_factory=dict, init=False)  # by the last publishing
     _latecomer: bool = field(default=False, init=False)  # an engine that no probe has seen
     _lost: bool = field(default=False, init=False)  # the source was given up
-    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # what is kept is the living source's
+    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # something is kept, or was never
 
     def __post_init__(self) -> None:
         self._fresh.set()
@@ -156,6 +156,8 @@ class WeightSync:
         """
         async with self._turn:
             self._kept = None
+            if self.keeper is not None:
+                self._fresh.clear()  # until these are kept; where that fails, until others are
             publishing = asyncio.ensure_future(self.source.publish_weights(version))
             async with afterwards(self._release, publishing):
                 update = await asyncio.shield(publishing)
@@ -238,11 +240,10 @@ class WeightSync:
             update = await publishing
         except Exception:  # which the sync has raised: there is nothing to be freed
             return
-        if self._lost:
-            self._fresh.clear()  # latecomers wait for what comes in the source's place
-        elif self.keeper is None:
-            await self.source.release_weights(update)
-        else:
+        if self.keeper is None:
+            if not self._lost:
+                await self.source.release_weights(update)
+        elif not self._lost:
             self._kept = await self.keeper.keep_weights(update)
             self._fresh.set()
 

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
+
+from skyasync.cluster import ray_cluster
 
 
 @pytest.mark.slow
@@ -80,3 +83,25 @@ def listening(processes: set[int]) -> list[str]:
         line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+def test_a_process_of_rays_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ray._private import worker
+
+    parts = {name: subprocess.Popen(["sleep", "600"]) for name in ("gcs_server", "raylet", "log_monitor")}
+    processes = {name: [SimpleNamespace(process=process)] for name, process in parts.items()}
+    node = SimpleNamespace(all_processes=processes, get_logs_dir_path=lambda: str(tmp_path))
+    monkeypatch.setattr(worker, "_global_node", node)
+    parts["log_monitor"].kill()
+    parts["log_monitor"].wait()
+    assert ray_cluster.ended() == ""
+    parts["raylet"].kill()
+    parts["raylet"].wait()
+    found = f"Ray's raylet (process {parts['raylet'].pid}) has ended with signal 9"
+    assert ray_cluster.ended() == found
+    (tmp_path / "raylet.out").write_text("Agent process with name dashboard_agent exited, exit code 0.")
+    assert ray_cluster.ended() == f"{found}, behind its dashboard_agent"
+    parts["gcs_server"].kill()
+    parts["gcs_server"].wait()
+    monkeypatch.setattr(worker, "_global_node", None)
+    assert ray_cluster.ended() == ""

@@ -58,13 +58,26 @@ class Stubborn(AsyncGated):
         return output()
 
 
+class Own(BaseException):
+    pass
+
+
+KINDS = {"exit": SystemExit, "interrupt": KeyboardInterrupt, "own": Own, "cancel": asyncio.CancelledError,
+         "generator": GeneratorExit}  # fmt: skip
+
+
 class Difficult(BaseTextEnv):
     def step(self, action):
-        if action == "exit":
-            raise SystemExit(3)
+        if action in KINDS:
+            raise KINDS[action](3)
         if action == "unpicklable":
             raise LookupError("no", threading.Lock())
         return output(reward=float(action))
+
+
+class AsyncDifficult(Difficult):
+    async def step(self, action):
+        return Difficult.step(self, action)
 
 
 class Caller:
@@ -153,6 +166,31 @@ async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worke
         (call,) = caller.calls("step", ["next"], "go")
         await caller.exchange([call])
         assert (await caller.until(call.number)).result["done"]
+
+
+@pytest.mark.parametrize("env", [Difficult, AsyncDifficult])
+@pytest.mark.parametrize("action", KINDS)
+async def test_what_is_raised_besides_exceptions_is_told_at_once_and_leaves_no_thread_behind(action, env, monkeypatch):
+    monkeypatch.setattr("skyasync.processes.host.HEARTBEAT_S", 0.05)
+    async with at_work(step_timeout_s=PATIENCE_S / 2) as caller:
+        await caller.begin(env, "a", "b")
+        bad, good = caller.calls("step", ["a"], action) + caller.calls("step", ["b"], "0.5")
+        await caller.exchange([bad, good])
+        error = (await caller.until(bad.number)).error
+        assert not isinstance(error, TimeoutError)
+        assert KINDS[action].__name__ in str(error) or "cancelled itself" in str(error)
+        assert (await caller.until(good.number)).result["reward"] == 0.5
+        await caller.exchange()
+        assert caller.hung == 0
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Own])
+async def test_what_a_module_raises_besides_exceptions_when_it_is_loaded_is_told(kind):
+    def load():
+        raise kind
+
+    error = await Host._loaded(load)
+    assert kind.__name__ in repr(error)
 
 
 @pytest.mark.parametrize(("action", "error"), [("exit", "SystemExit"), ("unpicklable", "LookupError"), ("x", "float")])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.testing.chaos.accounts import (
+    Ending,
     Seen,
     Strike,
     cost_s,
     costs,
     table,
+    unexplained,
     unlike,
     usual_s,
     wrong_prompts,
     wrong_steps,
 )
 from skyasync.testing.chaos.events import FOREVER, Event
+from skyasync.testing.chaos.verdict import complaints, summary
 
 
 def test_a_cost_is_how_much_later_than_usual_the_next_steps_were_finished():
@@ -66,3 +71,34 @@ def test_prompts_that_ended_twice_and_steps_without_a_line_are_found():
     assert wrong_prompts(lines) == ["prompt b ended 2 times: trained@1, trained@2"]
     assert unlike(lines, [0, 1, 2]) == []
     assert unlike(lines, [1, 2, 3]) == ["step 3 is not in the ledger"]
+
+
+DEFECT = "AttributeError: 'NoneType' object has no attribute 'progress'"
+FLIPPED = "skyasync.weight_sync.update.WeightSyncError: an engine holds other weights"
+
+
+def test_a_run_that_ends_by_itself_is_wrong_by_name_unless_an_event_explains_its_error(tmp_path: Path) -> None:
+    seen = Seen(steps=[(10.0, 1), (70.0, 2)], ended="the command was done")
+    seen.strikes = [Strike(Event(1, 12.0, "kill-engine"), 12.0, "engine 77"),
+                    Strike(Event(2, 60.0, "flip-bit"), 60.0, "the weights of version 2")]  # fmt: skip
+    seen.endings = [Ending(0.0, 13.0, "status 1", DEFECT), Ending(15.0, 61.0, "status 1", FLIPPED)]
+    wrong = f"the run ended by itself after 13 s: status 1, {DEFECT}"
+    assert complaints(seen, tmp_path)[0] == wrong
+    lines = summary(seen, tmp_path, [wrong])
+    assert f"- {wrong}" in lines
+    assert f"| - | 13 s | the run ended by itself | status 1, {DEFECT} | by no event: wrong |" in lines
+    assert f"| - | 61 s | the run ended by itself | status 1, {FLIPPED} | by event 2 |" in lines
+
+
+@given(
+    st.sampled_from(["flip-bit", "fill-disk", "kill-engine", "kill-driver", "delay-messages"]),
+    st.booleans(),
+    st.floats(0, 200),
+    st.integers(1, 3),
+    st.sampled_from([FLIPPED, "skyasync.errors.UserError: the checkpoint of step 4 could not be saved", DEFECT, ""]),
+)
+def test_an_event_explains_one_ending_of_its_own_kind_that_it_met(kind, hit, at, times, error):
+    seen = Seen(strikes=[Strike(Event(1, at, kind), at, "something" if hit else "")])
+    seen.endings = [Ending(50.0, 100.0, f"status {number}", error) for number in range(times)]
+    of_its_kind = (kind, error[:24]) in {("flip-bit", FLIPPED[:24]), ("fill-disk", "skyasync.errors.UserErro")}
+    assert len(unexplained(seen)) == times - (hit and of_its_kind and 30.0 <= at <= 100.0)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.testing.chaos.command import SETTINGS, added
 from skyasync.testing.chaos.events import FOREVER, KINDS, schedule, weights_of
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -63,3 +65,8 @@ def test_what_cannot_be_is_refused(names, says):
         weights_of(names)
     with pytest.raises(UserError):
         schedule(1, 0.0, 10.0)
+
+
+def test_a_setting_that_is_given_is_not_added_though_it_is_the_default():
+    left = {each.partition("=")[0] for each in added(Config(), "run", ["generator.engine_start_timeout_s=300"])}
+    assert left == {*SETTINGS, "trainer.run_name"} - {"generator.engine_start_timeout_s"}

@@ -47,6 +47,31 @@ def events():
     yield Event(5, 1e9, "kill-rank")
 
 
+FAILS = """
+import json, os, sys, time
+folder, first = sys.argv[1], not os.path.exists(sys.argv[1] + "/metrics.jsonl")
+os.makedirs(folder, exist_ok=True)
+with open(folder + "/metrics.jsonl", "a") as file:
+    file.write(json.dumps({"step": 1 if first else 2}) + "\\n")
+if first:
+    open(folder + "/error.txt", "w").write("Traceback\\n  a.py\\nskyasync.errors.Of: a part\\n\\n"
+                                           "The last lines of logs/engine-7.log:\\nValueError: another one's")
+    sys.exit(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_ends_by_itself_is_started_again_and_its_end_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(FAILS)
+    folder, scratch, said = tmp_path / "run", tmp_path / "scratch", list[str]()
+    scratch.mkdir()
+    command = Command([sys.executable, str(tmp_path / "run.py"), str(folder)], folder, scratch)
+    seen = Siege(command, iter([Event(1, 1e9, "kill-rank")]), seconds=60, grace_s=10, say=said.append).run()
+    assert (seen.ended, len(seen.starts)) == ("the command was done", 2)
+    assert [str(ending) for ending in seen.endings] == ["status 1, skyasync.errors.Of: a part"]
+    assert "skyasync.errors.Of: a part" in seen.starts[1][1]
+
+
 @pytest.mark.slow
 def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)
@@ -59,6 +84,7 @@ def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> No
         found = {strike.event.number: strike.hit.partition(" ")[0] for strike in seen.strikes}
         assert found == {1: "rank", 2: "driver", 3: "rank", 4: ""}, "nobody takes orders there"
         assert [why.partition(";")[0] for _, why in seen.starts] == ["the beginning", "its driver was killed"]
+        assert seen.endings == []
         assert seen.ended == "the command was done" and seen.steps[-1][1] == STEPS
         assert wrong_steps([row["step"] for row in read_rows(folder / "metrics.jsonl")]) == []
     finally:

@@ -416,6 +416,31 @@ async def test_while_workers_are_started_again_a_latecomer_waits_for_the_first_s
     assert await both.verify(2), "the engines are looked at, though it is not due"
 
 
+@pytest.mark.parametrize("part", ["publish_weights", "keep_weights"])
+@virtual_time
+async def test_a_latecomer_waits_for_other_workers_where_a_sync_has_failed_since_they_have_died(part):
+    async def dies(*_):
+        raise ConnectionError("the rank has died")
+
+    dying, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
+    both = keeping(dying, engines)
+    await both.sync(1)
+    setattr(dying, part, dies)
+    with pytest.raises(ConnectionError):
+        await both.sync(2)
+
+    async def arrive():
+        async with both.between_syncs() as update:
+            return update.info["path"]
+
+    latecomer = asyncio.create_task(arrive())
+    await asyncio.sleep(10)
+    assert not latecomer.done(), "between the failed sync and the workers' start there is nothing to give it"
+    both.restart(trainer)
+    await both.sync(2)
+    assert await latecomer == "kept 2"
+
+
 @virtual_time
 async def test_a_latecomer_is_looked_at_by_the_next_verification():
     trainer, engines = Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])

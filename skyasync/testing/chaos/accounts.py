@@ -1,7 +1,8 @@
 """What a run under chaos came to: what each event cost, and whether anything was lost, doubled or left behind.
 
 Pure: it is given what was seen. Invariant: a verdict without complaints means that every prompt in the ledger ended
-once, that steps are numbered from 1 without a gap, and that nothing of the run lives on.
+once, that steps are numbered from 1 without a gap, that nothing of the run lives on, and that the run did not end by
+itself but by an error that an event explains (``Kind.ends``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from statistics import median
 
 from skyasync.state.ledger import audit
 from skyasync.testing.chaos.events import Event
+from skyasync.testing.chaos.orders import MISSED_S
 
 NAMED = 5  # of what is wrong, by name
 STEPS_SEEN = 3  # behind an event, for what it cost
@@ -33,6 +35,26 @@ class Strike:
     hit: str
 
 
+@dataclass(frozen=True)
+class Ending:
+    """The command has ended by itself.
+
+    Args:
+        began: seconds from the beginning, when it was started.
+        at: when it ended.
+        how: its exit status, in words.
+        error: the last line of its traceback; "" if it has written none.
+    """
+
+    began: float
+    at: float
+    how: str
+    error: str
+
+    def __str__(self) -> str:
+        return f"{self.how}, {self.error or 'without a traceback in error.txt'}"
+
+
 @dataclass
 class Seen:
     """What was seen from outside.
@@ -40,6 +62,7 @@ class Seen:
     Attributes:
         steps: seconds from the beginning at which a step was finished that no earlier one had reached, and its number.
         starts: seconds from the beginning at which the command was started, and why.
+        endings: of the command by itself, before it was done.
         left: what was there after the end.
         began: unix time of the beginning.
     """
@@ -47,6 +70,7 @@ class Seen:
     strikes: list[Strike] = field(default_factory=list)
     steps: list[tuple[float, int]] = field(default_factory=list)
     starts: list[tuple[float, str]] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     ended: str = ""
     began: float = 0.0
@@ -95,17 +119,38 @@ def unlike(ledger: Sequence[Mapping[str, object]], steps: Sequence[int]) -> list
     return _few([f"step {step} is not in the ledger" for step in sorted(set(steps)) if step > 0 and step not in told])
 
 
+def explained(seen: Seen) -> dict[Ending, Strike]:
+    """The endings that an event explains: one that the command met, and that may end it so. An event explains one."""
+    found = dict[Ending, Strike]()
+    for ending in seen.endings:
+        for strike in seen.strikes:
+            met, ends = bool(strike.hit), strike.event.about.ends
+            then = ending.began - MISSED_S <= strike.at <= ending.at
+            if met and then and ends and ends in ending.error and strike not in found.values():
+                found[ending] = strike
+                break
+    return found
+
+
+def unexplained(seen: Seen) -> list[str]:
+    """Endings that no event explains, in words."""
+    why = explained(seen)
+    return [f"the run ended by itself after {e.at:.0f} s: {e}" for e in seen.endings if e not in why]
+
+
 def table(seen: Seen) -> list[str]:
-    """A line for each event, in Markdown."""
-    usual = usual_s(seen.steps)
-    lines = ["| # | at | event | hit | cost |", "|---|---|---|---|---|"]
+    """A line for each event, and for each time that the command ended by itself, in Markdown."""
+    usual, why = usual_s(seen.steps), explained(seen)
+    lines = list[tuple[float, str]]()
     for strike in seen.strikes:
         cost = cost_s(strike.at, seen.steps, usual) if strike.hit else None
         told = "nothing was there" if not strike.hit else "no step since" if cost is None else f"{cost:.1f} s"
-        lines.append(
-            f"| {strike.event.number} | {strike.at:.0f} s | {in_words(strike.event)} | {strike.hit or '-'} | {told} |"
-        )
-    return lines
+        what = f"{in_words(strike.event)} | {strike.hit or '-'} | {told}"
+        lines.append((strike.at, f"| {strike.event.number} | {strike.at:.0f} s | {what} |"))
+    for ending in seen.endings:
+        because = f"by event {why[ending].event.number}" if ending in why else "by no event: wrong"
+        lines.append((ending.at, f"| - | {ending.at:.0f} s | the run ended by itself | {ending} | {because} |"))
+    return ["| # | at | event | hit | cost |", "|---|---|---|---|---|", *(line for _, line in sorted(lines))]
 
 
 def costs(seen: Seen) -> dict[str, list[float]]:

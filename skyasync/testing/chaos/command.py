@@ -68,9 +68,14 @@ def run_name(seed: int) -> str:
     return f"chaos-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def added(cfg: Config, name: str) -> list[str]:
-    """Settings of ``SETTINGS`` that the run's own configuration leaves as they are by default."""
-    missing = [f"{key}={value}" for key, value in SETTINGS.items() if _value(cfg, key) == _value(Config(), key)]
+def added(cfg: Config, name: str, given: Sequence[str] = ()) -> list[str]:
+    """Settings of ``SETTINGS`` that are not ``given``, and that the run's own configuration leaves by default."""
+    keys = {argument.partition("=")[0] for argument in given}
+    missing = [
+        f"{key}={value}"
+        for key, value in SETTINGS.items()
+        if key not in keys and _value(cfg, key) == _value(Config(), key)
+    ]
     return missing + ([] if cfg.trainer.run_name else [f"trainer.run_name={name}"])
 
 
@@ -83,7 +88,7 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
 
     own = options.program != ""
     cfg: Config = configuration(theirs)
-    arguments = [*theirs, *added(cfg, run_name(options.seed))]
+    arguments = [*theirs, *added(cfg, run_name(options.seed), theirs)]
     cfg = configuration(arguments)
     if not keeps_checkpoints(cfg.trainer) or cfg.ray.address:
         raise UserError("chaos needs a run that keeps checkpoints (trainer.ckpt_interval) and starts its own Ray")

@@ -30,6 +30,7 @@ class Kind:
         passes: it has an end of its own.
         may_hang: it may also have none, since somebody sees to it.
         inside: done by the run's own controller, which listens for it (``skyasync.testing.chaos.struck``).
+        ends: words of the error by which it may end the run; "" where the run has to go on.
     """
 
     deed: str
@@ -38,6 +39,7 @@ class Kind:
     passes: bool = False
     may_hang: bool = False
     inside: bool = False
+    ends: str = ""
 
 
 #: The kinds of events, by name.
@@ -54,8 +56,8 @@ KINDS: dict[str, Kind] = {
     "freeze-driver": Kind("freeze", "driver", 0.5, passes=True),
     "drop-messages": Kind("drop", "messages", passes=True, inside=True),
     "delay-messages": Kind("delay", "messages", passes=True, inside=True),
-    "fill-disk": Kind("fill", "disk", passes=True, inside=True),
-    "flip-bit": Kind("flip a bit in", "weights", 0.5, inside=True),
+    "fill-disk": Kind("fill", "disk", passes=True, inside=True, ends="UserError: the checkpoint of step "),
+    "flip-bit": Kind("flip a bit in", "weights", 0.5, inside=True, ends="WeightSyncError: "),
 }
 
 

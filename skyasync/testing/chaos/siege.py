@@ -15,6 +15,7 @@ run that is struck while it starts says so and ends, as it should, and there wou
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.status import read_status
-from skyasync.testing.chaos.accounts import Seen, Strike, in_words
+from skyasync.testing.chaos.accounts import Ending, Seen, Strike, in_words
 from skyasync.testing.chaos.events import Event
 from skyasync.testing.chaos.family import Process, family, parts
 from skyasync.testing.chaos.orders import MISSED_S, VARIABLE, Order, Orders
@@ -35,6 +36,8 @@ LOOK_S = 1.0  # from one look at all processes to the next
 GONE_S = 30.0  # that a killed program's processes may take to end
 MOST_ENDS = 4  # by itself, without a step between
 TERMINATED_S = 120.0
+ERROR = re.compile(r"^[A-Za-z_][\w.]*(\(\w+\))?: .+$", re.MULTILINE)  # what ends a traceback
+LONGEST = 400  # characters of it
 ENVIRONMENT = (VARIABLE, "TMPDIR", "RAY_TMPDIR")  # of the program: its scratch folder, where Ray's is made then
 
 
@@ -107,6 +110,7 @@ class Siege:
     def _start(self, why: str) -> None:
         environment = {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.command.scratch))}
         self.seen.starts.append((self.now, why))
+        self._began = self.now
         self._child = subprocess.Popen(self.command.program, env=environment, start_new_session=True)
         self._struck_driver = self._up = False
         self._size = -1
@@ -134,13 +138,18 @@ class Siege:
         if status == 0:
             self.seen.ended = "the command was done"
             return True
-        why = "its driver was killed" if self._struck_driver else f"it had ended by itself, status {status}"
+        if self._struck_driver:
+            why = "its driver was killed"
+        else:
+            ending = Ending(self._began, self.now, f"status {status}", self._error())
+            self.seen.endings.append(ending)
+            why = f"it had ended by itself, {ending}"
         self._ends = 0 if self._struck_driver else self._ends + 1
         if self._ends >= MOST_ENDS or self.now > self.seconds + self.grace_s:
             self.seen.ended = f"given up: {why}, {self._ends} times in a row without a step"
             return True
         took = self._await_gone(GONE_S)
-        self._start(f"{why}{self._reason(status)}; its processes were gone after {took:.1f} s")
+        self._start(f"{why}; its processes were gone after {took:.1f} s")
         self.say(f"{self.now:7.1f} s  the same command again: {self.seen.starts[-1][1]}")
         return False
 
@@ -150,12 +159,16 @@ class Siege:
         self.seen.ended = "its time was over"
         return True
 
-    def _reason(self, status: int) -> str:
-        error = self._folder / "error.txt"
-        if status < 0 or not error.is_file():
+    def _error(self) -> str:
+        """The last line of the traceback that this start of the command has left; "" if it left none."""
+        try:
+            file = self._folder / "error.txt"
+            fresh = file.stat().st_mtime >= self.seen.began + self._began
+            text = file.read_text(encoding="utf-8", errors="replace") if fresh else ""
+        except OSError:
             return ""
-        lines = [line for line in error.read_text(encoding="utf-8", errors="replace").splitlines() if "Error: " in line]
-        return f" ({lines[-1].strip()[:200]})" if lines else ""
+        lines = list(ERROR.finditer(text.partition("\n\nThe last lines of logs/")[0]))
+        return lines[-1][0][:LONGEST] if lines else ""
 
     def _await_gone(self, patience_s: float) -> float:
         """Seconds until no part of the run is left; two commands at once would write to one folder."""
@@ -167,15 +180,20 @@ class Siege:
         return time.time() - began
 
     def _finish(self) -> None:
-        if self._child.poll() is None:
+        asked = self._child.poll() is None
+        if asked:
             self._child.terminate()
         try:
-            self._child.wait(TERMINATED_S)
+            status = self._child.wait(TERMINATED_S)
+            how = "" if not asked or status in (0, 128 + signal.SIGTERM, -signal.SIGTERM) else f"status {status}"
         except subprocess.TimeoutExpired:
+            how = f"still there {TERMINATED_S:g} s later"
             self._look(at_once=True)
             for process in self.known.values():
                 process.send(signal.SIGKILL)
             self._child.wait()
+        if how:
+            self.seen.endings.append(Ending(self._began, self.now, f"at SIGTERM: {how}", self._error()))
         self._look(at_once=True)
         self._settle_orders(last=True)
         self.seen.strikes.sort(key=lambda strike: strike.event.number)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.testing.chaos.accounts import Seen, costs, table, unlike, usual_s, wrong_prompts, wrong_steps
+from skyasync.testing.chaos.accounts import Seen, costs, table, unexplained, unlike, usual_s, wrong_prompts, wrong_steps
 
 SUMMARY, RECORD = "chaos.md", "chaos.json"
 SCORE = "eval/score"
@@ -23,7 +23,7 @@ def complaints(seen: Seen, folder: Path) -> list[str]:
     """What is wrong, in words; nothing if the run has come through."""
     steps = [int(row["step"]) for row in read_rows(folder / "metrics.jsonl")]
     ledger = read_rows(folder / "ledger.jsonl")
-    found = wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
+    found = unexplained(seen) + wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
     if not seen.steps:
         found.append("no step was finished")
     if seen.ended.startswith("given up"):
@@ -78,6 +78,6 @@ def _fine(folder: Path) -> str:
     lines = read_rows(folder / "ledger.jsonl")
     prompts = sum(len(line[end]) for line in lines for end in ("trained", "rejected", "given_up") if end in line)
     return (
-        f"Nothing is wrong: {prompts} prompts ended once each, no step number is missing or there twice, and nothing "
-        f"was left of processes, shared memory or temporary files."
+        f"Nothing is wrong: {prompts} prompts ended once each, no step number is missing or there twice, the run did "
+        f"not end by itself but by an event, and nothing was left of processes, shared memory or temporary files."
     )

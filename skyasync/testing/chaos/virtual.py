@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -39,6 +40,11 @@ CHAOS_S = 400.0  # of events; then the run is left alone
 LIMIT_S = 50_000.0
 LINGER_S = 2_000.0  # for tasks that wait for an answer to give up
 MOST_COMMANDS = 200
+#: What may end a command: processes that are struck while it starts, one after the other or for good, and flipped bits.
+ENDS = re.compile(
+    "^(EngineDied|RanksDied|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer|the checkpoint of step "
+    "|the process that runs the environment was not ready"
+)
 #: Kinds that there is something to be hit by on virtual time: a stopped program or controller stops the clock itself.
 WEIGHTS = {name: kind.weight for name, kind in KINDS.items() if name not in ("freeze-driver", "freeze-controller")}
 
@@ -101,6 +107,8 @@ async def _operate(played: Play, folder: Path) -> None:
                 command = Command(cfg, plan, prompts, folder, seed=played.seed + played.commands)
                 if await command.run():
                     break
+                if not ENDS.search(said := headline(command.error or RuntimeError())):
+                    played.wrong.append(f"a command ended by itself by what no event explains: {said}")
                 played.restarts += command.restarts
             else:
                 raise RuntimeError(f"{MOST_COMMANDS} times the command had ended: {command and command.error}")

@@ -1,0 +1,107 @@
+"""A child process for functions that may do anything: each call has its own answer, within its limit."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from skyasync.processes.apart import Apart, NoAnswerError
+from skyasync.processes.pool import Pool
+from skyasync.testing.chaos.family import marked
+from tests.processes.functions import behave
+
+pytestmark = pytest.mark.slow
+
+BEHAVE, MARK = pickle.dumps(behave), "SKYASYNC_TEST_APART"
+BIG = 3 << 20  # bytes: more than a socket takes without a reader
+ENDS, SLACK_S = 30.0, 10.0  # limits of a call that ends; seconds that a busy machine may take
+ANSWERS = ("", "fork", "fork and stay")
+HANGS = ("hang", "stop", "start a child and hang")
+FAILS = {  # what else may come of a call
+    **{what: NoAnswerError for what in (*HANGS, "exit", "end", "return what cannot be read", "garbage", "close")},
+    "interrupt": RuntimeError, "raise": ZeroDivisionError, "raise its own": RuntimeError,
+    "return what cannot travel": (AttributeError, pickle.PicklingError),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, name := uuid.uuid4().hex)
+        yield f"{MARK}={name}"
+
+
+@pytest.fixture(scope="module")
+def pool(mark):
+    found = Pool(lambda look_at: Apart([("f", BEHAVE)], look_at), 2)
+    yield found
+    found.close()
+    assert none_soon(mark) == []
+
+
+def none_soon(mark):
+    deadline = time.monotonic() + SLACK_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def ask(pool, what, number, size=0):
+    payload = b"\xff" * size
+    limit_s, began = 0.4 if what in HANGS else ENDS, time.monotonic()
+    try:
+        with pool.alone() as process:
+            began = time.monotonic()
+            return process.call("f", BEHAVE, {"what": what, "mark": number, "payload": payload}, limit_s)
+    except Exception as error:
+        return error
+    finally:
+        assert time.monotonic() - began < limit_s + SLACK_S
+
+
+calls = st.tuples(st.sampled_from([*ANSWERS, *FAILS]), st.sampled_from([0, 20, BIG]))
+
+
+@example([(what, 0) for what in (*ANSWERS, *FAILS)])
+@example([(what, BIG) for what in (*ANSWERS, "garbage", "stop", "end")])
+@given(st.lists(calls, min_size=2, max_size=4))
+@settings(max_examples=4)
+def test_every_answer_belongs_to_its_own_call_and_comes_within_the_limit(pool, asked):
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(
+            threads.map(lambda each: ask(pool, *each), [(what, n, size) for n, (what, size) in enumerate(asked)])
+        )
+    for number, ((what, size), answer) in enumerate(zip(asked, answers, strict=True)):
+        if what in ANSWERS:
+            assert answer == (number, b"\xff" * size)
+        else:
+            assert isinstance(answer, FAILS[what])
+            if what in ("raise", "raise its own"):
+                assert str(number) in str(answer)
+
+
+def test_what_an_ended_call_has_started_ends_with_it(pool, mark):
+    before = {process.number for process in marked(mark)}
+    assert isinstance(ask(pool, "start a child and hang", 1), NoAnswerError)
+    started = [process for process in marked(mark) if process.number not in before]
+    assert [process.title for process in started if "sleep" in process.title] == []
+
+
+@pytest.mark.parametrize("size", [10, BIG])
+def test_the_limit_holds_where_the_child_is_stopped_before_it_is_asked(mark, size):
+    pool = Pool(lambda look_at: Apart([("f", BEHAVE)], look_at), 1)
+    assert ask(pool, "stop behind the answer", 1) == (1, b"")
+    time.sleep(0.5)
+    with pool.alone() as child:
+        began = time.monotonic()
+        with pytest.raises(NoAnswerError, match=r"did not return within 0\.5 s"):
+            child.call("f", BEHAVE, {"what": "", "mark": 2, "payload": b"x" * size}, 0.5)
+        assert time.monotonic() - began < 0.5 + SLACK_S
+    assert ask(pool, "", 3) == (3, b"")
+    pool.close()
