@@ -49,7 +49,7 @@ def load_prompts(
     """
     given = [known[s] if s in known else rows(s, cfg, held_out=held_out) for s in sources]
     found = [row for part in given for row in part]
-    prompts = [as_prompt(index, dict(row), cfg) for index, row in enumerate(found)]
+    prompts = [as_prompt(index, row, cfg) for index, row in enumerate(found)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit = cfg.trainer.max_prompt_length
     kept = [p for p in prompts if len(chat.prompt(p.messages)) <= limit]
@@ -128,12 +128,15 @@ def warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
     return shared
 
 
-def as_prompt(index: int, row: dict[str, Any], cfg: Config) -> Prompt:
+def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     """A row as the prompt that it is.
 
     Raises:
-        UserError: for a column that is not there, or a prompt of a form that is none.
+        UserError: for what is no row, a column that is not there, or a prompt of a form that is none.
     """
+    if not isinstance(given, Mapping):
+        raise UserError(f"data row {index} is no object with columns; found {str(given)[:80]!r}")
+    row = dict(given)
     if column := image_column({**row, **(row.get("extras") or {})}):
         raise UserError(
             f"data row {index}: the row has {column}: {NO_IMAGES} (drop the column if it has no part in the task)"

@@ -18,7 +18,7 @@ from skyasync.config.check import TASK_SOURCE
 from skyasync.config.evaluation import eval_sources
 from skyasync.config.schema import Config
 from skyasync.data.datasets import as_prompt, check_rows
-from skyasync.data.sources import FILES, HUB, Row, check_file, rows
+from skyasync.data.sources import FILES, HUB, Row, check_file, parse_line, rows
 from skyasync.errors import UserError, unknown
 from skyasync.preflight.parts import check_environment, check_installed
 from skyasync.rollout.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ def _is_function(source: str) -> bool:
 def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
     found = known[source] if source in known else _lines(source) if Path(source).suffix in FILES else ()
     for index, row in enumerate(found):
-        yield as_prompt(index, dict(row), cfg)
+        yield as_prompt(index, row, cfg)
 
 
 def _lines(source: str) -> Iterator[Row]:
@@ -132,9 +132,9 @@ def _lines(source: str) -> Iterator[Row]:
             for batch in ParquetFile(path).iter_batches(batch_size=64):
                 yield from batch.to_pylist()
         elif path.suffix == ".jsonl" or path.read_text(encoding="utf-8").lstrip()[:1] != "[":
-            with path.open(encoding="utf-8") as file:
-                yield from (json.loads(line) for line in file if line.strip())
+            with path.open("rb") as file:
+                yield from (parse_line(line, number) for number, line in enumerate(filter(bytes.strip, file)))
         else:
             yield from json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+    except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors are among them
         raise UserError(f"data file {source!r} cannot be read: {error}") from error
