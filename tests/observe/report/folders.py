@@ -27,7 +27,7 @@ def metrics(step: int) -> dict[str, Any]:
 
 def sample(step: int) -> dict[str, Any]:
     return {
-        "step": step, "prompt_id": "e0-i3-r0", "prompt": "Sort <b>31</b>", "response": "13!", "reward": 0.5,
+        "step": step, "prompt_id": "e0-i3-r0", "prompt": "Sort <b>31</b>", "response": "13!", "label": "<b>13</b>", "reward": 0.5,
         "stop_reason": "stop", "versions": [0, 1],
         "tokens": {"text": ["1", "<i>", "said"], "versions": [0, 1, -1], "logprobs": [-0.1, -0.5, None],
                    "trainer_logprobs": [-0.1, -0.9, None]},
@@ -44,6 +44,7 @@ def make_run(folder: Path, *, steps: int = 12, settings: str = "", error: str = 
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in of_file))
     config = settings or "trainer:\n  plan: one_step_off\n  max_training_steps: 12\n  seed: 42\nmine:\n  strength: 2\n"
     (folder / "config.yaml").write_text(config)
+    (folder / "origins.json").write_text('{"trainer.plan": "command line", "mine.strength": "recipe"}')
     if error:
         (folder / "error.txt").write_text(f"Traceback\n  file\n{error}\n")
     clock = iter(range(10_000))
