@@ -216,12 +216,11 @@ def test_with_data_of_ones_own_only_the_default_files_model_is_taken(tmp_path: P
 def test_the_tiny_examples_recipe_is_taken_whole_or_not_at_all_and_a_line_says_so() -> None:
     whole = configuration(["trainer.plan=one_step_off"])
     assert whole.data.val_data and whole.generator.sampling_params.max_generate_length == 9
-    assert re.match(
-        r"neither a model nor data.train_data is named: 1\d settings are those of the tiny", about_recipe(whole)
-    )
-    mine = configuration(["data.train_data=mine.jsonl", "environment.env_class=e"])
-    expected = load_config([f"trainer.policy.model.path={whole.trainer.policy.model.path}", "data.train_data=mine.jsonl",
-                            "environment.env_class=e"])  # fmt: skip
+    line = about_recipe(whole)
+    assert re.match(r"neither a model nor data.train_data is named: 1\d settings are those of the tiny example", line)
+    given = ["data.train_data=mine.jsonl", "environment.env_class=e"]
+    mine = configuration(given)
+    expected = load_config([f"trainer.policy.model.path={whole.trainer.policy.model.path}", *given])
     assert mine == expected and mine.data.val_data == []
     assert about_recipe(mine).startswith("no model is named: the tiny example model is trained on data.train_data")
     assert about_recipe(expected) == ""

@@ -116,7 +116,7 @@ def load_config(
 
 
 def origins(config: object) -> dict[str, str]:
-    """Who has set what: key -> ``COMMAND_LINE``, a file and its line, ``preset NAME``, or ``RECIPE``: default_config."""
+    """Who has set what: key -> ``COMMAND_LINE``, a file and its line, ``preset NAME``, ``RECIPE`` (default_config)."""
     return dict(vars(config).get(_ORIGINS, {}))
 
 

@@ -27,8 +27,8 @@ def metrics(step: int) -> dict[str, Any]:
 
 def sample(step: int) -> dict[str, Any]:
     return {
-        "step": step, "prompt_id": "e0-i3-r0", "prompt": "Sort <b>31</b>", "response": "13!", "label": "<b>13</b>", "reward": 0.5,
-        "stop_reason": "stop", "versions": [0, 1],
+        "step": step, "prompt_id": "e0-i3-r0", "prompt": "Sort <b>31</b>", "response": "13!", "label": "<b>13</b>",
+        "reward": 0.5, "stop_reason": "stop", "versions": [0, 1],
         "tokens": {"text": ["1", "<i>", "said"], "versions": [0, 1, -1], "logprobs": [-0.1, -0.5, None],
                    "trainer_logprobs": [-0.1, -0.9, None]},
     }  # fmt: skip
