@@ -176,7 +176,7 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Pa
         ("trainer:\n  sed: 1\n", r"settings.yaml:2: unknown key 'trainer.sed': did you mean trainer.seed"),
         ("trainer:\n  seed: x\n", "settings.yaml:2: trainer.seed: expected int, found the string 'x'"),
         ("trainer:\n  seed: '1'\n", "settings.yaml:2: trainer.seed: expected int, found the string '1'"),
-        ("trainer:\n  epochs: 0\n", "settings.yaml:2: trainer.epochs=0: must be at least 1"),
+        ("trainer:\n  epochs: -1\n", "settings.yaml:2: trainer.epochs=-1: must be at least 0"),
         ("trainer:\n  run_name:\n", "settings.yaml:2: trainer.run_name: expected str, found null"),
         ("trainer: 3\n", "settings.yaml:1: trainer is a group"),
         ("trainer:\n  seed: 1\n  seed: 2\n", "settings.yaml:3: trainer.seed is given twice, first in line 2"),

@@ -129,7 +129,7 @@ def test_a_foreign_option_with_a_separate_value_is_one_problem() -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config(["lr=1", "trainer.seed=x", "trainer.epochs=0", "generator.backend=vlm"])
+        load_config(["lr=1", "trainer.seed=x", "trainer.epochs=-1", "generator.backend=vlm"])
     assert len(refused.value.problems) == 4
 
 

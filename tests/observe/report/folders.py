@@ -19,7 +19,7 @@ def metrics(step: int) -> dict[str, Any]:
         "off_policy/staleness_0/ratio_mean": 1.0, "off_policy/staleness_1/ratio_mean": 1.01,
         "response/length_mean": 8.0, "response/length_max": 12.0, "response/truncated": 0.05,
         "staleness/mean": 0.8, "staleness/min": 0.0, "staleness/max": 1.0, "staleness/tokens_0": 20.0,
-        "staleness/tokens_1": 80.0, "sync/logprob_gap": 1e-6, "idle/trainer": 0.2, "idle/engines": 0.4,
+        "staleness/tokens_1": 80.0, "sync/logprob_gap_mean": 1e-6, "idle/trainer": 0.2, "idle/engines": 0.4,
         "throughput/tokens_per_s": 9000.0, "throughput/samples_per_s": 900.0, "time/step_s": 1.0, "time/train_s": 0.7,
         "time/generate_s": 0.9,
     }  # fmt: skip
