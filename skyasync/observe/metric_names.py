@@ -126,7 +126,7 @@ METRICS = (
     Metric("sync/logprob_gap_mean", "Its mean.", "nats"),
     Metric(
         "sync/logprob_gap_limit",
-        "The largest mean that rounding explains: a larger sync/logprob_gap_mean ends the run.",
+        "What rounding does to the mean: a larger mean ends the run.",
         "nats",
     ),
     Metric("sync/bytes", "What a sync that need not send all weights has sent.", "bytes"),
