@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from skyasync.config.domains import domains_of, judges, tags_of
 from skyasync.config.evaluation import eval_sets
+from skyasync.config.rules import reported_metric
 from skyasync.config.schema import Config, DataConfig
 from skyasync.data.reading import reader
 from skyasync.data.sources import Row, rows
@@ -63,7 +64,7 @@ def load_prompts(
     if kept and not held_out:
         _check_domains(kept, cfg)
         _check_judged(kept, cfg)
-    check_rows(kept, cfg)
+    check_rows(kept, cfg, held_out=held_out)
     return kept
 
 
@@ -232,13 +233,17 @@ def _check_domains(prompts: Sequence[Prompt], cfg: Config) -> None:
             )
 
 
-def check_rows(prompts: Iterable[Prompt], cfg: Config) -> None:
-    """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours later."""
-    checks = RowChecks(cfg.environment)
+def check_rows(prompts: Iterable[Prompt], cfg: Config, *, held_out: bool = False) -> None:
+    """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours later, or that has no
+    metric to filter its groups by."""
+    checks, metric = RowChecks(cfg.environment), reported_metric(cfg)
     for prompt in prompts:
         if prompt.env_class == "reward":
             try:
-                checks.check(known_of(prompt.extras, prompt.messages, ""))
+                known = known_of(prompt.extras, prompt.messages, "")
+                checks.check(known)
+                if metric and not held_out:
+                    checks.check_metric(metric, known)
             except UserError as error:
                 raise UserError(f"data row {prompt.id.row}: {error}") from error
 

@@ -40,8 +40,10 @@ def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, hel
     """
     if train and not cfg.data.train_data:
         raise UserError("there are no training prompts: name data.train_data")
-    for source in [*(cfg.data.train_data if train else ()), *(eval_sources(cfg.data) if held_out else ())]:
+    for source in cfg.data.train_data if train else ():
         _check_source(source, cfg, known)
+    for source in eval_sources(cfg.data) if held_out else ():
+        _check_source(source, cfg, known, held_out=True)
     return [_prompts(source, cfg, known) for source in (cfg.data.train_data if train else ())]
 
 
@@ -62,7 +64,7 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Co
         raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens; the shortest has {shortest}")
 
 
-def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> None:
+def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, held_out: bool = False) -> None:
     if source.startswith(TASK_SOURCE):
         return _check_task(source.removeprefix(TASK_SOURCE), cfg)
     if _is_function(source):
@@ -77,7 +79,7 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> 
     for prompt in first or ():
         if prompt.env_class != "agent":
             check_environment(prompt.env_class)
-    check_rows(first or (), cfg)
+    check_rows(first or (), cfg, held_out=held_out)
     return None
 
 

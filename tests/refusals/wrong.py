@@ -46,6 +46,7 @@ NO_EFFECT = [
 INPUTS = [
     (["trainer.policy.optimizer_config.lr=inf"], "optimizer_config.lr=inf", "finite"),
     (["trainer.step_timeout_s=inf"], "trainer.step_timeout_s=inf", "finite"),
+    (["environment.reward_funcs=my_reward.reverse"], "my_reward.reverse", "file.py:NAME or module:NAME"),
     (["data.train_data=[]"], "data.train_data", "no training prompts"),
     (["data.train_data={x}/rows.jsnl"], "rows.jsnl", "neither"),
     (["data.train_data={x}/row.jsonl"], "row.jsonl' does not exist", "did you mean 'rows.jsonl'"),
