@@ -120,6 +120,7 @@ class RayPPOTrainer(Life):
         self.reporting = Reporting(
             tracker, callbacks, cfg.trainer.save_samples, trajectories=cfg.trainer.dump_trajectories
         )
+        self._learnt: list[Group] = []  # since the last step's end; of other rollouts too, where a plan replays
         self._refuse_what_cannot_work()
 
     @classmethod
@@ -272,6 +273,7 @@ class RayPPOTrainer(Life):
         from skyasync.rollout.collate import collate_in_turns
 
         self.learner.numbers.look_at(groups)
+        self._learnt += groups
         if not self.refill.active:  # else they were filtered as they came
             sampled = groups
             groups = self.filter_groups(groups)
@@ -295,7 +297,10 @@ class RayPPOTrainer(Life):
 
     async def finish_step(self, rollout: Rollout) -> None:
         """The policy is one step newer: count it, and write down what it was trained on."""
-        staleness = await staleness_metrics(rollout.groups, self.global_step)
+        own = {group.prompt.id for group in rollout.groups}
+        again = [group for group in self._learnt if group.prompt.id not in own]
+        self._learnt = []
+        staleness = await staleness_metrics([*rollout.groups, *again], self.global_step)
         for name, value in (rollout.metrics | staleness).items():
             self.metrics.setdefault(name, value)  # what a hook has found stands
         self.handover.look_at_tokens(self.metrics)

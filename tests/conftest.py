@@ -19,7 +19,7 @@ from xdist.scheduler import LoadFileScheduling
 
 import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
 from skyasync.envs import ENVS
-from tests.warm import TEMPORARY, nursery, warm_children, warm_engines_on_ray, warm_workers
+from tests.warm import FAILURES, TEMPORARY, nursery, warm_children, warm_engines_on_ray, warm_workers
 
 # How fast examples are drawn and run says more of the machine than of the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -67,6 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
         shared = nursery()
         os.environ[DOOR] = str(shared.__enter__())
         config.add_cleanup(lambda: shared.__exit__(None, None, None))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason in FAILURES:
+        terminalreporter.write_line(reason, red=True)
 
 
 @pytest.fixture(scope="session")

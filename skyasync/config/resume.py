@@ -8,10 +8,14 @@ command does, whatever ended the run before.
 from __future__ import annotations
 
 import glob
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from skyasync.config.schema import TrainerConfig
+
+STATE = "state.json"  # of a checkpoint
+WRITTEN = "written_ns"  # in it: the time, later than that of every checkpoint beside it
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,16 @@ def go_on_beside(trainer: TrainerConfig) -> None:
     beside = [path for path in root.parent.glob(f"{glob.escape(root.name)}-*/checkpoints/step_*") if not path.suffix]
     tries = [path for path in beside if path.parts[-3].removeprefix(f"{root.name}-").isdecimal()]
     if tries:
-        newest = max(tries, key=lambda path: path.stat().st_mtime)
+        newest = max(tries, key=lambda path: (written_ns(path) or 0, int(path.parts[-3].rpartition("-")[2])))
         trainer.run_name = str(Path(trainer.run_name).with_name(newest.parts[-3]))
+
+
+def written_ns(folder: Path) -> int | None:
+    """When a checkpoint was written: 0 if it does not say, as of earlier versions; None if it cannot be read."""
+    try:
+        return int(json.loads((folder / STATE).read_text(encoding="utf-8")).get(WRITTEN, 0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def settle_resume_mode(trainer: TrainerConfig) -> str:

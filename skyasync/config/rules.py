@@ -210,6 +210,11 @@ def check_estimator(cfg: Config) -> Iterator[str]:
         )
 
 
+def reported_metric(cfg: Config) -> str:
+    """What groups are filtered by, where episodes must report it; "" where a reward model may, behind their end."""
+    return "" if holds(REWARD, cfg) else cfg.trainer.algorithm.dynamic_sampling.metric
+
+
 def check_critic(cfg: Config) -> Iterator[str]:
     """A policy that is never trained."""
     trainer, warmup = cfg.trainer, cfg.trainer.critic.warmup_steps

@@ -70,7 +70,12 @@ def check_sampling(cfg: Config, *, reads_behaviour: str) -> Iterator[str]:
                 f"starts a response over with its tokens as a prompt: set trainer.partial_rollout=keep"
             )
     samples, temperature = cfg.generator.eval_n_samples_per_prompt, evaluation(cfg.generator).temperature
-    if samples > 1 and temperature == 0:
+    if samples > 1 and temperature == 0 and cfg.generator.eval_sampling_params.temperature is None:
+        yield (
+            "generator.sampling_params.temperature=0 (greedy) draws the same response again and again, in training, "
+            "where a group then teaches nothing, and in evaluation: raise it"
+        )
+    elif samples > 1 and temperature == 0:
         yield (
             f"generator.eval_n_samples_per_prompt={samples} draws the same response {samples} times with "
             f"generator.eval_sampling_params.temperature=0 (greedy): raise the temperature (null is that of training), "

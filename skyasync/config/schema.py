@@ -109,7 +109,12 @@ class TrainerConfig(SurvivalConfig):
         choices=("overlap", "pause"),
     )
     allow_uncorrected: bool = key(False, "Let an asynchronous plan run without an off-policy correction.")
-    epochs: int = key(1, "Passes over the training prompts.", low=1, when="not data.streaming")
+    epochs: int = key(
+        0,
+        "Passes over the training prompts; 0 makes as many as max_training_steps takes, or one without it.",
+        low=0,
+        when="not data.streaming",
+    )
     max_training_steps: int = key(0, "Stop after this many steps; 0 runs all epochs.", low=0)
     train_batch_size: int = key(64, "Prompts per training step.", low=1)
     policy_mini_batch_size: int = key(0, "Prompts per optimizer step; 0 takes the whole training batch.", low=0)

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from skyasync.config.domains import domains_of, judges, tags_of
 from skyasync.config.evaluation import eval_sets
+from skyasync.config.rules import reported_metric
 from skyasync.config.schema import Config, DataConfig
 from skyasync.data.reading import reader
 from skyasync.data.sources import Row, rows
@@ -49,7 +50,7 @@ def load_prompts(
     """
     given = [known[s] if s in known else rows(s, cfg, held_out=held_out) for s in sources]
     found = [row for part in given for row in part]
-    prompts = [as_prompt(index, dict(row), cfg) for index, row in enumerate(found)]
+    prompts = [as_prompt(index, row, cfg) for index, row in enumerate(found)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit = cfg.trainer.max_prompt_length
     kept = [p for p in prompts if len(chat.prompt(p.messages)) <= limit]
@@ -63,7 +64,7 @@ def load_prompts(
     if kept and not held_out:
         _check_domains(kept, cfg)
         _check_judged(kept, cfg)
-    check_rows(kept, cfg)
+    check_rows(kept, cfg, held_out=held_out)
     return kept
 
 
@@ -128,12 +129,15 @@ def warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
     return shared
 
 
-def as_prompt(index: int, row: dict[str, Any], cfg: Config) -> Prompt:
+def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     """A row as the prompt that it is.
 
     Raises:
-        UserError: for a column that is not there, or a prompt of a form that is none.
+        UserError: for what is no row, a column that is not there, or a prompt of a form that is none.
     """
+    if not isinstance(given, Mapping):
+        raise UserError(f"data row {index} is no object with columns; found {str(given)[:80]!r}")
+    row = dict(given)
     if column := image_column({**row, **(row.get("extras") or {})}):
         raise UserError(
             f"data row {index}: the row has {column}: {NO_IMAGES} (drop the column if it has no part in the task)"
@@ -229,13 +233,17 @@ def _check_domains(prompts: Sequence[Prompt], cfg: Config) -> None:
             )
 
 
-def check_rows(prompts: Iterable[Prompt], cfg: Config) -> None:
-    """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours later."""
-    checks = RowChecks(cfg.environment)
+def check_rows(prompts: Iterable[Prompt], cfg: Config, *, held_out: bool = False) -> None:
+    """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours later, or that has no
+    metric to filter its groups by."""
+    checks, metric = RowChecks(cfg.environment), reported_metric(cfg)
     for prompt in prompts:
         if prompt.env_class == "reward":
             try:
-                checks.check(known_of(prompt.extras, prompt.messages, ""))
+                known = known_of(prompt.extras, prompt.messages, "")
+                checks.check(known)
+                if metric and not held_out:
+                    checks.check_metric(metric, known)
             except UserError as error:
                 raise UserError(f"data row {prompt.id.row}: {error}") from error
 

@@ -8,6 +8,8 @@ a batch may run over the end of an epoch, and the last batch may be smaller.
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,9 @@ from skyasync.data.mixture import Order
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
 
+log = logging.getLogger(__name__)
+
+ENDLESS = sys.maxsize >> 1  # prompts of a stream whose run ends by its steps alone
 DIGEST_ROWS = 256  # evenly spaced; enough to tell other data, and quick on millions of rows
 
 
@@ -141,10 +146,22 @@ class PromptCursor:
 def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int) -> int:
     """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows.
 
-    Where rejected prompts are replaced, nobody knows how many that is.
+    Where rejected prompts are replaced, nobody knows how many that is. A line tells of steps that the data is too short
+    for.
     """
-    total = trainer_cfg.epochs * dataset_size
+    steps, size, epochs = trainer_cfg.max_training_steps, trainer_cfg.train_batch_size, trainer_cfg.epochs
+    total = (epochs or (0 if steps else 1)) * dataset_size
+    if steps and 0 < total <= (steps - 1) * size:
+        log.warning(
+            "the data ends before trainer.max_training_steps=%d: trainer.epochs=%d of %d prompts are %d steps of %d "
+            "(trainer.epochs=0 goes through it as often as the steps take)",
+            steps, epochs, dataset_size, -(-total // size), size,
+        )  # fmt: skip
+    elif not total and steps * size > dataset_size:
+        log.warning(
+            "trainer.max_training_steps=%d goes %.1f times through the %d training prompts",
+            steps, steps * size / dataset_size, dataset_size,
+        )  # fmt: skip
     if trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
-        return total
-    limit = trainer_cfg.max_training_steps * trainer_cfg.train_batch_size
-    return min(total, limit) if limit else total
+        return total or ENDLESS
+    return min(total or ENDLESS, steps * size or ENDLESS)

@@ -13,7 +13,6 @@ Invariant: a source gives the same rows in the same order each time it is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -91,7 +90,7 @@ class _Lines:
                 if not line.strip():
                     continue
                 if number >= start:
-                    yield json.loads(line)
+                    yield sources.parse_line(line, number)
                 number += 1
                 if number % KNOWN_EVERY == 0 and number // KNOWN_EVERY == len(self._places):
                     self._places.append(file.tell())
@@ -152,7 +151,7 @@ class Interleaved:
             source = self._open[number]
             assert source is not None
             try:
-                rows.append(dict(next(source)))
+                rows.append(next(source))
                 given[number] += 1
             except StopIteration:
                 self._open[number] = None

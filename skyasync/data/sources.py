@@ -14,6 +14,7 @@ training takes ``train``, and evaluation ``validation`` or ``test``, never the t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,6 +76,22 @@ def absolute(source: str) -> str:
 def absolute_all(sources: str | list[str]) -> list[str]:
     """The same of one source or several."""
     return [absolute(source) for source in ([sources] if isinstance(sources, str) else sources)]
+
+
+def parse_line(line: bytes, number: int) -> Row:
+    """A line of a JSON lines file, which should hold the row with this number; that it is an object is seen later.
+
+    Raises:
+        ValueError: naming the row.
+    """
+    try:
+        return json.loads(line)  # type: ignore[no-any-return]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"row {number} is not valid JSON: {error.msg} (character {error.pos})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"row {number} is not UTF-8: {error.reason}") from None
+    except RecursionError:
+        raise ValueError(f"row {number} is nested too deeply") from None
 
 
 def check_file(source: str) -> Path:

@@ -11,7 +11,6 @@ the prompts in flight and a few more, one of them read ahead in a thread, howeve
 from __future__ import annotations
 
 import logging
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +20,7 @@ from typing import overload
 import numpy as np
 
 from skyasync.config.schema import Config
-from skyasync.data.prompts import PromptStream
+from skyasync.data.prompts import ENDLESS, PromptStream
 from skyasync.data.reading import Interleaved, Read
 from skyasync.data.sources import Row
 from skyasync.errors import UserError
@@ -30,7 +29,6 @@ from skyasync.rollout.types import Prompt, PromptId
 log = logging.getLogger(__name__)
 
 KEPT = 4  # blocks besides those of prompts in flight: the one in hand, the next, an empty one between two passes
-ENDLESS = sys.maxsize >> 1  # prompts of a stream whose run ends by its steps alone
 
 
 @dataclass(frozen=True, order=True)

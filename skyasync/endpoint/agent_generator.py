@@ -20,6 +20,7 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.processes.transient import Patience
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import TrajectoryGenerator
+from skyasync.rollout.early_end import HasMetric
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, without_number
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
@@ -72,6 +73,10 @@ class AgentGenerator(TrajectoryGenerator):
                 input_batch["trajectory_ids"], input_batch["prompts"], input_batch["env_extras"], strict=True
             )
         ]
+        if self._rules.metric and not is_eval:
+            asked = input_batch["trajectory_ids"]
+            looks = HasMetric(self._rules.metric, asked)
+            episodes = [looks.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
         async with together() as tasks:
             played = [tasks.start(episode) for episode in episodes]
         return [episode.result() for episode in played]

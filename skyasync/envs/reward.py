@@ -126,7 +126,8 @@ def metrics_of(
 
 def right_answer(row: dict[str, Any]) -> object:
     """The row's label: ``label``, or else ``reward_spec.ground_truth``, or ``answer``; None if it has none of them."""
-    candidates = (row.get("label"), (row.get("reward_spec") or {}).get("ground_truth"), row.get("answer"))
+    spec = row.get("reward_spec")
+    candidates = (row.get("label"), spec.get("ground_truth") if isinstance(spec, Mapping) else None, row.get("answer"))
     return next((value for value in candidates if value is not None), None)
 
 

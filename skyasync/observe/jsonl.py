@@ -29,8 +29,8 @@ def read_rows(path: Path | str) -> list[Row]:
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [row for row in map(_decode, lines) if row is not None]
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:  # JSON leaves U+2028, U+0085 as they are
+        return [row for row in map(_decode, lines) if row is not None]
 
 
 def keep_rows(path: Path, keep: Callable[[Row], bool]) -> None:

@@ -124,7 +124,11 @@ METRICS = (
     Metric("staleness/tokens_<n>", "Tokens that were n versions old.", TOKENS),
     Metric("sync/logprob_gap", "Largest gap of log-probabilities, trainer to engine, on probe prompts.", "nats"),
     Metric("sync/logprob_gap_mean", "Its mean.", "nats"),
-    Metric("sync/logprob_gap_limit", "What rounding was measured to do: a larger gap ends the run.", "nats"),
+    Metric(
+        "sync/logprob_gap_limit",
+        "What rounding does to the mean: a larger mean ends the run.",
+        "nats",
+    ),
     Metric("sync/bytes", "What a sync that need not send all weights has sent.", "bytes"),
     Metric("sync/share_changed", "Weights that differ from those of the sync before (weight_sync_mode=delta).", SHARE),
     Metric("sync/fallbacks", "Such syncs so far that sent all weights, the first left out."),

@@ -83,6 +83,11 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def origins(self) -> Path:
+        """Which settings are whose; see ``skyasync.config.load.origins``."""
+        return self.path / "origins.json"
+
+    @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
 

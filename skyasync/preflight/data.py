@@ -18,7 +18,7 @@ from skyasync.config.check import TASK_SOURCE
 from skyasync.config.evaluation import eval_sources
 from skyasync.config.schema import Config
 from skyasync.data.datasets import as_prompt, check_rows
-from skyasync.data.sources import FILES, HUB, Row, check_file, rows
+from skyasync.data.sources import FILES, HUB, Row, check_file, parse_line, rows
 from skyasync.errors import UserError, unknown
 from skyasync.preflight.parts import check_environment, check_installed
 from skyasync.rollout.tokenizer import Tokenizer
@@ -40,8 +40,10 @@ def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, hel
     """
     if train and not cfg.data.train_data:
         raise UserError("there are no training prompts: name data.train_data")
-    for source in [*(cfg.data.train_data if train else ()), *(eval_sources(cfg.data) if held_out else ())]:
+    for source in cfg.data.train_data if train else ():
         _check_source(source, cfg, known)
+    for source in eval_sources(cfg.data) if held_out else ():
+        _check_source(source, cfg, known, held_out=True)
     return [_prompts(source, cfg, known) for source in (cfg.data.train_data if train else ())]
 
 
@@ -62,7 +64,7 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Co
         raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens; the shortest has {shortest}")
 
 
-def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> None:
+def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, held_out: bool = False) -> None:
     if source.startswith(TASK_SOURCE):
         return _check_task(source.removeprefix(TASK_SOURCE), cfg)
     if _is_function(source):
@@ -77,7 +79,7 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> 
     for prompt in first or ():
         if prompt.env_class != "agent":
             check_environment(prompt.env_class)
-    check_rows(first or (), cfg)
+    check_rows(first or (), cfg, held_out=held_out)
     return None
 
 
@@ -119,7 +121,7 @@ def _is_function(source: str) -> bool:
 def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
     found = known[source] if source in known else _lines(source) if Path(source).suffix in FILES else ()
     for index, row in enumerate(found):
-        yield as_prompt(index, dict(row), cfg)
+        yield as_prompt(index, row, cfg)
 
 
 def _lines(source: str) -> Iterator[Row]:
@@ -132,9 +134,9 @@ def _lines(source: str) -> Iterator[Row]:
             for batch in ParquetFile(path).iter_batches(batch_size=64):
                 yield from batch.to_pylist()
         elif path.suffix == ".jsonl" or path.read_text(encoding="utf-8").lstrip()[:1] != "[":
-            with path.open(encoding="utf-8") as file:
-                yield from (json.loads(line) for line in file if line.strip())
+            with path.open("rb") as file:
+                yield from (parse_line(line, number) for number, line in enumerate(filter(bytes.strip, file)))
         else:
             yield from json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # pyarrow's errors are among them
+    except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors are among them
         raise UserError(f"data file {source!r} cannot be read: {error}") from error

@@ -8,10 +8,10 @@ import tempfile
 from operator import attrgetter
 from pathlib import Path
 
-from skyasync.config.resume import Resume, checkpoints_of
+from skyasync.config.resume import STATE, Resume, checkpoints_of
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.errors import UserError
-from skyasync.state.checkpoint import STATE, Checkpoints, refuse_other
+from skyasync.state.checkpoint import Checkpoints, refuse_other
 from skyasync.state.choice import choose
 from skyasync.state.recorded import check_recorded
 

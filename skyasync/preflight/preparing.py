@@ -6,6 +6,7 @@ last, and changed only when this process has claimed it. From then on the config
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from skyasync.config.check import config_warnings
 from skyasync.config.frozen import freeze
-from skyasync.config.load import dump_config
+from skyasync.config.load import MODEL_KEY, RECIPE, dump_config, origins
 from skyasync.config.paths import refuse_foreign_checkpoints
 from skyasync.config.resume import Resume, checkpoints_of, go_on_beside, settle_resume_mode
 from skyasync.config.sampling import backend
@@ -23,6 +24,7 @@ from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.server_check import check_servers
 from skyasync.engines.settings import engine_config
 from skyasync.observe.claim import claim
+from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
@@ -69,6 +71,8 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         experiment.judge_keys = check_judges(cfg)
     if line := settle_resume_mode(cfg.trainer):
         print(line)
+    if line := about_recipe(cfg):
+        print(f"note: {line}", file=sys.stderr)
     return _make_folder(cfg, name)
 
 
@@ -106,11 +110,29 @@ def _check_data_and_models(experiment: Unprepared) -> None:
         check_lengths(prompts, tokenizer, cfg)
 
 
+def about_recipe(cfg: Config) -> str:
+    """What a run has of the settings that stand in for a model that is not named; "" where one is."""
+    taken = [path for path, origin in origins(cfg).items() if origin == RECIPE]
+    if not taken:
+        return ""
+    if taken == [MODEL_KEY]:
+        return (
+            "no model is named: the tiny example model is trained on data.train_data, with the library's defaults for "
+            "all that is not set (it learns with trainer.policy.optimizer_config.lr=3e-4; its recipe, "
+            "skyasync/examples/tiny/config.yaml, is for its own data)"
+        )
+    return (
+        f"neither a model nor data.train_data is named: {len(taken)} settings are those of the tiny example, "
+        f"skyasync/examples/tiny/config.yaml, which learns to sort"
+    )
+
+
 def _make_folder(cfg: Config, name: str) -> RunDirectory:
     resume = Resume.of(cfg.trainer).within(checkpoints_of(cfg.trainer))
     folder = RunDirectory(cfg.trainer.runs_dir, name, resume=resume)
     claim(folder.path)
     folder.secrets = Secrets.of(cfg)
     folder.save_config(dump_config(cfg, secrets=False))
+    replace_text(folder.origins, json.dumps(origins(cfg), indent=1) + "\n")
     freeze(cfg)
     return folder

@@ -138,7 +138,7 @@ def _are_pairs(inputs: object, outputs: object) -> bool:
 def _list(given: object) -> list[Any]:
     """Arguments: a list of them, or one JSON value per line, as LiveCodeBench has them."""
     if isinstance(given, str):
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
+        return [json.loads(line) for line in given.split("\n") if line.strip()]
     return list(given) if isinstance(given, list | tuple) else [given]
 
 

@@ -16,7 +16,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.rewards.forms import CODE_SANDBOX
 from skyasync.rewards.llm_judge import prompt_text
 from skyasync.rewards.registry import REWARDS
-from skyasync.rewards.settings import RewardSettings
+from skyasync.rewards.settings import RewardSettings, short_names
 from skyasync.rewards.verdicts import check_placeholders, known_to_judge
 
 
@@ -43,6 +43,14 @@ class RowChecks:
                 check_placeholders(name, self._prompts[name], known_to_judge(known))
             elif check := _check_of(func):
                 check({**known, CODE_SANDBOX: self._settings.code_sandbox})
+
+    def check_metric(self, metric: str, known: Mapping[str, Any]) -> None:
+        """Raises ``UserError`` if none of a row's functions can report this metric; what follows ``name/`` they choose
+        themselves."""
+        names = short_names([func for func, _ in self._settings.weighted(known)])
+        own = metric.removeprefix(f"{known.get('domain')}/")
+        if own.partition("/")[0] not in {name.partition("/")[0] for name in names}:
+            raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, names))
 
 
 @cache

@@ -7,6 +7,7 @@ is trained is the same with and without it; every trajectory asked for comes bac
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from skyasync.algorithms.filters import cannot_be_inside
 from skyasync.arrays import Ints
 from skyasync.config.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
-from skyasync.rollout.types import PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
 Decided = Callable[[Sequence[float], int], bool]
 
@@ -35,6 +36,31 @@ def decider(dynamic_sampling: DynamicSamplingConfig) -> Decided | None:
         return cannot_be_inside(rewards, samples, low=cfg.low, high=cfg.high, least=cfg.reward_min, most=cfg.reward_max)
 
     return decided
+
+
+class HasMetric:
+    """Looks at the first group that is complete: has it the metric that groups are filtered by?
+
+    Args:
+        asked: every trajectory of the call.
+    """
+
+    def __init__(self, metric: str, asked: Sequence[TrajectoryId]) -> None:
+        self._metric, self._sizes = metric, Counter(identity.prompt for identity in asked)
+        self._ended: dict[PromptId, list[Trajectory]] = defaultdict(list)
+
+    async def play(self, identity: TrajectoryId, episode: Coroutine[Any, Any, Trajectory]) -> Trajectory:
+        """The episode's trajectory.
+
+        Raises:
+            UserError: if it completes a group without the metric, naming those that there are.
+        """
+        trajectory = await episode
+        ended = self._ended[identity.prompt]
+        ended.append(trajectory)
+        if len(ended) == self._sizes[identity.prompt]:
+            Group(Prompt(identity.prompt, [], ""), self._ended.pop(identity.prompt)).judged_by(self._metric)
+        return trajectory
 
 
 class EarlyEnd:

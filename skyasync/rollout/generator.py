@@ -25,7 +25,7 @@ from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.contract import Generator, TrajectoryGenerator
-from skyasync.rollout.early_end import Decided, EarlyEnd
+from skyasync.rollout.early_end import Decided, EarlyEnd, HasMetric
 from skyasync.rollout.judging import NO_JUDGES, Judges
 from skyasync.rollout.requests import request_seed
 from skyasync.rollout.rules import (
@@ -97,6 +97,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         if self._decided is not None and not input_batch["is_eval"]:
             groups, asked = EarlyEnd(self._decided, input_batch["trajectory_ids"]), input_batch["trajectory_ids"]
             episodes = [groups.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
+        if self._rules.metric and not input_batch["is_eval"]:
+            looks, asked = HasMetric(self._rules.metric, input_batch["trajectory_ids"]), started["trajectory_ids"]
+            episodes = [looks.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
         try:
             if spares:
                 by_name = dict(zip(started["trajectory_ids"], episodes, strict=True))

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from skyasync.arrays import TURN_TOKENS, Floats, Ints, joined
+from skyasync.envs.reward import right_answer
 from skyasync.rollout.shown import token_columns
 from skyasync.rollout.types import Group, Trajectory
+
+LABEL_CHARS = 2000  # of a right answer beside a sample: tests of a program may be a book
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -146,6 +149,7 @@ def sample_records(
                 trajectory.segments, decode, trained(joined(*(s.tokens for s in trajectory.segments)))
             ),
         }
+        | ({} if (label := right_answer(group.prompt.extras)) is None else {"label": str(label)[:LABEL_CHARS]})
         for group in groups[:count]
         for trajectory in group.trajectories[:1]
     ]

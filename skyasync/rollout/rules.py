@@ -14,6 +14,7 @@ from itertools import count
 from math import nan
 
 from skyasync.arrays import Ints
+from skyasync.config.rules import reported_metric
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.processes.link import ProcessLostError
@@ -43,6 +44,7 @@ class EpisodeRules:
         turn_discount: ``generator.turn_discount``.
         spares: ``generator.spare_samples_per_prompt``.
         on_nonfinite: ``trainer.on_nonfinite``, for rewards, where ``on_error`` does not end their episodes alone.
+        metric: ``trainer.algorithm.dynamic_sampling.metric``, which episodes must report.
     """
 
     max_turns: int = 0
@@ -54,6 +56,7 @@ class EpisodeRules:
     turn_discount: float = 1.0
     spares: int = 0
     on_nonfinite: str = "raise"
+    metric: str = ""
 
     @staticmethod
     def of(cfg: Config) -> EpisodeRules:
@@ -70,6 +73,7 @@ class EpisodeRules:
             generator.turn_discount,
             generator.spare_samples_per_prompt,
             cfg.trainer.on_nonfinite,
+            reported_metric(cfg),
         )
 
     @property

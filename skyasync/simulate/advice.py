@@ -5,13 +5,13 @@ Invariant: advice comes from simulating, with the costs given, the plan that wou
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from skyasync.errors import UserError
+from skyasync.observe.jsonl import read_rows
 from skyasync.simulate.run import Outcome, simulate, train_s_per_token, work
 from skyasync.simulate.settings import SimulationConfig
 
@@ -74,7 +74,7 @@ def read_costs(cfg: SimulationConfig, metrics: Path) -> None:
     """
     if not metrics.is_file():
         raise UserError(f"simulate.from_run: there is no {metrics}")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = read_rows(metrics)
     needed = ("time/generate_s", "time/train_s", "time/sync_s", "response/length_mean", "response/length_max")
     rows = [row for row in rows if all(name in row for name in needed)][1:]
     if not rows:

@@ -2,7 +2,8 @@
 
 Invariant: a folder named ``step_<k>`` was complete, and on the disk, when it got that name: it is written under
 another, its files and folders are synced, and it is renamed last. ``manifest.json`` in it says what every file must
-hold; ``state.json`` the step, the policy version and the position in the prompt stream; ``config.json`` the settings.
+hold; ``state.json`` the step, the position in the prompt stream, and when the checkpoint was written, which orders
+checkpoints: the times of files are those of the last copy. ``config.json`` holds the settings.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from skyasync.config.resume import STATE, WRITTEN, written_ns
 from skyasync.errors import UserError
 from skyasync.state import manifest
 from skyasync.state.best import Best, read_best, write_best
@@ -23,7 +26,7 @@ from skyasync.state.manifest import FileSum, Sums
 
 log = logging.getLogger(__name__)
 
-STATE, CONFIG = "state.json", "config.json"
+CONFIG = "config.json"
 _UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
 _LISTED = "manifest"  # in state.json: there is one, so that without it the folder is damaged
 
@@ -74,7 +77,8 @@ class Checkpoints:
             for left in [*self.folder.glob(f"step_*{_UNFINISHED}"), *self.folder.glob(f"step_*{_DISCARDED}")]:
                 shutil.rmtree(left, ignore_errors=True)
             self._swept = True
-        return Unfinished(self.folder / _name(step), self._written)
+        now_ns = max([time.time_ns(), *(1 + (written_ns(p) or 0) for p in self._folders())])
+        return Unfinished(self.folder / _name(step), now_ns, self._written)
 
     def latest(self) -> Path | None:
         """The checkpoint that was written last and shows no damage at a glance; what shows some is told."""
@@ -85,11 +89,19 @@ class Checkpoints:
         return None
 
     def newest_first(self) -> list[Path]:
-        """All that were complete once, damaged or not."""
-        if not self.folder.is_dir():
-            return []
-        found = [p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix]
-        return sorted(found, key=lambda p: (_written_ns(p), p.name), reverse=True)
+        """All that were complete once, damaged or not, in the order of what they record.
+
+        Those of earlier versions do not say when they were written: they come before all others, by their steps. One
+        that cannot be read has the place that its step has.
+        """
+        when: dict[Path, int] = {}
+        for folder in sorted(self._folders(), key=lambda p: (len(p.name), p.name)):
+            known = written_ns(folder)
+            when[folder] = max(when.values(), default=0) if known is None else known
+        return sorted(when, key=when.__getitem__)[::-1]
+
+    def _folders(self) -> list[Path]:
+        return [p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix]
 
     def of_step(self, step: int) -> Path:
         """The folder of a step's checkpoint.
@@ -125,9 +137,9 @@ class Checkpoints:
 class Unfinished:
     """A checkpoint under another name, in a ``with`` block; ``path`` is the folder to be filled."""
 
-    def __init__(self, final: Path, written: Callable[[Path], None]) -> None:
+    def __init__(self, final: Path, written_ns: int, written: Callable[[Path], None]) -> None:
         self.path = final.with_name(final.name + _UNFINISHED)
-        self._final, self._written = final, written
+        self._final, self._written_ns, self._written = final, written_ns, written
 
     def __enter__(self) -> Unfinished:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -152,7 +164,7 @@ class Unfinished:
                 sums[name] = manifest.sum_of(path)
         if missing := list(manifest.misfits(self.path, sums)):
             raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
-        texts = {STATE: asdict(state) | {_LISTED: manifest.NAME}, CONFIG: config}
+        texts = {STATE: asdict(state) | {_LISTED: manifest.NAME, WRITTEN: self._written_ns}, CONFIG: config}
         for name, values in texts.items():
             if values is not None:
                 with manifest.summed(self.path / name, sums, name) as file:
@@ -180,6 +192,8 @@ def glance(folder: Path) -> str:
         return f"{manifest.NAME} is missing"
     except (OSError, ValueError) as error:
         return f"{manifest.NAME} cannot be read: {error}"
+    if unlisted := manifest.unlisted(folder, sums):
+        return f"{manifest.NAME} does not list {unlisted[0]}"
     small = {name: entry for name, entry in sums.items() if "/" not in name and name.endswith(".json")}
     return next(manifest.damage(folder, small), "") or next(manifest.misfits(folder, sums), "")
 
@@ -218,13 +232,6 @@ def refuse_other(folder: Path, name: str, made_with: int, here: int) -> None:
 
 def _name(step: int) -> str:
     return f"step_{step:06d}"
-
-
-def _written_ns(folder: Path) -> int:
-    try:
-        return (folder / STATE).stat().st_mtime_ns
-    except OSError:
-        return folder.stat().st_mtime_ns
 
 
 def _replace(unfinished: Path, final: Path) -> None:

@@ -6,12 +6,15 @@ newest gives way to the one before, and where none is whole the run does not sta
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from skyasync.config.resume import Resume
+from skyasync.config.resume import Resume, written_ns
 from skyasync.errors import UserError
 from skyasync.state.checkpoint import Checkpoints, glance
+
+log = logging.getLogger(__name__)
 
 
 def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str], None] | None = None) -> Path | None:
@@ -29,6 +32,12 @@ def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str],
             raise refusal(folder, problem)
         return folder
     found = checkpoints.newest_first()
+    if skip is None and len(found) > 1 and written_ns(found[0]) == 0:
+        log.warning(
+            "the checkpoints in %s are of an earlier version and do not say when they were written: the newest is "
+            "taken to be the one of the largest step, %s (trainer.resume_mode=STEP takes another)",
+            checkpoints.folder, found[0].name,
+        )  # fmt: skip
     for folder in found:
         if folder in checkpoints.damaged:
             continue

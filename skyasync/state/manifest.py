@@ -1,4 +1,4 @@
-"""Which files a checkpoint has, how long they are, and what their bytes add up to.
+"""Which files a checkpoint has, how long they are, and what their bytes add up to; a manifest has a sum of its own.
 
 Invariant: a digest is taken of the bytes that are handed to the file system, not of what it gives back later, so a
 file that arrived damaged is told from one that was written. What a manifest lists is on the disk before it is.
@@ -99,7 +99,8 @@ def sync_folder(path: Path) -> None:
 
 def write(folder: Path, sums: Mapping[str, FileSum]) -> None:
     """Write the manifest of a folder, last of all its files; then every name in it is on the disk."""
-    text = json.dumps({name: asdict(sums[name]) for name in sorted(sums)}, indent=1)
+    entries = {name: asdict(sums[name]) for name in sorted(sums)}
+    text = json.dumps({**entries, NAME: _own_sum(entries)}, indent=1)
     with summed(folder / NAME, {}, NAME) as file:
         file.write(text.encode())
     for part in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
@@ -107,17 +108,32 @@ def write(folder: Path, sums: Mapping[str, FileSum]) -> None:
 
 
 def read(folder: Path) -> Sums:
-    """The sums that a folder's manifest lists.
+    """The sums that a folder's manifest lists; one without a sum of its own is an earlier version's.
 
     Raises:
-        ValueError: if it cannot be understood.
+        ValueError: if it cannot be understood, or does not say what was written.
         OSError: if it cannot be read.
     """
     try:
         entries = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        return {name: FileSum(int(entry["size"]), str(entry["xxh3"])) for name, entry in entries.items()}
+        own = entries.pop(NAME, None)
+        sums = {name: FileSum(int(entry["size"]), str(entry["xxh3"])) for name, entry in entries.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{NAME} cannot be understood") from error
+    if own not in (None, _own_sum(entries)):
+        raise ValueError(f"{NAME} does not hold what was written (its checksum differs)")
+    return sums
+
+
+def unlisted(folder: Path, sums: Mapping[str, FileSum]) -> list[str]:
+    """Files of a folder that its manifest does not list, but for hidden ones, which file systems and tools leave."""
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file())
+    return sorted(set(files) - sums.keys() - {NAME})
+
+
+def _own_sum(entries: Mapping[str, object]) -> str:
+    """Of what a manifest lists."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(entries, sort_keys=True).encode())
 
 
 def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:

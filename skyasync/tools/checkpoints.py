@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from skyasync.config.resume import STATE
 from skyasync.errors import UserError
 from skyasync.state.best import read_best
-from skyasync.state.checkpoint import CONFIG, STATE, Checkpoints, glance
+from skyasync.state.checkpoint import CONFIG, Checkpoints, glance
 
 BEST = "best"
 

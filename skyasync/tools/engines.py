@@ -24,7 +24,7 @@ else the number of an engine, which the run starts or ends. The same can be had 
 
 def engines(argv: Arguments) -> None:
     """Raises ``UserError`` for a run that does not go on, and for names that do not fit."""
-    if not argv or "--help" in argv or "-h" in argv:
+    if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return
     file, what, names = Path(argv[0]).expanduser() / FILE, [*argv[1:], "list"][0], list(argv[2:])

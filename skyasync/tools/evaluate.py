@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from skyasync.errors import UserError
+from skyasync.errors import UserError, nearest
 from skyasync.tools.options import number, take
 from skyasync.tools.verbs import Arguments
 
@@ -36,7 +36,7 @@ default for 1, 2, 4, ... as far as the samples go, and with trainer.eval_passing
 
 def evaluate(argv: Arguments) -> None:
     """Play all held-out prompts, and print the scores."""
-    if not argv or list(argv) in (["--help"], ["-h"]):
+    if list(argv) in (["--help"], ["-h"]):
         print(HELP, end="")
         return
     values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
@@ -95,6 +95,11 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
 
     if not name:
         return []
+    path = Path(name).expanduser()
+    if not path.exists() and ":" not in name and (path.parts[0] == "runs" or path.parent.is_dir()):
+        close = nearest(path.name, (each.name for each in path.parent.glob("*")), count=1)
+        hint = f": did you mean {path.parent / close[0]}?" if close else ""
+        raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
     if not is_checkpoint_or_run(name):
         return [f"{MODEL}={name}"]
     checkpoint = find(name, best=best)

@@ -31,7 +31,7 @@ _PREFIX = "model."  # of the weights among a checkpoint's tensors
 
 def export(argv: Arguments) -> None:
     """Write the folder, and say where it is."""
-    if not argv or "--help" in argv or "-h" in argv:
+    if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return
     examples = {"--out": "FOLDER", "--dtype": "bfloat16", "--model": "PATH"}

@@ -37,7 +37,7 @@ shows samples.jsonl.
 
 def replay(argv: Arguments) -> None:
     """Train, or show."""
-    if not argv or list(argv) in (["--help"], ["-h"]):
+    if list(argv) in (["--help"], ["-h"]):
         print(HELP, end="")
         return
     options, rest = take(

@@ -10,7 +10,7 @@ import os
 import sys
 from importlib.util import find_spec
 
-from skyasync.errors import MissingExtraError
+from skyasync.errors import MissingVLLMError
 from skyasync.tools.verbs import Arguments
 
 HELP = """\
@@ -25,11 +25,11 @@ variable SKYASYNC_ENGINES_KEY holds a key, which the run then has in the same va
 
 def serve(argv: Arguments) -> None:
     """Serve until the process is ended."""
-    if not argv or argv[0].startswith("-"):
+    if argv[0].startswith("-"):
         print(HELP, end="")
         return
     if find_spec("vllm") is None:
-        raise MissingExtraError("vLLM", "vllm (with a GPU) or --extra cpu (without)")
+        raise MissingVLLMError
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # which adds the routes
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers of a machine take the same core

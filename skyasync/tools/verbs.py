@@ -6,7 +6,9 @@ is imported when the verb is carried out.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -24,6 +26,7 @@ class Verb:
         settings: it takes ``key=value``.
         runs: it takes folders of runs, or files.
         listed: it stands in the help.
+        needs: it takes arguments, without which its help is an error.
     """
 
     home: str
@@ -32,11 +35,16 @@ class Verb:
     settings: bool = True
     runs: bool = False
     listed: bool = True
+    needs: bool = False
 
     def carry_out(self, argv: Arguments) -> int | None:
         """Import the verb's module and do it; the exit status, None for 0."""
         module, _, name = self.home.partition(":")
         function: Callable[[Arguments], object] = getattr(import_module(module), name)
+        if self.needs and not argv:
+            with redirect_stdout(sys.stderr):
+                function(["--help"])
+            return 2
         status = function(argv)
         return status if isinstance(status, int) else None
 
@@ -65,6 +73,7 @@ VERBS: dict[str, Verb] = {
         "skyasync.tools.evaluate:evaluate",
         "score a model or a checkpoint on the held-out prompts",
         (*_SETTINGS, "--of", "--best", "--k", "--passing", "--prompts", "--json"),
+        needs=True,
     ),
     "export": Verb(
         "skyasync.tools.export:export",
@@ -72,6 +81,7 @@ VERBS: dict[str, Verb] = {
         ("--best", "--out", "--dtype", "--model", "--help"),
         settings=False,
         runs=True,
+        needs=True,
     ),
     "report": Verb(
         "skyasync.observe.report.command:report",
@@ -79,20 +89,29 @@ VERBS: dict[str, Verb] = {
         ("--out", "--every", "--help"),
         settings=False,
         runs=True,
+        needs=True,
     ),
     "replay": Verb(
         "skyasync.tools.replay:replay",
         "train on recorded rollouts without engines, or show them token by token",
         (*_SETTINGS, "--show", "--step", "--episode", "--tokens", "--nonfinite"),
         runs=True,
+        needs=True,
     ),
     "runs": Verb(
         "skyasync.tools.runs:runs", "list the runs of a folder", ("--json", "--help"), settings=False, runs=True
     ),
     "engines": Verb(
-        "skyasync.tools.engines:engines", "let engines join a run, or leave it", _HELP, settings=False, runs=True
+        "skyasync.tools.engines:engines",
+        "let engines join a run, or leave it",
+        _HELP,
+        settings=False,
+        runs=True,
+        needs=True,
     ),
-    "serve": Verb("skyasync.tools.serve:serve", "start a vLLM server for generator.engines", _HELP, settings=False),
+    "serve": Verb(
+        "skyasync.tools.serve:serve", "start a vLLM server for generator.engines", _HELP, settings=False, needs=True
+    ),
     "completion": Verb(
         "skyasync.tools.completion:completion",
         "print the completion for bash, zsh or fish",

@@ -6,6 +6,7 @@ are raised are the plan's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,10 @@ from skyasync.errors import UserError
 from skyasync.training.hooks import AlgorithmHooks
 from skyasync.workers.roles import POLICY
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
+    from skyasync.data.prompts import PromptStream
     from skyasync.training.cadence import Cadence
     from skyasync.training.marks import Marks
     from skyasync.training.parts import Client
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 class Life(AlgorithmHooks):
     """``RayPPOTrainer`` inherits it, and has the steps that are called here."""
 
+    prompts: PromptStream
     saving: Saving
     marks: Marks
     cadence: Cadence
@@ -50,6 +55,7 @@ class Life(AlgorithmHooks):
             async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
                 yield
             self.phases.name = "finishing"
+            self._tell_of_short_data()
             if self.saving.exports:
                 await self.handover.make_way_for_training()
                 for role, folder in self.saving.exports.items():
@@ -57,6 +63,11 @@ class Life(AlgorithmHooks):
             self.reporting.tell("on_train_end", self)
             self.saving.check_end()
             self.phases.name = "finished"
+
+    def _tell_of_short_data(self) -> None:
+        steps = self.cfg.trainer.max_training_steps
+        if self.global_step < steps and not self.prompts.steps(self.progress.position, self.progress.ahead):
+            log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
 
     async def _begin(self) -> None:
         resumed = await self.saving.resume()

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from skyasync.config.resume import written_ns
 from skyasync.errors import headline
 from skyasync.observe.jsonl import append_rows, read_rows
-from skyasync.state.checkpoint import STATE
 
 log = logging.getLogger(__name__)
 
@@ -64,5 +64,5 @@ class Restarts:
 
     def resume_mode(self, checkpoints: Path, first: str) -> str:
         """What ``trainer.resume_mode`` is from here on, if it was ``first`` when the command began."""
-        states = [path.stat().st_mtime for path in checkpoints.glob(f"step_*/{STATE}") if not path.parent.suffix]
-        return "latest" if states and max(states) >= self.began else first
+        folders = (path for path in checkpoints.glob("step_*") if not path.suffix)
+        return "latest" if any((written_ns(path) or 0) >= self.began * 1e9 for path in folders) else first

@@ -1,6 +1,8 @@
 """What right arguments mean: types, layers, users' own keys."""
 
+import copy
 import enum
+import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -12,8 +14,11 @@ import pytest
 from omegaconf import MISSING
 
 from skyasync.config import Config, ConfigError, check_config, key, load_config, parse_or_exit
+from skyasync.config.load import origins
 from skyasync.config.schema import AlgorithmConfig, TrainerConfig
 from skyasync.errors import UserError
+from skyasync.main import configuration
+from skyasync.preflight.preparing import about_recipe
 
 
 class Mode(enum.Enum):
@@ -171,7 +176,7 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Pa
         ("trainer:\n  sed: 1\n", r"settings.yaml:2: unknown key 'trainer.sed': did you mean trainer.seed"),
         ("trainer:\n  seed: x\n", "settings.yaml:2: trainer.seed: expected int, found the string 'x'"),
         ("trainer:\n  seed: '1'\n", "settings.yaml:2: trainer.seed: expected int, found the string '1'"),
-        ("trainer:\n  epochs: 0\n", "settings.yaml:2: trainer.epochs=0: must be at least 1"),
+        ("trainer:\n  epochs: -1\n", "settings.yaml:2: trainer.epochs=-1: must be at least 0"),
         ("trainer:\n  run_name:\n", "settings.yaml:2: trainer.run_name: expected str, found null"),
         ("trainer: 3\n", "settings.yaml:1: trainer is a group"),
         ("trainer:\n  seed: 1\n  seed: 2\n", "settings.yaml:3: trainer.seed is given twice, first in line 2"),
@@ -195,6 +200,43 @@ def test_the_default_file_serves_until_a_file_or_a_model_is_named(tmp_path: Path
     assert load_config(["trainer.epochs=2"], default_config=default).trainer.seed == 5
     assert load_config(["--config", other], default_config=default).trainer.seed == 42
     assert load_config(["trainer.policy.model.path=big"], default_config=default).trainer.seed == 42
+
+
+def test_with_data_of_ones_own_only_the_default_files_model_is_taken(tmp_path: Path) -> None:
+    text = "trainer: {seed: 5, policy: {model: {path: tiny}}}\ndata: {train_data: [theirs], val_data: [theirs]}"
+    default = Path(write(tmp_path, text))
+    cfg = load_config(["data.train_data=mine", "trainer.epochs=3"], default_config=default)
+    assert (cfg.trainer.policy.model.path, cfg.trainer.seed, cfg.trainer.epochs) == ("tiny", 42, 3)
+    assert (cfg.data.train_data, cfg.data.val_data) == (["mine"], [])
+    assert origins(cfg) == {
+        "trainer.policy.model.path": "recipe", "data.train_data": "command line", "trainer.epochs": "command line"
+    }  # fmt: skip
+
+
+def test_the_tiny_examples_recipe_is_taken_whole_or_not_at_all_and_a_line_says_so() -> None:
+    whole = configuration(["trainer.plan=one_step_off"])
+    assert whole.data.val_data and whole.generator.sampling_params.max_generate_length == 9
+    line = about_recipe(whole)
+    assert re.match(r"neither a model nor data.train_data is named: 1\d settings are those of the tiny example", line)
+    given = ["data.train_data=mine.jsonl", "environment.env_class=e"]
+    mine = configuration(given)
+    expected = load_config([f"trainer.policy.model.path={whole.trainer.policy.model.path}", *given])
+    assert mine == expected and mine.data.val_data == []
+    assert about_recipe(mine).startswith("no model is named: the tiny example model is trained on data.train_data")
+    assert about_recipe(expected) == ""
+
+
+def test_it_is_known_who_has_set_what(tmp_path: Path) -> None:
+    default = Path(write(tmp_path, "trainer: {seed: 5, epochs: 2}"))
+    assert origins(load_config(["trainer.epochs=4"], default_config=default)) == {
+        "trainer.seed": "recipe", "trainer.epochs": "command line"
+    }  # fmt: skip
+    file = write(tmp_path, "trainer:\n  seed: 5\n  epochs: 2\n", "file.yaml")
+    cfg = load_config(["--config", file, "trainer.epochs=4", "trainer.algorithm.preset=dapo"])
+    found = origins(cfg)
+    assert (found["trainer.seed"], found["trainer.epochs"]) == (f"{file}:2", "command line")
+    assert found["trainer.algorithm.eps_clip_high"] == "preset dapo"
+    assert origins(copy.deepcopy(cfg)) == found
 
 
 @dataclass

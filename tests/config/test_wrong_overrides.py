@@ -99,9 +99,25 @@ def test_a_wrong_override_is_refused_in_one_line_with_the_right_hint(override: s
     assert hint in refused.value.problems[0]
 
 
-def test_a_key_given_twice_is_refused_and_both_values_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.seed is given twice: 1 and 2$"):
-        load_config(["trainer.seed=1", "trainer.seed=2"])
+def test_the_last_value_of_a_key_counts_and_a_line_names_them(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = load_config(["trainer.seed=1", "trainer.logger=[jsonl, none]", "trainer.seed=2", "trainer.logger=console"])
+    assert (cfg.trainer.seed, cfg.trainer.logger) == (2, ["console"])
+    assert caplog.messages == [
+        "trainer.seed is given several times, as 1, 2: the last one counts",
+        "trainer.logger is given several times, as [jsonl, none], console: the last one counts",
+    ]
+    caplog.clear()
+    assert load_config(["trainer.seed=1", "trainer.seed=1"]).trainer.seed == 1 and not caplog.messages
+
+
+def test_an_entry_behind_its_mapping_is_added_and_a_mapping_given_again_replaces_it() -> None:
+    entries = ["environment.env_config={a: 1}", "environment.env_config.b=2", "environment.env_config.b=3"]
+    assert load_config(entries).environment.env_config == {"a": 1, "b": 3}
+
+
+def test_a_flag_of_another_system_with_its_value_is_answered_with_our_key() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option --lr: .*trainer\.policy\.optimizer_config\.lr"):
+        load_config(["--lr=1e-5"])
 
 
 def test_a_foreign_option_with_a_separate_value_is_one_problem() -> None:
@@ -113,7 +129,7 @@ def test_a_foreign_option_with_a_separate_value_is_one_problem() -> None:
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config(["lr=1", "trainer.seed=x", "trainer.epochs=0", "generator.backend=vlm"])
+        load_config(["lr=1", "trainer.seed=x", "trainer.epochs=-1", "generator.backend=vlm"])
     assert len(refused.value.problems) == 4
 
 

@@ -176,6 +176,24 @@ def test_a_row_that_nothing_could_judge_is_told_before_the_run(row, more, line):
             load_prompts(["mine"], cfg, tokenizer(), held_out=held_out, known={"mine": rows})
 
 
+@pytest.mark.parametrize(
+    "metric, row, known",
+    [("exact_match", {}, True), ("exact_match/spread", {}, True), ("mine/exact_match", {"domain": "mine"}, True),
+     ("exact_mach", {}, False), ("math", {"reward_funcs": ["math"]}, True),
+     ("exact_match", {"reward_funcs": ["math"]}, False)],
+)  # fmt: skip
+def test_a_metric_that_no_reward_function_reports_is_told_before_the_run(metric, row, known):
+    cfg = load_config(["trainer.policy.model.path=a/b", REWARD, f"trainer.algorithm.dynamic_sampling.metric={metric}",
+                       "trainer.algorithm.dynamic_sampling.type=variance"])  # fmt: skip
+    rows = {"mine": [{"prompt": "a", "label": "b", **row}]}
+    assert load_prompts(["mine"], cfg, tokenizer(), held_out=True, known=rows)
+    if known:
+        assert load_prompts(["mine"], cfg, tokenizer(), known=rows)
+    else:
+        with pytest.raises(UserError, match=f"data row 0: unknown metric in .*dynamic_sampling.metric '{metric}': "):
+            load_prompts(["mine"], cfg, tokenizer(), known=rows)
+
+
 def test_held_out_sets_are_numbered_through_and_bear_their_names():
     cfg = load_config(["trainer.policy.model.path=a/b", "environment.env_class=gsm8k", "data.val_data=mine",
                        "data.val_sets={aime: [mine, more]}"])  # fmt: skip

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.config.schema import Config
-from skyasync.data.prompts import PromptStream
+from skyasync.data.prompts import ENDLESS, PromptStream, prompts_of_run
 from skyasync.errors import UserError
 from tests.rollout.episodes import prompt
 
@@ -84,6 +84,34 @@ def test_a_runs_stream_is_the_one_that_the_configuration_asks_for():
     cfg.trainer.train_batch_size, cfg.trainer.seed, cfg.trainer.epochs = 4, 7, 3
     dataset = [prompt(row, domain="sums" if row < 2 else "") for row in range(10)]
     assert ids(PromptStream.of_run(cfg, dataset)) == ids(PromptStream(dataset, 4, 7, 30))
+    cfg.trainer.epochs = 0
+    assert ids(PromptStream.of_run(cfg, dataset)) == ids(PromptStream(dataset, 4, 7, 10))
     cfg.trainer.max_training_steps = 2
     cfg.environment.domains = {"sums": {"proportion": 0.5}}
     assert ids(PromptStream.of_run(cfg, dataset)) == ids(PromptStream(dataset, 4, 7, 8, {"sums": 0.5}))
+
+
+@pytest.mark.parametrize(
+    "epochs, steps, mode, total, line",
+    [
+        (0, 0, "filter", 10, ""),
+        (3, 0, "filter", 30, ""),
+        (0, 2, "filter", 8, ""),
+        (0, 9, "filter", 36, "trainer.max_training_steps=9 goes 3.6 times through the 10 training prompts"),
+        (3, 9, "filter", 30, "the data ends before trainer.max_training_steps=9: trainer.epochs=3 of 10 prompts are 8 "
+                             "steps of 4 (trainer.epochs=0 goes through it as often as the steps take)"),
+        (3, 8, "filter", 30, ""),
+        (3, 7, "filter", 28, ""),
+        (0, 9, "refill", ENDLESS, "trainer.max_training_steps=9 goes 3.6 times through the 10 training prompts"),
+        (0, 0, "refill", 10, ""),
+        (3, 2, "refill", 30, ""),
+    ],
+)  # fmt: skip
+def test_steps_win_unless_epochs_are_set_and_a_line_says_where_the_data_is_short(
+    epochs, steps, mode, total, line, caplog
+):
+    trainer = Config().trainer
+    trainer.train_batch_size, trainer.epochs, trainer.max_training_steps = 4, epochs, steps
+    trainer.algorithm.dynamic_sampling.mode = mode
+    assert prompts_of_run(trainer, 10) == total
+    assert caplog.messages == ([line] if line else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,13 @@ from hypothesis import strategies as st
 
 from skyasync import load_config
 from skyasync.config.schema import Config
-from skyasync.data import reading
+from skyasync.data import reading, sources
 from skyasync.data.datasets import stream_prompts
 from skyasync.data.prompts import PromptStream
 from skyasync.data.reading import Interleaved, reader
 from skyasync.data.stream import BlockStream, StreamedPrompts
 from skyasync.errors import UserError
+from skyasync.preflight.data import check_data
 from skyasync.rollout.types import Prompt, PromptId
 from tests.rollout.episodes import tokenizer
 
@@ -45,10 +47,46 @@ def long_ones() -> list[dict[str, Any]]:
 
 
 def configured(source: str, *more: str) -> Config:
-    given = ["trainer.policy.model.path=m", "environment.env_class=e", "data.streaming=true"]
+    given = ["trainer.policy.model.path=m", "environment.env_class=e"]
+    if not any("data.streaming" in each for each in more):
+        given.append("data.streaming=true")
     if not any("max_training_steps" in each for each in more):
         given.append("trainer.max_training_steps=9")
     return load_config([*given, f"data.train_data=[{source}]", *more])
+
+
+# ---------------------------------------------------------------- lines that are no rows
+
+WRONG_LINES = {
+    "list": (b"[1, 2]", "data row 2 is no object with columns; found '[1, 2]'"),
+    "number": (b"7", "data row 2 is no object with columns; found '7'"),
+    "deep": (b"[" * 200_000 + b"]" * 200_000, "row 2 is nested too deeply"),
+    "half": (b'{"prompt": "x', "row 2 is not valid JSON: "),
+    "bytes": (b'{"prompt": "\xff"}', "row 2 is not UTF-8: invalid start byte"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("kind", WRONG_LINES)
+def test_a_line_that_is_no_row_is_one_line_that_names_it(kind: str, streaming: bool, tmp_path: Path) -> None:
+    line, message = WRONG_LINES[kind]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n\n{"prompt": "b"}\n' + line + b'\n{"prompt": "c"}\n')
+    cfg = configured(str(file), f"data.streaming={str(streaming).lower()}")
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        if streaming:
+            stream_prompts(cfg.data.train_data, cfg, tokenizer())
+        else:
+            list(*check_data(cfg, {}, train=True, held_out=False))
+    assert "\n" not in str(raised.value)
+
+
+def test_text_with_line_separators_of_unicode_is_one_row(tmp_path: Path) -> None:
+    rows = [{"prompt": f"before{separator}behind"} for separator in "\u2028\u2029\x85"]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    assert list(reader(str(file), configured(str(file)))(0)) == rows
+    assert [dict(row) for row in sources.rows(str(file), configured(str(file)), held_out=False)] == rows
 
 
 # ---------------------------------------------------------------- reading on from any row

@@ -4,6 +4,7 @@ import pytest
 
 import examples
 from skyasync.config.load import load_config
+from skyasync.data.prompts import prompts_of_run
 from skyasync.registry import resolve_reference
 
 CONFIGS = sorted(Path(examples.__file__).parent.glob("*/config.yaml"))
@@ -22,5 +23,5 @@ def test_every_example_configuration_loads_and_names_things_that_exist(file, pla
 def test_prompts_last_for_all_steps(file):
     config = load_config(["--config", str(file)])
     rows = [row for source in config.data.train_data for row in resolve_reference(source, kind="data source")()]
-    steps = len(rows) // config.trainer.train_batch_size * config.trainer.epochs
-    assert steps >= config.trainer.max_training_steps
+    trainer = config.trainer
+    assert -(-prompts_of_run(trainer, len(rows)) // trainer.train_batch_size) == trainer.max_training_steps > 0

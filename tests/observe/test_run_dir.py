@@ -4,6 +4,7 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.observe import RunDirectory, default_run_name
+from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import shown
 from tests.full_disk import files_end_at
 
@@ -63,6 +64,17 @@ def test_a_resumed_run_replaces_the_samples_of_redone_steps(tmp_path):
     assert [(row["step"], row["text"]) for row in rows] == [
         (1, "old 1"), (1, "also 1"), (2, "old 2"), (2, "also 2"), (3, "grün"), (3, "held out"),
     ]  # fmt: skip
+
+
+def test_text_with_line_separators_of_unicode_is_read_whole_and_kept_on_resume(tmp_path):
+    texts = [f"before{separator}behind" for separator in "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r\n"]
+    run = RunDirectory(tmp_path, "run")
+    for step, text in enumerate(texts):
+        run.write_samples(step, [{"text": text}])
+    assert [row["text"] for row in read_rows(run.samples)] == texts
+    resumed = RunDirectory(tmp_path, "run", resume=True)
+    resumed.write_samples(len(texts), [{"text": "new"}])
+    assert [row["text"] for row in read_rows(run.samples)] == [*texts, "new"]
 
 
 def test_samples_that_do_not_fit_on_the_disk_leave_no_torn_line(tmp_path):

@@ -81,9 +81,12 @@ def test_the_last_batch_may_be_smaller_and_is_trained(plan):
 
 
 @every_plan
-def test_max_training_steps_ends_a_run_early_and_never_lengthens_it(plan):
+def test_max_training_steps_decide_unless_epochs_are_set(plan, caplog):
     assert make_run(plan, prompts=40, trainer__max_training_steps=2).train().trained == stream(40)[:8]
-    assert make_run(plan, prompts=8, trainer__max_training_steps=99).train().trained == stream(8)
+    assert make_run(plan, prompts=8, trainer__max_training_steps=5).train().trained == stream(8, epochs=3)[:20]
+    assert "the data has ended" not in caplog.text
+    assert make_run(plan, prompts=8, trainer__max_training_steps=99, trainer__epochs=1).train().trained == stream(8)
+    assert "the data has ended with step 2 of trainer.max_training_steps=99" in caplog.text
 
 
 @every_plan
@@ -578,3 +581,22 @@ def test_the_kl_penalty_in_the_reward_has_what_it_needs(plan):
     run = make_run(plan, prompts=8, trainer__algorithm__use_kl_in_reward=True).train()
     assert run.tracker.of("reward/kl") == {1: 0.0, 2: 0.0}
     assert all(batch.reference_logprobs is not None for batch in run.dispatch.batches)
+
+
+def test_groups_that_a_plan_trains_again_count_in_the_staleness():
+    class Replays(RayPPOTrainer):
+        async def train(self):
+            async with self.running():
+                before = None
+                for prompts in self.remaining_prompts():
+                    rollout = await self.generate(prompts)
+                    if before is not None:
+                        await self.learn_from(before.groups)
+                    status = await self.train_on(rollout)
+                    await self.sync_policy_weights_to_inference_engines()
+                    await self.end_step(status)
+                    before = rollout
+
+    run = make_run(Replays, prompts=12).train()
+    assert run.tracker.of("staleness/max") == {1: 0, 2: 1, 3: 1}
+    assert run.tracker.of("staleness/mean") == {1: 0.0, 2: 0.5, 3: 0.5}

@@ -46,6 +46,7 @@ NO_EFFECT = [
 INPUTS = [
     (["trainer.policy.optimizer_config.lr=inf"], "optimizer_config.lr=inf", "finite"),
     (["trainer.step_timeout_s=inf"], "trainer.step_timeout_s=inf", "finite"),
+    (["environment.reward_funcs=my_reward.reverse"], "my_reward.reverse", "file.py:NAME or module:NAME"),
     (["data.train_data=[]"], "data.train_data", "no training prompts"),
     (["data.train_data={x}/rows.jsnl"], "rows.jsnl", "neither"),
     (["data.train_data={x}/row.jsonl"], "row.jsonl' does not exist", "did you mean 'rows.jsonl'"),
@@ -63,7 +64,7 @@ INPUTS = [
     (["environment.env_class=gsm9k"], "unknown environment 'gsm9k'", "did you mean 'gsm8k'"),
     (["environment.env_class={x}/none.py:Env"], "none.py does not exist", "environment"),
     (["environment.env_class=tests.refusals.parts:Envv"], "unknown attribute 'Envv'", "environment"),
-    (["trainer.logger=[jsonl,wandb]"], "wandb is not installed", "uv sync --extra wandb"),
+    (["trainer.logger=[jsonl,wandb]"], "wandb is not installed", 'uv pip install "skyasync[wandb]"'),
     (["generator.engine_kwargs.block_size=16"], "generator.engine_kwargs={block_size: 16}", "generator.backend=vllm"),
     (["generator.backend=vllm", "generator.engine_kwargs.seed=3"], "engine_kwargs.seed", "trainer.seed"),
     (["generator.backend=vllm", "generator.engine_kwargs.pipeline_parallel_size=2"], "pipeline_parallel_size=2", "GPU"),

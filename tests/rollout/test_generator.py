@@ -236,6 +236,17 @@ async def test_an_error_in_one_environment_names_the_episode_and_cancels_the_oth
 
 
 @virtual_time
+async def test_a_metric_that_groups_are_filtered_by_is_missed_at_the_first_group_and_not_behind_the_whole_rollout():
+    asked, engine = prompts(Countdown, 3), ScriptedEngine(lambda _: "yes")
+    one_by_one = generator(engine, max_turns=1, metric="turnz", in_flight=1)
+    with pytest.raises(UserError, match=r"dynamic_sampling\.metric 'turnz': did you mean 'turns'"):
+        await one_by_one.generate(request(asked, samples=2))
+    assert len(engine.requests) <= 3, "of six episodes"
+    found = await groups(generator(engine, max_turns=1, metric="turns"), request(asked), asked)
+    assert [group.trajectories[0].metrics for group in found] == [{"turns": 1.0}] * 3
+
+
+@virtual_time
 async def test_an_engines_error_ends_all_episodes_and_is_told_of_once():
     asked = prompts(Once, 6)
     error = RuntimeError("out of memory")

@@ -54,6 +54,17 @@ def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "row, label",
+    [({"answer": 42}, "42"), ({"reward_spec": {"ground_truth": "13"}}, "13"), ({"label": 0, "answer": 1}, "0"),
+     ({"label": ["assert f(1)"] * 1000}, str(["assert f(1)"] * 1000)[:2000])],
+)  # fmt: skip
+def test_a_sample_has_the_right_answer_beside_it(row, label):
+    one = group(0.0)
+    one.prompt.extras.update(row)
+    assert sample_records([one], 1, decode=str)[0]["label"] == label
+
+
 def test_rewards_are_told_per_domain_as_well():
     groups = [group(0.0, 1.0), group(1.0, 1.0), group(0.0, 0.0), group(0.5, 0.5)]
     for found, domain in zip(groups, ("a", "a", "b", None), strict=True):

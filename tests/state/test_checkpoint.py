@@ -6,9 +6,12 @@ import shutil
 
 import pytest
 
+from skyasync.config.resume import Resume
 from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
+from skyasync.state import manifest
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
+from skyasync.state.choice import choose
 from tests.virtual_time import virtual_time
 
 
@@ -103,6 +106,56 @@ def test_the_latest_is_the_one_written_last_whatever_its_number(tmp_path):
         os.utime(folder / "state.json", (number, number))
     assert checkpoints.latest().name == "step_000005"
     assert names(tmp_path) == ["step_000005", "step_1000000"]
+
+
+@pytest.mark.parametrize("steps", [(3, 6, 9), (6, 9, 3, 4)])
+def test_a_copy_that_sets_new_times_has_the_same_order(tmp_path, steps):
+    """The second: a run that went back to step 3 and on from there."""
+    checkpoints = Checkpoints(tmp_path)
+    for step in steps:
+        save(checkpoints, step)
+    for number, step in enumerate(sorted(steps, reverse=True)):
+        for path in tmp_path.glob(f"step_{step:06d}/**/*"):
+            os.utime(path, (number, number))
+    assert [int(p.name[5:]) for p in Checkpoints(tmp_path).newest_first()] == [*reversed(steps)]
+
+
+def test_the_order_is_that_of_writing_though_the_clock_goes_back(tmp_path, monkeypatch):
+    for step, now in ((9, 1000), (3, 10), (4, 500)):
+        monkeypatch.setattr("time.time_ns", lambda now=now: now)
+        save(Checkpoints(tmp_path), step)
+    assert [p.name for p in Checkpoints(tmp_path).newest_first()] == ["step_000004", "step_000003", "step_000009"]
+
+
+def without_time(folder):
+    """As an earlier version has written it."""
+    values = json.loads((folder / "state.json").read_text())
+    del values["written_ns"]
+    (folder / "state.json").write_text(json.dumps(values))
+    sums = json.loads((folder / "manifest.json").read_text())
+    del sums["manifest.json"]
+    sums["state.json"] = vars(manifest.sum_of(folder / "state.json"))
+    (folder / "manifest.json").write_text(json.dumps(sums))
+
+
+def test_checkpoints_of_an_earlier_version_come_first_by_their_steps_and_a_line_says_so(tmp_path, caplog):
+    for step in (9, 12, 10):
+        without_time(save(Checkpoints(tmp_path), step))
+    assert choose(Resume(wanted=True), Checkpoints(tmp_path)).name == "step_000012"
+    assert "do not say when they were written" in caplog.text and "step_000012" in caplog.text
+    caplog.clear()
+    save(Checkpoints(tmp_path), 11)
+    names = [p.name for p in Checkpoints(tmp_path).newest_first()]
+    assert names == ["step_000011", "step_000012", "step_000010", "step_000009"]
+    assert choose(Resume(wanted=True), Checkpoints(tmp_path)).name == "step_000011" and not caplog.text
+
+
+def test_a_state_that_cannot_be_read_keeps_its_place_by_the_step(tmp_path):
+    for step in (1, 2, 3):
+        save(Checkpoints(tmp_path), step)
+    (tmp_path / "step_000002" / "state.json").write_text("{")
+    assert [p.name for p in Checkpoints(tmp_path).newest_first()] == ["step_000003", "step_000002", "step_000001"]
+    save(Checkpoints(tmp_path, keep=2), 4)
 
 
 def test_there_is_no_latest_without_a_complete_one(tmp_path):

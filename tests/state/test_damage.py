@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -47,6 +48,14 @@ def shorten(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def drop(folder: Path, name: str) -> None:
+    """An entry of the manifest, and the file."""
+    entries = json.loads((folder / "manifest.json").read_text())
+    del entries[name]
+    (folder / "manifest.json").write_text(json.dumps(entries))
+    (folder / name).unlink()
+
+
 def zero(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
@@ -64,6 +73,16 @@ GLANCES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another setting": (lambda f: flip(f / "config.json", 12), "config.json does not hold what was written"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "manifest that lists nothing": (lambda f: (f / "manifest.json").write_text("{}"), "does not list config.json"),
+    "unlisted file": (lambda f: (f / "policy" / "more").touch(), "manifest.json does not list policy/more"),
+    "manifest with an entry removed": (
+        lambda f: drop(f, "config.json"),
+        "manifest.json does not hold what was written",
+    ),
+    "another sum in the manifest": (
+        lambda f: exchange(f / "manifest.json", '"size": 25600', '"size": 25601'),
+        "manifest.json does not hold what was written",
+    ),
     "truncated manifest": (lambda f: shorten(f / "manifest.json"), "manifest.json cannot be understood"),
 }  # fmt: skip
 

@@ -40,6 +40,30 @@ def test_a_verbs_help_imports_no_model_library(verb: str) -> None:
     assert modules & {"torch", "ray", "transformers", "datasets", "matplotlib"} == set()
 
 
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.needs])
+def test_a_verb_without_the_arguments_that_it_needs_shows_its_help_as_an_error(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command([verb])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == "" and f"skyasync {verb}" in said.err
+
+
+def test_evaluate_names_the_run_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sort-1").mkdir(parents=True)
+    for name, hint in (("runs/none", "folder\n"), ("runs/sort", "did you mean runs/sort-1?"), ("mine", "folder\n")):
+        with pytest.raises(SystemExit) as ended:
+            command(["evaluate", "--of", name])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: --of {name}: there is no such run, checkpoint or model folder") and hint in said
+
+
 @pytest.mark.parametrize("name", VERBS)
 def test_every_verb_has_a_home(name: str) -> None:
     module, _, function = VERBS[name].home.partition(":")

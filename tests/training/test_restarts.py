@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import json
 import time
 from pathlib import Path
 
 from skyasync.config.resume import Resume, settle_resume_mode
 from skyasync.config.schema import TrainerConfig
 from skyasync.observe.jsonl import read_rows, write_rows
-from skyasync.state.checkpoint import STATE
 from skyasync.training.restarts import HOUR_S, NAME, Restarts
 
 
@@ -50,12 +49,9 @@ def test_only_a_checkpoint_of_this_command_is_gone_on_from(tmp_path: Path) -> No
     for step, age in ((60, -10.0), (40, 10.0)):
         folder = tmp_path / f"step_{step:06d}"
         folder.mkdir()
-        (folder / STATE).touch()
+        (folder / "state.json").write_text(json.dumps({"written_ns": int((restarts.began + age) * 1e9)}))
         if step == 60:
-            os.utime(folder / STATE, (restarts.began + age,) * 2)
             assert restarts.resume_mode(tmp_path, "40") == "40"
-        else:
-            os.utime(folder / STATE, (restarts.began + age,) * 2)
     assert restarts.resume_mode(tmp_path, "40") == "latest"
 
 

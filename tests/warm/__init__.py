@@ -10,39 +10,67 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from threading import Event, Thread
+from typing import Any, TextIO
 from unittest import mock
 
 HERE = Path(__file__).parent
+SCRIPT = HERE / "nursery.py"
+ON_LINUX = sys.platform == "linux"  # elsewhere processes start as ever
+FAILED = "failed"  # a file beside the door of a nursery that has ended
+FAILURES: list[str] = []  # what the terminal says behind the tests
 TEMPORARY = "SKYASYNC_TESTS_TEMPORARY"  # where the processes of the session's cluster have their temporary files
 
 
 @contextmanager
 def nursery() -> Iterator[Path]:
     """Inside, it can be asked for processes at this address."""
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, (Path(folder) / "errors").open("w+") as errors:
         door = Path(folder) / "nursery"
         _write_interpreters(door)
-        command = [sys.executable, HERE / "nursery.py", door]
+        if not ON_LINUX:
+            yield door
+            return
+        command = [sys.executable, SCRIPT, door]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # read when torch is loaded; a fork sets its own number
-        with subprocess.Popen(command, env=one_thread, stdin=subprocess.PIPE, process_group=0) as process:
+        with subprocess.Popen(
+            command, env=one_thread, stdin=subprocess.PIPE, stderr=errors, process_group=0
+        ) as process:
+            over = Event()
+            Thread(target=_watch, args=(process, door, errors, over), daemon=True).start()
             try:
                 yield door
             finally:
+                over.set()
                 with suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=30)
                 process.kill()
 
 
+def _watch(process: subprocess.Popen[bytes], door: Path, errors: TextIO, over: Event) -> None:
+    """A nursery that ends before the tests do ends them, too: whoever asks it for a process would wait in vain."""
+    status = process.wait()
+    if not over.is_set():
+        errors.seek(0)
+        said = errors.read().strip() or "it has said nothing"
+        FAILURES.append(f"the process that keeps imports warm has ended with status {status}:\n{said}")
+        door.with_name(FAILED).touch()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 @contextmanager
 def warm_workers(door: Path) -> Iterator[None]:
     """Inside, every cluster that this process starts takes its workers from the nursery."""
+    if not ON_LINUX:
+        yield
+        return
     from ray._private.parameter import RayParams
 
     defaults = RayParams.update_if_absent
@@ -101,7 +129,7 @@ def program(door: Path, *, vllm: bool = False) -> str:
 
 
 def _write_interpreters(door: Path) -> None:
-    command = shlex.join([sys.executable, "-I", "-S", str(HERE / "stand_in.py")])
+    command = shlex.join([sys.executable, "-I", "-S", str(HERE / "stand_in.py")] if ON_LINUX else [sys.executable])
     plain, vllm = shlex.quote(str(door)), shlex.quote(f"{door}.vllm")
     for path, settings in {
         interpreter(door): f"SKYASYNC_NURSERY={plain}",

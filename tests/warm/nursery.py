@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def _import(names: tuple[str, ...]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is imported may start programs
     sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM imports it where it can
     for name in names:
-        importlib.import_module(name)
+        if name.startswith("skyasync") or find_spec(name.partition(".")[0]):  # uvloop, for instance, comes with vLLM
+            importlib.import_module(name)
     del sys.modules["ray"]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.collect()

@@ -60,7 +60,7 @@ def _nursery() -> socket.socket:
             nursery.connect(address)
             return nursery
         except FileNotFoundError:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or os.path.exists(f"{os.path.dirname(address)}/failed"):
                 raise
             time.sleep(0.05)
 

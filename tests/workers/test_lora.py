@@ -308,7 +308,7 @@ def test_a_run_without_peft_is_told_how_to_add_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("skyasync.preflight.parts.find_spec", lambda package: None)
     cfg = lora_config("anything")
     cfg.generator.backend = "transformers"
-    with pytest.raises(UserError, match="peft is not installed; add it with: uv sync --extra lora"):
+    with pytest.raises(UserError, match=r"peft is not installed; add it with: uv pip install \"skyasync\[lora\]\""):
         check_parts(cfg, [])
 
 

@@ -15,7 +15,7 @@ from skyasync.callbacks import TrainerCallback
 from skyasync.compat.skyrl import bridge
 from skyasync.compat.skyrl.batch import TrainingInputBatch
 from skyasync.compat.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
-from skyasync.compat.skyrl.loader import TrainDataLoader
+from skyasync.compat.skyrl.loader import TrainDataLoader, with_epochs
 from skyasync.compat.skyrl.shims import Told, Tracker, numbers
 from skyasync.envs.registry import Foreign
 from skyasync.rollout.types import Group
@@ -47,6 +47,7 @@ class SkyRLNames(_Base):
         self.train_dataset: Foreign = parts.get("train_dataset") or args[3]
         self.all_metrics: dict[str, Any] = {}
         self.all_timings: dict[str, float] = {}
+        self.cfg = with_epochs(self.cfg, len(self.train_dataset))
         self.train_dataloader = TrainDataLoader(self.cfg, self.train_dataset, self.progress)
         self.told = CallbackHandler(theirs)
         self._tracker = Tracker(self.reporting.tracker, self._logged)

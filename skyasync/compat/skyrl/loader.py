@@ -7,6 +7,7 @@ function of the seed. A resumed run begins behind what has been trained.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skyasync.config.domains import proportions_of
@@ -15,6 +16,15 @@ from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt
 from skyasync.training.progress import Progress
+
+
+def with_epochs(cfg: Config, rows: int) -> Config:
+    """Settings with a number of epochs, by which SkyRL's loops go: with ours, 0, as many as the steps take."""
+    trainer = cfg.trainer
+    if trainer.epochs:
+        return cfg
+    epochs = -(-trainer.max_training_steps // max(1, rows // trainer.train_batch_size))
+    return replace(cfg, trainer=replace(trainer, epochs=max(1, epochs)))
 
 
 class TrainDataLoader:

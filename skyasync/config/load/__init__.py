@@ -6,7 +6,7 @@ reported at once, one line for each problem, before torch, Ray or a model is tou
 
 Layers, each overriding the one before::
 
-    schema defaults < default_config < preset < --config FILE (in order) < key=value
+    schema defaults < default_config < preset < --config FILE (in order) < key=value (in order)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -36,10 +37,15 @@ from skyasync.config.secrets import hidden
 from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, written
 from skyasync.errors import UserError, unknown
 
+log = logging.getLogger(__name__)
+
 C = TypeVar("C")
 
 MODEL_KEY = "trainer.policy.model.path"
 PRESET_KEY = "trainer.algorithm.preset"
+DATA_KEY = "data.train_data"
+RECIPE, COMMAND_LINE = "recipe", "command line"
+_ORIGINS = "_origins"  # in a configuration's ``__dict__``
 
 
 class ConfigError(UserError):
@@ -73,7 +79,8 @@ def load_config(
             A string where a list of strings is expected is a list of one. Lists and free mappings are replaced
             as a whole; ``mapping.entry=value`` sets one entry. ``${other.key}`` refers to another key.
         schema: ``Config``, or a subclass of it with groups and keys of one's own.
-        default_config: a YAML file used when neither ``--config`` nor the policy's model path is given.
+        default_config: a YAML file used when neither ``--config`` nor the policy's model path is given: whole, or with
+            training data of one's own its model alone.
         plan: the execution plan (a name or a class), where the experiment fixes one and ``trainer.plan`` does not
             count; "" for one that is not known yet.
 
@@ -86,6 +93,8 @@ def load_config(
     if line.help is not None:
         print_help(keys, line.help)
         raise SystemExit(0)
+    for note in line.notes:
+        log.warning(note)
     problems = list(line.problems)
     settings = _layers(line, default_config, keys, problems)
     config = _merge(schema, settings, keys, problems)
@@ -102,7 +111,13 @@ def load_config(
     contradictions = check_config(result, plan=plan, given=given) if isinstance(result, Config) else []
     if contradictions:
         raise ConfigError(contradictions)
+    vars(result)[_ORIGINS] = {s.path: s.where.removesuffix(": ") or COMMAND_LINE for s in settings}
     return result
+
+
+def origins(config: object) -> dict[str, str]:
+    """Who has set what: key -> ``COMMAND_LINE``, a file and its line, ``preset NAME``, ``RECIPE`` (default_config)."""
+    return dict(vars(config).get(_ORIGINS, {}))
 
 
 def parse_or_exit(
@@ -153,7 +168,12 @@ def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems
         # A free mapping as a whole comes before its entries, whatever their order.
         return sorted(settings, key=lambda setting: setting.path not in keys)
 
-    default = [setting for file in default_file for setting in typed(read_file(file, keys, problems))]
+    default = [
+        dataclasses.replace(setting, where=RECIPE)
+        for file in default_file
+        for setting in typed(read_file(file, keys, problems))
+        if DATA_KEY not in given or setting.path == MODEL_KEY
+    ]
     explicit = [setting for file in line.files for setting in typed(read_file(file, keys, problems))]
     explicit += typed(line.assignments)
     return default + _preset(default + explicit, keys, problems) + explicit
@@ -271,7 +291,9 @@ def _problem(key: Key, value: object) -> str:
     problem = unknown(key.name if key.registry else "value", written(value), map(written, options))
     if why := dict(key.refused).get(written(value)):
         problem = f"{why} (allowed: {', '.join(map(written, options))})"
-    if key.registry and ":" in written(value):
+    if key.registry and key.open_ended and ":" not in written(value):
+        problem += "; one of your own is file.py:NAME or module:NAME"
+    elif key.registry and ":" in written(value):
         problem += (
             f"; one of your own gets its name in the program that you run: @{key.registry.rpartition(':')[2]}.register"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -15,7 +16,6 @@ from skyasync.config.keys import Keys
 from skyasync.config.load.suggest import unknown_key
 from skyasync.config.peers import Around
 from skyasync.config.values import Value, parse, value_or_text
-from skyasync.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,21 @@ class Assignment:
 class CommandLine:
     """``help`` is the group that ``--help`` names ("" for everything), None if help is not asked for.
 
-    ``around`` is all that the arguments say, for hints.
+    ``around`` is all that the arguments say, for hints; ``notes`` are no problems, but worth a line each.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     help: str | None = None
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     around: Around = field(default_factory=Around)
 
 
 def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
     """Sort the arguments: overrides, ``--config FILE``, ``--help [GROUP]``; problems are collected."""
     line = CommandLine()
-    given: dict[str, str] = {}
+    given: dict[str, list[str]] = {}
     arguments = list(argv)
     line.around = around = _around(argv, keys)
     while arguments:
@@ -65,6 +66,11 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
             problem = _override(argument, keys, given, line.assignments)
             if problem:
                 line.problems.append(problem)
+    line.notes = [
+        f"{path} is given several times, as {', '.join(values)}: the last one counts"
+        for path, values in given.items()
+        if len(set(values)) > 1
+    ]
     return line
 
 
@@ -83,8 +89,7 @@ def _around(argv: Sequence[str], keys: Keys) -> Around:
 
 
 def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:
-    close = nearest(option, ("--config", "--help"), count=1)
-    if close:
+    if close := get_close_matches(option, ("--config", "--help"), cutoff=0.7):
         return f"unknown option {option}: did you mean {close[0]}?"
     path = option.lstrip("-")
     # A flag without a value is switched on.
@@ -94,8 +99,8 @@ def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:
     return f"unknown option {option}: settings are key=value without dashes; {way_out}"
 
 
-def _override(argument: str, keys: Keys, given: dict[str, str], assignments: list[Assignment]) -> str:
-    """Add one ``key=value``; returns the problem, if any."""
+def _override(argument: str, keys: Keys, given: dict[str, list[str]], assignments: list[Assignment]) -> str:
+    """Add one ``key=value``, in the place of an earlier one of that key; returns the problem, if any."""
     path, equals, text = argument.partition("=")
     bare = path.lstrip("+~")
     if bare != path:
@@ -108,11 +113,9 @@ def _override(argument: str, keys: Keys, given: dict[str, str], assignments: lis
         return f"{argument!r}: write key=value without spaces around the '='"
     if not text.strip():
         return f"{path}: the value is empty; the empty string is written {path}='\"\"'"
-    if path in given:
-        return f"{path} is given twice: {given[path]} and {text}"
-    given[path] = text
+    given.setdefault(path, []).append(text)
     try:
-        assignments.append(Assignment(path, parse(text)))
+        assignments[:] = [*(a for a in assignments if a.path != path), Assignment(path, parse(text))]
     except yaml.YAMLError:
         return f"{path}: cannot read {text!r}: a bracket or quote does not close, or the text goes on after it"
     return ""

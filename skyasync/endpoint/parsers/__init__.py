@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from inspect import isclass
 from typing import Any, Protocol, cast
 
-from skyasync.errors import UserError, unknown
+from skyasync.errors import MissingVLLMError, UserError, unknown
 from skyasync.registry import Registry
 from skyasync.rollout.chat import Tools
 from skyasync.rollout.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def _callable(found: object, name: str) -> Callable[..., Any]:
 def _of_vllm(name: str, module: str, manager: str) -> Callable[..., Any]:
     """vLLM's class of this name; importing it takes seconds."""
     if find_spec("vllm") is None:
-        raise UserError(f"parser {name}: vLLM is not installed; add it with: uv sync --extra vllm (or cpu)")
+        raise MissingVLLMError(f"parser {name}: vLLM")
     from importlib import import_module
 
     parsers = getattr(import_module(f"vllm.{module}"), manager)

@@ -18,7 +18,7 @@ from skyasync.engines.process_guard import ProcessGuard
 from skyasync.engines.protocol import EngineConfig, EngineDiedError
 from skyasync.engines.vllm import adapter
 from skyasync.engines.vllm.setup import engine_arguments, prepare_environment
-from skyasync.errors import MissingExtraError
+from skyasync.errors import MissingVLLMError
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -63,7 +63,7 @@ class VLLMCore:
                 from vllm.platforms import current_platform
                 from vllm.v1.engine.async_llm import AsyncLLM
             except ModuleNotFoundError as error:
-                raise MissingExtraError("vLLM", "vllm (with a GPU) or --extra cpu (without)") from error
+                raise MissingVLLMError from error
             self.cpu = current_platform.is_cpu()
             arguments = AsyncEngineArgs(**engine_arguments(self.config, cpu=self.cpu))
             self._guard = ProcessGuard()

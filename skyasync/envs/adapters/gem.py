@@ -19,7 +19,7 @@ from typing import Any
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.check import NonsenseError
 from skyasync.envs.registry import ENVS, Foreign
-from skyasync.errors import MissingExtraError, UserError
+from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 
 
@@ -115,7 +115,7 @@ def _named(settings: Mapping[str, Any]) -> Callable[..., Foreign]:
     try:
         import gem
     except ModuleNotFoundError:
-        raise MissingExtraError("gem (pip install gem-llm)", "gem") from None
+        raise UserError("gem is not installed; add it with: uv pip install gem-llm") from None
 
     def make(**settings: object) -> Foreign:
         return gem.make(name, **settings)

@@ -130,8 +130,9 @@ _ESS = Chart(
 _GAP = Chart(
     "Trainer and engine",
     (
-        Line("sync/logprob_gap", "largest gap of log-probabilities", marks=True),
-        Line("sync/logprob_gap_limit", "limit"),
+        Line("sync/logprob_gap_mean", "mean difference of log-probabilities", marks=True),
+        Line("sync/logprob_gap_limit", "limit of the mean"),
+        Line("sync/logprob_gap", "largest difference", marks=True),
     ),
     says="On probe prompts under the same weights: what rounding leaves.",
     missing="Verified syncs fill this: generator.verify_weight_sync=true, every generator.verify_interval steps.",

@@ -20,7 +20,7 @@ COMPARISON = "comparison.html"
 
 def report(argv: Sequence[str]) -> None:
     """Write the page, and say where it is."""
-    if not argv or "--help" in argv or "-h" in argv:
+    if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return
     folders, out, every_s = _arguments(argv)

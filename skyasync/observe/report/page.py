@@ -137,7 +137,7 @@ def _of_one(run: Run) -> Mapping[str, Any]:
     return {
         "timeline": lanes.draw(spans),
         "samples": samples.chosen(jsonl.read_rows(run.folder / "samples.jsonl")),
-        "changed": settings.changed(run.settings),
+        "changed": settings.changed(run.settings, settings.read_origins(run.folder / "origins.json")),
         "all_settings": run.settings,
     }
 

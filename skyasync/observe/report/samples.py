@@ -38,6 +38,7 @@ class Sample:
     name: str
     prompt: str
     response: str
+    label: str  # the right answer; "" if the row has none
     reward: float
     stop_reason: str
     versions: list[int]
@@ -72,6 +73,7 @@ def sample(row: Row) -> Sample:
         name=str(row.get("prompt_id", "")),
         prompt=_text(row.get("prompt", "")),
         response=_text(row.get("response", "")),
+        label=_text("" if row.get("label") is None else row["label"]),
         reward=math.nan if row.get("reward") is None else float(row["reward"]),
         stop_reason=str(row.get("stop_reason", "")),
         versions=list(row.get("versions") or []),

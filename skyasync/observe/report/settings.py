@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,16 @@ _WHERE = {"trainer.run_name", "trainer.runs_dir", "trainer.terminal"}  # where a
 
 @dataclass(frozen=True)
 class Setting:
-    """``values`` as one would write them, of each run; ``default`` is "" for a key of the user's own."""
+    """``values`` as one would write them, of each run; ``default`` is "" for a key of the user's own.
+
+    ``origin`` is who has set it, "" where that is not known.
+    """
 
     key: str
     values: list[str]
     default: str
     doc: str = ""
+    origin: str = ""
 
 
 def read(config: Path) -> Values:
@@ -38,15 +43,33 @@ def read(config: Path) -> Values:
     return dict(_leaves(whole, "", Keys.of(Config)))
 
 
-def changed(values: Values) -> list[Setting]:
+def read_origins(file: Path) -> dict[str, str]:
+    """Key -> who has set it; empty where it cannot be read."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
     """The keys that differ from their defaults, in the schema's order; then keys of the user's own."""
     keys = Keys.of(Config)
     found = [
-        Setting(key.path, [written(values[key.path])], written(key.default), key.doc)
+        Setting(key.path, [written(values[key.path])], written(key.default), key.doc, _origin(key.path, origins))
         for key in keys
         if key.path in values and values[key.path] != key.default and not _settled(key.path, values)
     ]
-    return found + [Setting(path, [written(value)], "") for path, value in values.items() if path not in keys]
+    return found + [
+        Setting(path, [written(value)], "", origin=_origin(path, origins))
+        for path, value in values.items()
+        if path not in keys
+    ]
+
+
+def _origin(path: str, origins: Mapping[str, str]) -> str:
+    """A mapping's entries may each be set by another."""
+    mine = (origin for name, origin in origins.items() if name == path or name.startswith(f"{path}."))
+    return ", ".join(dict.fromkeys(mine))
 
 
 def _settled(path: str, values: Values) -> bool:

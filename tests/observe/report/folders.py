@@ -19,7 +19,7 @@ def metrics(step: int) -> dict[str, Any]:
         "off_policy/staleness_0/ratio_mean": 1.0, "off_policy/staleness_1/ratio_mean": 1.01,
         "response/length_mean": 8.0, "response/length_max": 12.0, "response/truncated": 0.05,
         "staleness/mean": 0.8, "staleness/min": 0.0, "staleness/max": 1.0, "staleness/tokens_0": 20.0,
-        "staleness/tokens_1": 80.0, "sync/logprob_gap": 1e-6, "idle/trainer": 0.2, "idle/engines": 0.4,
+        "staleness/tokens_1": 80.0, "sync/logprob_gap_mean": 1e-6, "idle/trainer": 0.2, "idle/engines": 0.4,
         "throughput/tokens_per_s": 9000.0, "throughput/samples_per_s": 900.0, "time/step_s": 1.0, "time/train_s": 0.7,
         "time/generate_s": 0.9,
     }  # fmt: skip
@@ -27,8 +27,8 @@ def metrics(step: int) -> dict[str, Any]:
 
 def sample(step: int) -> dict[str, Any]:
     return {
-        "step": step, "prompt_id": "e0-i3-r0", "prompt": "Sort <b>31</b>", "response": "13!", "reward": 0.5,
-        "stop_reason": "stop", "versions": [0, 1],
+        "step": step, "prompt_id": "e0-i3-r0", "prompt": "Sort <b>31</b>", "response": "13!", "label": "<b>13</b>",
+        "reward": 0.5, "stop_reason": "stop", "versions": [0, 1],
         "tokens": {"text": ["1", "<i>", "said"], "versions": [0, 1, -1], "logprobs": [-0.1, -0.5, None],
                    "trainer_logprobs": [-0.1, -0.9, None]},
     }  # fmt: skip
@@ -44,6 +44,7 @@ def make_run(folder: Path, *, steps: int = 12, settings: str = "", error: str = 
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in of_file))
     config = settings or "trainer:\n  plan: one_step_off\n  max_training_steps: 12\n  seed: 42\nmine:\n  strength: 2\n"
     (folder / "config.yaml").write_text(config)
+    (folder / "origins.json").write_text('{"trainer.plan": "command line", "mine.strength": "recipe"}')
     if error:
         (folder / "error.txt").write_text(f"Traceback\n  file\n{error}\n")
     clock = iter(range(10_000))

@@ -90,12 +90,14 @@ def test_samples_show_their_tokens_and_nothing_of_theirs_is_taken_for_markup(who
     assert "Sort &lt;b&gt;31&lt;/b&gt;" in whole and "&lt;i&gt;" in whole and "<b>31" not in whole
     assert "version 1" in whole and "engine -0.500 · trainer -0.900" in whole
     assert 'class="t env" title="said by the environment"' in whole
+    assert "right answer: &lt;b&gt;13&lt;/b&gt;" in whole
 
 
 def test_settings_are_those_that_differ(whole: str) -> None:
     changed = whole[whole.index('<table class="settings">') : whole.index("<details>")]
     assert "trainer.plan" in changed and "mine.strength" in changed
     assert "trainer.seed" not in changed
+    assert re.search(r"trainer\.plan.*>command line<.*mine\.strength.*>recipe<", changed, flags=re.DOTALL)
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
