@@ -99,9 +99,12 @@ def test_a_wrong_override_is_refused_in_one_line_with_the_right_hint(override: s
     assert hint in refused.value.problems[0]
 
 
-def test_a_key_given_twice_is_refused_and_both_values_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer\.seed is given twice: 1 and 2$"):
-        load_config(["trainer.seed=1", "trainer.seed=2"])
+def test_of_a_key_given_twice_the_last_value_wins_as_in_a_script_that_hands_on_its_arguments() -> None:
+    config = load_config(["trainer.policy.model.path=m", "trainer.seed=1", "trainer.logger=['jsonl']", "trainer.seed=2",
+                          "trainer.logger=console"])  # fmt: skip
+    assert (config.trainer.seed, config.trainer.logger) == (2, ["console"])
+    with pytest.raises(ConfigError, match="trainer.seed"):
+        load_config(["trainer.policy.model.path=m", "trainer.seed=1", "trainer.seed=x"])
 
 
 def test_a_foreign_option_with_a_separate_value_is_one_problem() -> None:

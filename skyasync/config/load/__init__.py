@@ -39,6 +39,7 @@ from skyasync.errors import UserError, unknown
 C = TypeVar("C")
 
 MODEL_KEY = "trainer.policy.model.path"
+PLAN_KEY = "trainer.plan"
 PRESET_KEY = "trainer.algorithm.preset"
 
 
@@ -87,7 +88,7 @@ def load_config(
         print_help(keys, line.help)
         raise SystemExit(0)
     problems = list(line.problems)
-    settings = _layers(line, default_config, keys, problems)
+    settings, written_by_hand = _layers(line, default_config, keys, problems)
     config = _merge(schema, settings, keys, problems)
     problems += _check_values(config, settings, keys)
     problems += _missing(settings, keys)
@@ -98,8 +99,11 @@ def load_config(
     except OmegaConfBaseException as error:  # a reference inside a free mapping that leads nowhere
         raise ConfigError([f"{error.full_key}: {_broken_reference(error)}"]) from None
     assert isinstance(result, schema)
-    given = {assignment.path for assignment in line.assignments}
-    contradictions = check_config(result, plan=plan, given=given) if isinstance(result, Config) else []
+    contradictions = []
+    if isinstance(result, Config):
+        chosen = result.trainer.plan if plan is None else plan
+        given = {path for path, of_plan in written_by_hand if of_plan in (None, chosen)}
+        contradictions = check_config(result, plan=plan, given=given)
     if contradictions:
         raise ConfigError(contradictions)
     return result
@@ -142,8 +146,16 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
     )
 
 
-def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]) -> list[Setting]:
+def _layers(
+    line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]
+) -> tuple[list[Setting], set[tuple[str, str | None]]]:
+    """All settings, a later one of a key behind an earlier; the keys that the user has written by hand, for which plan.
+
+    A file that names most keys is a configuration that was dumped: its user has not chosen them one by one. A key of a
+    file is for the plan that the file names, if it names one.
+    """
     given = {assignment.path for assignment in line.assignments}
+    by_hand: set[tuple[str, str | None]] = {(path, None) for path in given}
     default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
 
     def typed(assignments: Sequence[Assignment]) -> list[Setting]:
@@ -154,9 +166,15 @@ def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems
         return sorted(settings, key=lambda setting: setting.path not in keys)
 
     default = [setting for file in default_file for setting in typed(read_file(file, keys, problems))]
-    explicit = [setting for file in line.files for setting in typed(read_file(file, keys, problems))]
+    explicit: list[Setting] = []
+    for file in line.files:
+        settings = typed(read_file(file, keys, problems))
+        if 2 * len(settings) < len(keys.by_path):
+            plan = next((str(setting.value) for setting in settings if setting.path == PLAN_KEY), None)
+            by_hand |= {(setting.path, plan) for setting in settings}
+        explicit += settings
     explicit += typed(line.assignments)
-    return default + _preset(default + explicit, keys, problems) + explicit
+    return default + _preset(default + explicit, keys, problems) + explicit, by_hand
 
 
 def _preset(settings: Sequence[Setting], keys: Keys, problems: list[str]) -> list[Setting]:

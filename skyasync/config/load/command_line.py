@@ -44,7 +44,6 @@ class CommandLine:
 def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
     """Sort the arguments: overrides, ``--config FILE``, ``--help [GROUP]``; problems are collected."""
     line = CommandLine()
-    given: dict[str, str] = {}
     arguments = list(argv)
     line.around = around = _around(argv, keys)
     while arguments:
@@ -62,7 +61,7 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
                 text = arguments.pop(0)  # the value of an option we do not have
             line.problems.append(_unknown_option(option, text, keys, around))
         else:
-            problem = _override(argument, keys, given, line.assignments)
+            problem = _override(argument, keys, line.assignments)
             if problem:
                 line.problems.append(problem)
     return line
@@ -94,8 +93,8 @@ def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:
     return f"unknown option {option}: settings are key=value without dashes; {way_out}"
 
 
-def _override(argument: str, keys: Keys, given: dict[str, str], assignments: list[Assignment]) -> str:
-    """Add one ``key=value``; returns the problem, if any."""
+def _override(argument: str, keys: Keys, assignments: list[Assignment]) -> str:
+    """Add one ``key=value``, which wins over an earlier one of its key; returns the problem, if any."""
     path, equals, text = argument.partition("=")
     bare = path.lstrip("+~")
     if bare != path:
@@ -108,13 +107,11 @@ def _override(argument: str, keys: Keys, given: dict[str, str], assignments: lis
         return f"{argument!r}: write key=value without spaces around the '='"
     if not text.strip():
         return f"{path}: the value is empty; the empty string is written {path}='\"\"'"
-    if path in given:
-        return f"{path} is given twice: {given[path]} and {text}"
-    given[path] = text
     try:
-        assignments.append(Assignment(path, parse(text)))
+        assignment = Assignment(path, parse(text))
     except yaml.YAMLError:
         return f"{path}: cannot read {text!r}: a bracket or quote does not close, or the text goes on after it"
+    assignments[:] = [other for other in assignments if other.path != path] + [assignment]
     return ""
 
 
