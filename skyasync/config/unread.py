@@ -55,7 +55,7 @@ def _policys(cfg: Config, key: Key) -> str:
     shared, _, apart = key.when.partition("=")
     if apart != "false" or not shared.startswith("trainer.placement.colocate_policy_"):
         return ""
-    there = shared.endswith("_ref") or conditions.holds(Keys.of(type(cfg))[shared].when, cfg)  # KL is a term to switch on
+    there = shared.endswith("_ref") or conditions.holds(Keys.of(type(cfg))[shared].when, cfg)
     return f"trainer.placement.policy_{key.name.partition('_')[2]}" if there else ""
 
 

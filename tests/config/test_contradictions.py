@@ -185,14 +185,11 @@ def test_an_uncorrected_asynchronous_run_has_ways_out(way_out: str) -> None:
 
 
 #: One step off policy, as its tutorial is started.
-PRINTED = """
-trainer.placement.colocate_all=false
-trainer.placement.colocate_policy_ref=true
-trainer.placement.policy_num_gpus_per_node=4
-trainer.placement.ref_num_gpus_per_node=4
-generator.num_inference_engines=4
-generator.inference_engine_tensor_parallel_size=1
-""".split()
+PRINTED = [
+    "trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=true",
+    "trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.ref_num_gpus_per_node=4",
+    "generator.num_inference_engines=4", "generator.inference_engine_tensor_parallel_size=1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [(), ("trainer.algorithm.use_kl_loss=true",)])

@@ -103,7 +103,7 @@ def test_of_a_key_given_twice_the_last_value_wins_as_in_a_script_that_hands_on_i
     config = load_config(["trainer.policy.model.path=m", "trainer.seed=1", "trainer.logger=['jsonl']", "trainer.seed=2",
                           "trainer.logger=console"])  # fmt: skip
     assert (config.trainer.seed, config.trainer.logger) == (2, ["console"])
-    with pytest.raises(ConfigError, match="trainer.seed"):
+    with pytest.raises(ConfigError, match=r"trainer\.seed"):
         load_config(["trainer.policy.model.path=m", "trainer.seed=1", "trainer.seed=x"])
 
 

@@ -24,8 +24,8 @@ from skyasync.cleanup import afterwards
 from skyasync.compat.skyrl import bridge
 from skyasync.compat.skyrl.batch import TrainingInputBatch
 from skyasync.compat.skyrl.generators import as_sampling
-from skyasync.compat.skyrl.hooks import SkyRLNames
-from skyasync.compat.skyrl.shims import Dispatch, ResumeMode, numbers
+from skyasync.compat.skyrl.hooks import Postprocessed, SkyRLNames
+from skyasync.compat.skyrl.shims import Dispatch, PolicyModel, ResumeMode, numbers
 from skyasync.compat.skyrl.waiting import Loop
 from skyasync.config.resume import Resume
 from skyasync.data.prompts import PromptBatch
@@ -41,7 +41,7 @@ from skyasync.workers.roles import CRITIC_ROLE, ROLES
 class RayPPOTrainer(SkyRLNames, Ours):
     """Our synchronous plan with SkyRL's names; a subclass may bring a ``train`` of theirs."""
 
-    ref_model = critic_model = policy_model = None  # models are asked through the dispatch
+    ref_model = critic_model = None  # models are asked through the dispatch
 
     def __init_subclass__(cls, **more: object) -> None:
         super().__init_subclass__(**more)
@@ -57,6 +57,10 @@ class RayPPOTrainer(SkyRLNames, Ours):
     @property
     def dispatch(self) -> Foreign:
         return Dispatch(self.learner.dispatch, self._sync)
+
+    @property
+    def policy_model(self) -> PolicyModel:
+        return PolicyModel(self._sync)
 
     @property
     def has_critic(self) -> bool:
@@ -81,10 +85,11 @@ class RayPPOTrainer(SkyRLNames, Ours):
         await self.told.settle()
         version = self.policy_version
         self.book.start(self._prompts_of(input_batch), version)
-        async with self.handover.rollout():
+        async with self.handover.rollout(), self.phases.limited("generation"):
             self._rolling += 1
             try:
-                output: dict[str, Any] = dict(await self.generator.generate(self._request(input_batch)))
+                with self.phases.under_way():
+                    output: dict[str, Any] = dict(await self.generator.generate(self._request(input_batch)))
             finally:
                 self._rolling -= 1
         self.all_metrics |= numbers(output.pop("rollout_metrics", None) or {})
@@ -105,6 +110,8 @@ class RayPPOTrainer(SkyRLNames, Ours):
     def convert_to_training_input(self, generator_output: Mapping[str, Any], uids: Sequence[str]) -> TrainingInputBatch:
         from skyasync.rollout.collate import collate
 
+        if isinstance(generator_output, Postprocessed):
+            generator_output = generator_output[0]
         self.phases.begin_step(self.progress.step + 1)
         prompts = {uid: self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked}
         groups = bridge.as_groups(generator_output, uids, prompts, self.policy_version)
