@@ -278,3 +278,27 @@ def test_the_complete_example_of_that_time_trains_one_step_off() -> None:
     run = train(*JUDGED, "trainer.epochs=1", "trainer.max_training_steps=0", exp=Exp)
     assert run.learned and sorted(run.rows) == [1, 2, 3, 4]
     assert {run.rows[step]["staleness/max"] for step in (2, 3, 4)} == {1.0}
+
+
+def test_a_loop_of_theirs_that_reads_no_correction_no_number_of_steps_and_no_schedule_is_told(tmp_path: Path) -> None:
+    loop = {"exp": one_step_off.AheadExp}
+    with pytest.raises(UserError, match=r"AheadTrainer\.train trains samples of policy version 0 in step 2"):
+        train(*JUDGED, "trainer.epochs=1", "trainer.algorithm.off_policy_correction=none", **loop)
+    with pytest.warns(UserWarning, match=r"trains on behind trainer\.max_training_steps=2"):
+        train(*JUDGED, "trainer.epochs=1", **loop)
+
+
+def test_a_loop_of_theirs_whose_generation_fails_ends_the_run() -> None:
+    class Trainer(one_step_off.AheadTrainer):
+        async def _run_generate_loop(self, buffer):
+            try:
+                raise KeyError("no such row")
+            except Exception:
+                sys.exit(1)  # as the example does it
+
+    class Exp(BasePPOExp):
+        def get_trainer(self, **parts):
+            return Trainer(**parts)
+
+    with pytest.raises(KeyError, match="no such row"):
+        train(*JUDGED, "trainer.epochs=1", exp=Exp)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer as Base
 from tests.plans.parts import make_run, stream
 
@@ -42,6 +43,12 @@ class EpochsTrainer(Base):
             generator_task.cancel()
 
 
+class EarlyTrainer(AsyncRayPPOTrainer):
+    """Whose author knows that its samples are stale."""
+
+    asynchronous = True
+
+
 both = pytest.mark.parametrize("plan", [AsyncRayPPOTrainer, EpochsTrainer])
 
 
@@ -69,3 +76,26 @@ def test_it_reads_the_number_of_steps_saves_and_resumes(plan, tmp_path):
     assert first.trained + more.trained == stream(24)[: len(first.trained + more.trained)]
     assert (first.trainer.global_step, more.trainer.global_step) == (2, 5)
     assert [step for step, _ in more.tracker.rows] == [3, 4, 5]
+
+
+UNCORRECTED = {"prompts": 24, "trainer__algorithm__off_policy_correction": "none"}
+
+
+@both
+def test_stale_samples_that_nothing_corrects_end_the_run_at_the_first_batch(plan):
+    run = make_run(plan, **UNCORRECTED)
+    with pytest.raises(UserError, match=r"trains samples of policy version 0 in step 2, whose policy is version 1"):
+        run.train()
+    assert run.trainer.global_step == 1 and run.dispatch.weights == 1
+    make_run(plan, **UNCORRECTED | {"trainer__algorithm__off_policy_correction": "auto"}).train()
+    make_run(plan, **UNCORRECTED | {"trainer__algorithm__policy_loss_type": "decoupled_ppo"}).train()
+
+
+def test_whoever_wants_them_uncorrected_says_so():
+    with pytest.raises(UserError, match="asynchronous"):
+        make_run(EarlyTrainer, **UNCORRECTED)
+    make_run(EarlyTrainer, **UNCORRECTED, trainer__allow_uncorrected=True).train()
+
+
+def test_a_synchronous_run_without_a_correction_is_what_it_says():
+    make_run(Base, **UNCORRECTED).train()

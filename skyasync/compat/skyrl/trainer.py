@@ -15,6 +15,7 @@ Source: SkyRL's tutorial on asynchronous training and the names in its ``trainer
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -115,6 +116,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
         self.phases.begin_step(self.progress.step + 1)
         prompts = {uid: self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked}
         groups = bridge.as_groups(generator_output, uids, prompts, self.policy_version)
+        self.check_stale(groups)
         self.book.finish(groups)
         self.all_metrics |= self.reporting.rolled_out(groups)
         kept = self.drop_truncated(self.filter_groups(groups))
@@ -150,7 +152,23 @@ class RayPPOTrainer(SkyRLNames, Ours):
         finally:
             self._their_step = theirs
         self.all_metrics |= self.metrics
+        if self.progress.step == trainer.max_training_steps + 1 > 1:
+            self._warn(
+                f"trains on behind trainer.max_training_steps={trainer.max_training_steps}, which it does not read"
+            )
         return status
+
+    def _warn_of_unread(self) -> None:
+        """What a loop of theirs that has ended well has left undone."""
+        step, trainer = self.progress.step, self.cfg.trainer
+        if step < self.total_training_steps:
+            self._warn(f"has ended after {step} of the {self.total_training_steps} steps of trainer.epochs="
+                       f"{trainer.epochs} and trainer.max_training_steps={trainer.max_training_steps}")  # fmt: skip
+        if 0 < trainer.ckpt_interval <= step and self.saving.checkpoints is not None and not self.saving.saved_step:
+            self._warn(f"has saved no checkpoint: it does not read trainer.ckpt_interval={trainer.ckpt_interval}")
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{type(self).__name__}.train {what}", stacklevel=2)
 
     def save_checkpoints(self) -> str:
         """Written when this returns."""
@@ -220,6 +238,8 @@ def _to_its_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Forei
 
         async with afterwards(end):
             await theirs(self)
+            if not self._ran:
+                self._warn_of_unread()
 
     train.__doc__ = theirs.__doc__
     return train
