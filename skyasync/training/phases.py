@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from skyasync.observe.timeline import Timeline
+from skyasync.together import within
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -96,15 +97,8 @@ class Phases:
         Raises:
             TimeoutError: naming the phase, the step and the key.
         """
-        try:
-            async with asyncio.timeout(self.limit_s) as timer:
-                yield
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise TimeoutError(
-                f"the {what} of step {self.step} did not end within {self.limit_s:g} s (trainer.step_timeout_s)"
-            ) from error
+        async with within(self.limit_s, f"the {what} of step {self.step}"):
+            yield
 
     @staticmethod
     def now() -> float:
