@@ -135,6 +135,6 @@ def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
 
 
 def _line(cfg: object, key: Key, what: str, why: str = "", path: str = "") -> str:
-    value = attrgetter(path or key.path)(cfg)
-    way = f"leave it out ({written(value)} is its default)" if value == key.default else f"leave it at its default, {written(key.default)}"
+    value, default = attrgetter(path or key.path)(cfg), written(key.default)
+    way = f"leave it out ({default} is its default)" if value == key.default else f"leave it at its default, {default}"
     return f"{key.path}={written(value)} {what}: {why}{' ' if why else ''}{way}"
