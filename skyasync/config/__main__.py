@@ -20,7 +20,8 @@ Every program takes the same arguments:
 python -m skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
 ```
 
-- Settings are layered: defaults, then a preset, then `--config` files in the order given, then `key=value`.
+- Settings are layered: defaults, then a preset, then `--config` files in the order given, then `key=value`;
+  of two values for a key the last wins.
 - Values are typed: `1e-6`, `true`, `null`, `[a,b]`, `{size: 4}`, `"quoted text"`. Text needs no quotes unless it
   starts with a quote or bracket, or is `null`. A string where a list of strings is expected is a list of one:
   `data.train_data=train.parquet`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from skyasync.algorithms.objective import Objective
 from skyasync.compat.skyrl import BasePPOExp, make
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
+from skyasync.experiment import BasePPOExp as Ours
 from skyasync.plans import PLANS
 from tests.peers.harness import ROWS, configuration, train
 from tests.peers.skyrl import (
@@ -302,3 +304,16 @@ def test_a_loop_of_theirs_whose_generation_fails_ends_the_run() -> None:
 
     with pytest.raises(KeyError, match="no such row"):
         train(*JUDGED, "trainer.epochs=1", exp=Exp)
+
+
+def test_an_experiment_of_that_time_runs_its_trainer_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exp(BasePPOExp):
+        def run(self):
+            trainer = self._setup_trainer()
+            asyncio.run(trainer.train())
+
+    ran = []
+    monkeypatch.setattr(Ours, "run", ran.append)
+    exp = Exp(configuration())
+    exp.run()
+    assert ran == [exp]
