@@ -92,7 +92,7 @@ def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:
 
 
 def check_plan_class(plan: object) -> None:
-    """It can be made, and what it overrides takes what the original takes; loops of its own may be called as ours are."""
+    """It can be made, and what it overrides takes what the original takes. Private names are its own affair."""
     if not hasattr(plan, "get_trainer"):
         raise UserError(f"plan {getattr(plan, '__name__', plan)} must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):
