@@ -82,9 +82,7 @@ def test_the_tutorials_printed_classes_and_settings(ray_session: None, tmp_path:
 
 
 def test_the_tutorials_loop_whose_generation_fails(ray_session: None, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(
-        "def broken(response, **columns):\n    raise KeyError('no such row')\n"
-    )
+    (tmp_path / "broken.py").write_text("def broken(response, **columns):\n    raise KeyError('no such row')\n")
     with pytest.raises(Exception, match="no such row"):
         run(
             tmp_path, one_step_off.AheadExp, "trainer.plan=one_step_off", "trainer.epochs=1",
