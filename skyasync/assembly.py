@@ -138,7 +138,7 @@ class Assembly:
 
     async def _load(self, trainer: RayPPOTrainer) -> None:
         """Models and the way between them."""
-        from skyasync.together import run_together
+        from skyasync.together import run_together, within
         from skyasync.weight_sync.turns import DeviceTurns
 
         cfg, probe, turns = self._make.cfg, _probe(trainer, self._make.cfg), None
@@ -150,7 +150,7 @@ class Assembly:
             await run_together(self.client.start(), self.dispatch.start(trainer.total_updates))
         source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
         self.weight_sync = self._make.get_weight_sync(source, destination, probe)
-        async with asyncio.timeout(cfg.trainer.step_timeout_s):
+        async with within(cfg.trainer.step_timeout_s, "the first comparison of the engines with the policy"):
             if not cfg.generator.engines:  # else they have weights of a run before, perhaps
                 await self.weight_sync.measure_floor()
 

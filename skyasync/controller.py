@@ -209,7 +209,7 @@ def run_in_controller(experiment: Experiment, logs: ProcessLogs) -> dict[str, fl
     trainer = experiment.cfg.trainer
     with (
         _hearing_sigterm() as heard,
-        ProgressView(mode=trainer.terminal, folder=logs.folder) as view,
+        ProgressView(mode=trainer.terminal, folder=logs.folder, steps="console" not in trainer.logger) as view,
         logs.shown_by(view.say),
     ):
         while True:

@@ -48,6 +48,22 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
             tasks.start(coroutine)
 
 
+@asynccontextmanager
+async def within(limit_s: float, what: str, key: str = "trainer.step_timeout_s") -> AsyncIterator[None]:
+    """End what takes longer than the limit.
+
+    Raises:
+        TimeoutError: naming what it was, and the key.
+    """
+    try:
+        async with asyncio.timeout(limit_s) as timer:
+            yield
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise TimeoutError(f"{what} did not end within {limit_s:g} s ({key})") from error
+
+
 async def not_halfway(coroutine: Coroutine[Any, Any, T]) -> T:
     """Await what must not stop in the middle: a cancellation waits for its end, and is then one."""
     task = asyncio.create_task(coroutine)

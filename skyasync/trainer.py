@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.config.resume import keeps_checkpoints
-from skyasync.config.rules import Plan, check_correction
+from skyasync.config.rules import Plan, check_correction, corrected
 from skyasync.config.schema import Config
 from skyasync.config.streaming import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
@@ -274,6 +274,7 @@ class RayPPOTrainer(Life):
 
         self.learner.numbers.look_at(groups)
         self._learnt += groups
+        self.check_stale(groups)
         if not self.refill.active:  # else they were filtered as they came
             sampled = groups
             groups = self.filter_groups(groups)
@@ -405,9 +406,30 @@ class RayPPOTrainer(Life):
         assert plan is not None
         for problem in chain(check_streaming(self.cfg, plan), check_correction(self.cfg, plan)):
             raise UserError(problem)
+        self._on_policy = not plan.stale(self.cfg) and not corrected(self.cfg.trainer.algorithm)
         if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
             raise UserError(
                 f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data or data.val_sets"
+            )
+
+    def check_stale(self, groups: Sequence[Group]) -> None:
+        """Whether a plan that calls itself synchronous is, by the tokens' stamps, if nothing corrects what is stale.
+
+        Raises:
+            UserError: for the first batch that an older policy has sampled.
+        """
+        if not self._on_policy:
+            return
+        actions = (action for group in groups for t in group.trajectories for action in t.actions)
+        oldest = min(
+            (int(action.versions.min()) for action in actions if len(action.tokens)), default=self.progress.step
+        )
+        if oldest < self.progress.step:
+            raise UserError(
+                f"{type(self).__name__}.train trains samples of policy version {oldest} in step "
+                f"{self.progress.step + 1}, whose policy is version {self.progress.step}, and trainer.algorithm."
+                f"off_policy_correction=none leaves them uncorrected: choose a correction (auto, token_tis), or set "
+                f"`asynchronous = True` in the class and trainer.allow_uncorrected=true"
             )
 
     async def _evaluation(self) -> Metrics:

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from skyasync.together import not_halfway, run_together
+from skyasync.together import not_halfway, run_together, within
 from tests.virtual_time import virtual_time
 
 
@@ -47,6 +47,16 @@ def test_the_first_error_is_raised_as_it_was_and_the_others_are_cancelled(error)
         assert asyncio.get_running_loop().time() == pytest.approx(1)
 
     run()
+
+
+@virtual_time
+async def test_what_takes_too_long_is_named_with_its_key():
+    with pytest.raises(TimeoutError, match=r"^loading did not end within 3 s \(trainer\.step_timeout_s\)$"):
+        async with within(3, "loading"):
+            await lives([])
+    with pytest.raises(TimeoutError, match=r"^of its own$"):  # an error from inside is what it was
+        async with within(3, "loading"):
+            raise TimeoutError("of its own")
 
 
 @virtual_time

@@ -71,7 +71,7 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
     Args:
         plan: the plan that the experiment fixes, a name or a class; by default ``trainer.plan`` decides; "" for one
             that only the experiment knows.
-        given: the keys that the command line names.
+        given: the keys that the user has written: those of the command line and of configuration files.
     """
     if missing := missing_parts(cfg, plan) or list(check_functions(cfg.trainer.algorithm)):
         return missing

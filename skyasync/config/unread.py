@@ -24,8 +24,8 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
     """One line for each key that has no effect.
 
     Args:
-        given: keys of the command line: of a plan's own key even the default is refused there with another plan, since
-            whoever writes ``trainer.max_staleness=1`` expects it to act.
+        given: keys that the user has written: of a plan's own key even the default is refused there with another plan,
+            since whoever writes ``trainer.max_staleness=1`` expects it to act.
     """
     from skyasync.algorithms.presets import apply_preset
 
@@ -38,13 +38,25 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
     for key in changed:
         if key.when and not conditions.holds(key.when, cfg) and not _settled(cfg, key):
             readers = "".join(f"it is read with {choice};" for choice in conditions.takers(key.when, type(cfg)))
+            if ranks := _policys(cfg, key):
+                readers += f"make it {attrgetter(ranks)(cfg)}, as {ranks} is, or"
             yield _line(cfg, key, f"has no effect with {conditions.found(key.when, cfg)}", readers)
     yield from _of_updates(cfg, [key.path for key in changed])
 
 
 def _settled(cfg: Config, key: Key) -> bool:
-    """A role's model that is the policy's: every run writes it so."""
-    return key.path.endswith(".model.path") and attrgetter(key.path)(cfg) == cfg.trainer.policy.model.path
+    """What repeats the policy's: a role's model, which every run writes so, or its ranks on devices that it shares."""
+    same = _policys(cfg, key) or ("trainer.policy.model.path" if key.path.endswith(".model.path") else "")
+    return bool(same) and attrgetter(key.path)(cfg) == attrgetter(same)(cfg)
+
+
+def _policys(cfg: Config, key: Key) -> str:
+    """The policy's number of ranks for a role's own, which is for devices apart from the policy's."""
+    shared, _, apart = key.when.partition("=")
+    if apart != "false" or not shared.startswith("trainer.placement.colocate_policy_"):
+        return ""
+    there = shared.endswith("_ref") or conditions.holds(Keys.of(type(cfg))[shared].when, cfg)
+    return f"trainer.placement.policy_{key.name.partition('_')[2]}" if there else ""
 
 
 def _of_plans(cfg: Config, plan: Plan | None, asked: Collection[Key]) -> Iterator[str]:
@@ -123,5 +135,6 @@ def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
 
 
 def _line(cfg: object, key: Key, what: str, why: str = "", path: str = "") -> str:
-    value = written(attrgetter(path or key.path)(cfg))
-    return f"{key.path}={value} {what}: {why}{' ' if why else ''}leave it at its default, {written(key.default)}"
+    value, default = attrgetter(path or key.path)(cfg), written(key.default)
+    way = f"leave it out ({default} is its default)" if value == key.default else f"leave it at its default, {default}"
+    return f"{key.path}={written(value)} {what}: {why}{' ' if why else ''}{way}"

@@ -85,7 +85,7 @@ def parse_line(line: bytes, number: int) -> Row:
         ValueError: naming the row.
     """
     try:
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"row {number} is not valid JSON: {error.msg} (character {error.pos})") from None
     except UnicodeDecodeError as error:

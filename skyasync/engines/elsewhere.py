@@ -39,6 +39,7 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.stopwatch import Stopwatch
 from skyasync.errors import UserError
+from skyasync.together import within
 from skyasync.weight_sync.update import Held, WakePart, WeightSyncError, WeightUpdate
 
 AGAIN_S = 1.0  # between two looks whether a server has come back
@@ -115,7 +116,8 @@ class ServerEngine(ABC):
 
     async def start(self) -> None:
         """Find it fit, and set back what a run before may have left: a pause, requests."""
-        async with asyncio.timeout(self.config.extra["start_s"]):
+        start = f"the start of engine {self.config.extra['url']}"
+        async with within(self.config.extra["start_s"], start, "generator.engine_start_timeout_s"):
             await self._take_over(await self._info())
 
     async def _info(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from skyasync.engines.protocol import InferenceEngine
 from skyasync.engines.revival import Revival, Weights
 from skyasync.engines.wanted import is_server, read, write, wrong_name
 from skyasync.errors import headline
+from skyasync.together import within
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,10 @@ class Membership(TrainerCallback):
             engine = await self._make(name)
             try:
                 await engine.start()
-                async with asyncio.timeout(self._limit_s), self._weights.between_syncs() as update:
+                async with (
+                    within(self._limit_s, f"the first weight sync of engine {name}"),
+                    self._weights.between_syncs() as update,
+                ):
                     await engine.update_weights(update)
                     index = await self._client.join(engine)
             except BaseException:

@@ -33,6 +33,7 @@ from skyasync.engines.protocol import EngineDiedError
 from skyasync.engines.roster import Loss
 from skyasync.errors import UserError, headline
 from skyasync.observe.timeline import Timeline
+from skyasync.together import within
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -201,7 +202,10 @@ class Revival(TrainerCallback):
         engine = old.successor()
         try:
             await engine.start()
-            async with asyncio.timeout(self._limit_s), self._weights.between_syncs() as update:
+            async with (
+                within(self._limit_s, f"the first weight sync of engine {index}"),
+                self._weights.between_syncs() as update,
+            ):
                 await engine.update_weights(update)
                 await self._client.admit(index, engine)
         except BaseException:
@@ -222,7 +226,7 @@ class Revival(TrainerCallback):
                 engine = old.successor()
                 try:
                     await engine.start()
-                    async with asyncio.timeout(self._limit_s):
+                    async with within(self._limit_s, f"the first weight sync of engine {index}"):
                         await engine.update_weights(update)
                         await self._client.admit(index, engine)
                 except BaseException:

@@ -23,6 +23,7 @@ _BETWEEN_GPUS = {
     "nccl": "weights go to the engines from GPU to GPU",
     "cuda_ipc": "engines read the weights on the GPUs that they share with the policy",
 }
+CPU_BLOCK = 32  # tokens of a cache block in which vLLM's attention on a CPU computes
 FEW_TURNS = 4  # that there is room for where generator.max_turns does not say
 
 
@@ -136,6 +137,12 @@ def _options(generator: GeneratorConfig, *, gpus: bool) -> dict[str, object]:
         raise UserError(
             "generator.engine_kwargs.enable_chunked_prefill=true needs GPUs: vLLM's CPU engine ends at the first "
             "request with a seed whose prompt is computed in chunks; leave it out"
+        )
+    size = generator.engine_kwargs.get("block_size")
+    if isinstance(size, int) and size % CPU_BLOCK and not gpus:
+        raise UserError(
+            f"generator.engine_kwargs.block_size={size} needs GPUs: vLLM's attention on a CPU takes multiples of "
+            f"{CPU_BLOCK}: set generator.engine_kwargs.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or leave it out"
         )
     return dict(generator.engine_kwargs)
 

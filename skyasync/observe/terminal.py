@@ -64,15 +64,19 @@ class ProgressView:
 
     Args:
         mode: ``auto`` shows the panel on a terminal, ``live`` wherever it is written, ``lines`` nowhere.
+        steps: whether there is a line per step; false if a tracker writes it.
         folder: takes what is written to the terminal while the panel is shown; None captures nothing.
     """
 
-    def __init__(self, *, mode: str = "auto", console: Console | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self, *, mode: str = "auto", console: Console | None = None, folder: Path | None = None, steps: bool = True
+    ) -> None:
         self._mode, self._console, self._folder = mode, console or Console(file=sys.stdout), folder
         self._live: Live | None = None
         self._captured: _Captured | None = None
         self._history, self._report = History(), ProgressReport(0, 0)
         self._phase, self._lock = "", threading.RLock()
+        self._steps = steps
         self._printed = 0  # the step of the last line
         self.seen = -1
 
@@ -114,7 +118,7 @@ class ProgressView:
             finally:
                 self._live = None
                 live.stop()
-            if self._report.step > self._printed:
+            if self._steps and self._report.step > self._printed:
                 self._print([status_line(self._report.step, self._report.metrics, self._report.total or None)])
             if self._captured is not None:
                 self._captured.close()
@@ -125,7 +129,7 @@ class ProgressView:
             fresh = [(step, row) for step, row in report.rows if step > self.seen]
             for step, row in fresh:
                 self._history.add(step, row)
-                if self._live is None or row.get("eval/score") is not None:
+                if self._steps and (self._live is None or row.get("eval/score") is not None):
                     self._print([status_line(step, row, report.total)])
                     self._printed = step
                 self.seen = step

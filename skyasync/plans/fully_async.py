@@ -89,7 +89,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                 await self._slot_freed.wait()
                 self._slot_freed.clear()
 
-    async def _run_training(self) -> None:
+    async def _run_training(self) -> None:  # type: ignore[override]  # the whole loop
         while self.global_step < self.total_steps:
             rollout = await self.waiting("data", self._next_rollout())
             status = await self.train_on(rollout)

@@ -57,7 +57,7 @@ class AsyncRayPPOTrainer(RayPPOTrainer):
         self._all_generated = True
         self.generation_ack.set()
 
-    async def _run_training(self, buffer: asyncio.Queue[Rollout]) -> None:
+    async def _run_training(self, buffer: asyncio.Queue[Rollout]) -> None:  # type: ignore[override]  # the whole loop
         while self.global_step < self.total_steps:
             rollout = await self.waiting("data", buffer.get())
             status = await self.train_on(rollout)

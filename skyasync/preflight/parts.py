@@ -92,7 +92,7 @@ def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:
 
 
 def check_plan_class(plan: object) -> None:
-    """It can be made, and what it overrides takes what the original takes."""
+    """It can be made, and what it overrides takes what the original takes. Private names are its own affair."""
     if not hasattr(plan, "get_trainer"):
         raise UserError(f"plan {getattr(plan, '__name__', plan)} must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):
@@ -100,7 +100,7 @@ def check_plan_class(plan: object) -> None:
     for holder in plan.__mro__:
         for name, method in vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ():
             original = getattr(RayPPOTrainer, name, None)
-            if inspect.isfunction(method) and inspect.isfunction(original) and not name.startswith("__"):
+            if inspect.isfunction(method) and inspect.isfunction(original) and not name.startswith("_"):
                 _check_override(f"{holder.__name__}.{name}", method, original)
 
 

@@ -7,6 +7,7 @@ last, and changed only when this process has claimed it. From then on the config
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,12 @@ from skyasync.preflight.settling import settle_models, settle_references
 from skyasync.rollout.tokenizer import quick_tokenizer, told
 from skyasync.workers.roles import Role
 
+#: Settings of OpenRLHF's that scripts export.
+VARIABLES = {
+    "OPENRLHF_ASYNC_NUM_TASKS": "generator.max_concurrent_episodes",
+    "OPENRLHF_ASYNC_QUEUE_SIZE": "trainer.async_queue_size",
+}
+
 
 class Unprepared(Protocol):
     """What is asked of an experiment, and set in it."""
@@ -60,6 +67,9 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     cfg = experiment.cfg
     for line in config_warnings(cfg):
         print(f"warning: {line}", file=sys.stderr)
+    for variable, key in VARIABLES.items():
+        if variable in os.environ:
+            print(f"warning: {variable}={os.environ[variable]} is read by OpenRLHF alone: set {key}", file=sys.stderr)
     settle_references(cfg)
     _check_plan(experiment)
     go_on_beside(cfg.trainer)

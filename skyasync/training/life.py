@@ -6,15 +6,18 @@ are raised are the plan's.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyasync.cleanup import afterwards
 from skyasync.errors import UserError
-from skyasync.training.hooks import AlgorithmHooks
+from skyasync.training.attended import attended
+from skyasync.training.one_ahead import OneAhead
 from skyasync.workers.roles import POLICY
 
 log = logging.getLogger(__name__)
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from skyasync.training.saving import Saving
 
 
-class Life(AlgorithmHooks):
+class Life(OneAhead):
     """``RayPPOTrainer`` inherits it, and has the steps that are called here."""
 
     prompts: PromptStream
@@ -45,6 +48,11 @@ class Life(AlgorithmHooks):
         async def save_checkpoint(self, *, patient: bool = True) -> Path | None: ...
         async def sync_policy_weights_to_inference_engines(self) -> None: ...
         def _tell_of_checkpoints(self) -> None: ...
+
+    def __init_subclass__(cls, **more: object) -> None:
+        super().__init_subclass__(**more)
+        if "train" in vars(cls):
+            cls.train = _attended(vars(cls)["train"])  # type: ignore[attr-defined]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -120,3 +128,24 @@ class Life(AlgorithmHooks):
                 f"{type(self).__name__}.train calls {step} outside of `async with self.running():`, which starts the "
                 f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
             )
+
+
+def _attended(train: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    """A plan whose tasks do not fail unseen, begun and ended here if it is made of ``OneAhead``'s loops alone."""
+    names = inspect.unwrap(train).__code__.co_names
+    loops_alone = "_run_generate_loop" in names and "running" not in names
+
+    @wraps(train)
+    async def plan(self: Life) -> None:
+        if self.phases.attended:  # super().train()
+            return await train(self)
+        self.phases.attended = True
+        begun_here = loops_alone and type(self)._run_generate_loop is OneAhead._run_generate_loop
+        try:
+            modules = {base.__module__ for base in type(self).__mro__}
+            async with attended(self.phases, modules), self.beginning() if begun_here else nullcontext():
+                await train(self)
+        finally:
+            self.phases.attended = False
+
+    return plan

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from skyasync.observe.timeline import Timeline
+from skyasync.together import within
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -33,10 +34,13 @@ class Phases:
         self.name = "starting"
         self.metrics: Metrics = {}
         self.plan_runs = False  # inside of the trainer's ``running``
+        self.attended = False  # inside of ``attended``
         self.step = 0
         self.limit_s = limit_s
         self.timeline = Timeline(None)
         self._began = 0.0
+        self._under_way: set[object] = set()
+        self._last_s = 0.0  # when a step was under way
 
     def begin_step(self, step: int) -> None:
         """From here on phases and metrics are those of this step."""
@@ -47,9 +51,24 @@ class Phases:
         """Seconds since the step in hand began."""
         return self.now() - self._began
 
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around what is a step's own work."""
+        this = object()
+        self._under_way.add(this)
+        try:
+            yield
+        finally:
+            self._under_way.discard(this)
+            self._last_s = self.now()
+
+    def quiet_s(self) -> float:
+        """Seconds since a step did something else than wait for another."""
+        return 0.0 if self._under_way else self.now() - self._last_s
+
     async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
         """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
-        with self.timed(f"wait_{what}"):
+        with self._span(f"wait_{what}"):
             return await awaitable
 
     @contextmanager
@@ -57,6 +76,13 @@ class Phases:
         self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
     ) -> Iterator[None]:
         """Measure a phase of a step, by default the one in hand: a span on the timeline and ``time/<name>_s``."""
+        with self.under_way(), self._span(name, into, track, step):
+            yield
+
+    @contextmanager
+    def _span(
+        self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
+    ) -> Iterator[None]:
         start, metrics = self.now(), self.metrics if into is None else into
         try:
             with self.timeline.span(name, track, step=self.step if step is None else step):
@@ -71,15 +97,8 @@ class Phases:
         Raises:
             TimeoutError: naming the phase, the step and the key.
         """
-        try:
-            async with asyncio.timeout(self.limit_s) as timer:
-                yield
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise TimeoutError(
-                f"the {what} of step {self.step} did not end within {self.limit_s:g} s (trainer.step_timeout_s)"
-            ) from error
+        async with within(self.limit_s, f"the {what} of step {self.step}"):
+            yield
 
     @staticmethod
     def now() -> float:

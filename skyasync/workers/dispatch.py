@@ -25,6 +25,7 @@ from skyasync.config.schema import Config
 from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.errors import UserError
 from skyasync.state.manifest import Sums
+from skyasync.together import within
 from skyasync.weight_sync.changed_weights import Published
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.across import Across
@@ -87,7 +88,7 @@ class Dispatch:
             total_steps: optimizer steps of the run, for learning rates that decay.
         """
         try:
-            async with asyncio.timeout(self._cfg.trainer.step_timeout_s):
+            async with within(self._cfg.trainer.step_timeout_s, f"loading the models ({', '.join(self._groups)})"):
                 await asyncio.gather(*(group.start(self._cfg, total_steps) for group in self._groups.values()))
         except BaseException:
             await self.shutdown()

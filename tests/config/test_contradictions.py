@@ -1,10 +1,13 @@
 """Settings that contradict each other are refused with both keys and the way out."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyasync.algorithms.presets import PRESETS
-from skyasync.config import ConfigError, load_config
+from skyasync.config import ConfigError, dump_config, load_config
 from skyasync.workers.roles import wanted_roles
 
 UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correction=none"]
@@ -128,6 +131,12 @@ NOT_READ = ["trainer.algorithm.off_policy_correction=none", "trainer.allow_uncor
         (["trainer.critic.optimizer_config.lr=1e-5"],
          ["trainer.critic.optimizer_config.lr=1e-05 has no effect with trainer.algorithm.advantage_estimator=grpo",
           "it is read with trainer.algorithm.advantage_estimator=gae", "5e-06"]),
+        (["trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.ref_num_gpus_per_node=2",
+          "trainer.algorithm.use_kl_loss=true"],
+         ["trainer.placement.ref_num_gpus_per_node=2", "trainer.placement.colocate_policy_ref=true",
+          "make it 4, as trainer.placement.policy_num_gpus_per_node is"]),
+        (["trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.reward_num_gpus_per_node=4"],
+         ["trainer.placement.reward_num_gpus_per_node=4 has no effect"]),
         (["trainer.algorithm.preset=ppo", "trainer.placement.critic_num_gpus_per_node=2"],
          ["trainer.placement.critic_num_gpus_per_node=2", "trainer.placement.colocate_policy_critic=true"]),
         (["trainer.algorithm.preset=ppo", "trainer.critic.backbone=shared", "trainer.critic.model.dtype=bfloat16"],
@@ -176,6 +185,33 @@ def test_a_contradiction_names_both_keys_and_the_way_out(overrides: list[str], n
 )
 def test_an_uncorrected_asynchronous_run_has_ways_out(way_out: str) -> None:
     load_config([*UNCORRECTED, way_out])
+
+
+#: One step off policy, as its tutorial is started.
+PRINTED = [
+    "trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=true",
+    "trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.ref_num_gpus_per_node=4",
+    "generator.num_inference_engines=4", "generator.inference_engine_tensor_parallel_size=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("trainer.algorithm.use_kl_loss=true",)])
+def test_a_reference_on_the_policys_devices_may_repeat_the_number_of_its_ranks(more: tuple[str, ...]) -> None:
+    config = load_config(["trainer.policy.model.path=m", "data.train_data=[d]", "trainer.plan=one_step_off", *PRINTED,
+                          *more])  # fmt: skip
+    assert config.trainer.placement.ref_num_gpus_per_node == 4
+
+
+@pytest.mark.parametrize("plan", ["sync", "one_step_off"])
+def test_a_plans_key_in_a_users_file_is_judged_even_at_its_default(plan: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    written = {"trainer": {"policy": {"model": {"path": "m"}}, "plan": plan, "partial_rollout": "keep"}}
+    file.write_text(yaml.safe_dump(written))
+    with pytest.raises(ConfigError, match=rf"partial_rollout=keep has no effect with trainer\.plan={plan}"):
+        load_config(["--config", str(file)])
+    load_config(["--config", str(file), "trainer.plan=fully_async"])
+    file.write_text(dump_config(load_config(["trainer.policy.model.path=m", f"trainer.plan={plan}"])))
+    load_config(["--config", str(file)])  # whoever dumped it wrote all keys
 
 
 def test_sharing_devices_is_for_plans_that_take_turns() -> None:

@@ -45,6 +45,18 @@ def test_durations_read_as_clocks(seconds, text):
     assert duration(seconds) == text
 
 
+def test_a_tracker_that_writes_the_steps_writes_them_alone():
+    recorder, screen = ProgressRecorder(60), io.StringIO()
+    view = ProgressView(console=Console(file=screen, width=120), steps=False)
+    with view:
+        recorder.phase("starting engines")
+        view.update(recorder.report(view.seen))
+        recorder.log(FULL, 2)
+        view.update(recorder.report(view.seen))
+    assert screen.getvalue() == "starting engines\n"
+    assert view.seen == 2
+
+
 def test_without_a_terminal_each_step_is_one_line_however_rarely_it_is_polled():
     recorder, (view, screen) = ProgressRecorder(60), a_view()
     with view:

@@ -14,7 +14,7 @@ from skyasync.envs import ENVS
 from tests import warm
 from tests.end_to_end.runs import Trained, outside_environment
 from tests.peers.harness import model
-from tests.peers.skyrl import environment, hooks, loss, one_step_off
+from tests.peers.skyrl import environment, hooks, loss, one_step_off, printed
 
 pytestmark = pytest.mark.slow
 ENVS.pop("measure", None)  # which importing the file has registered: it is there for the tests that register it
@@ -63,6 +63,31 @@ def test_the_tutorials_loop(ray_session: None, tmp_path: Path) -> None:
     )  # fmt: skip
     assert trained.series("trainer/global_step") == [1.0, 2.0, 3.0, 4.0]
     assert trained.series("staleness/max")[1:] == [1.0, 1.0, 1.0]
+
+
+def test_the_tutorials_printed_classes_and_settings(ray_session: None, tmp_path: Path) -> None:
+    placement = (
+        "colocate_all=false",
+        "colocate_policy_ref=true",
+        "policy_num_gpus_per_node=1",
+        "ref_num_gpus_per_node=1",
+    )
+    trained = run(
+        tmp_path, printed.AsyncPPOExp, "trainer.epochs=1", *(f"trainer.placement.{key}" for key in placement),
+        "generator.num_inference_engines=1", "generator.inference_engine_tensor_parallel_size=1",
+        "trainer.algorithm.use_kl_loss=true", f"environment.reward_funcs=['{FILES}/odd.py:odd']", steps=3,
+    )  # fmt: skip
+    assert trained.series("staleness/max") == [0.0, 1.0, 1.0]
+    assert "policy/kl" in trained.metrics[-1] or "policy/kl_loss" in trained.metrics[-1]
+
+
+def test_the_tutorials_loop_whose_generation_fails(ray_session: None, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def broken(response, **columns):\n    raise KeyError('no such row')\n")
+    with pytest.raises(Exception, match="no such row"):
+        run(
+            tmp_path, one_step_off.AheadExp, "trainer.plan=one_step_off", "trainer.epochs=1",
+            f"environment.reward_funcs=['{tmp_path}/broken.py:broken']",
+        )  # fmt: skip
 
 
 def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,6 +16,7 @@ from skyasync.algorithms.objective import Objective
 from skyasync.compat.skyrl import BasePPOExp, make
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
+from skyasync.experiment import BasePPOExp as Ours
 from skyasync.plans import PLANS
 from tests.peers.harness import ROWS, configuration, train
 from tests.peers.skyrl import (
@@ -26,6 +30,7 @@ from tests.peers.skyrl import (
     loss,
     one_step_off,
     plain_loop,
+    printed,
 )
 
 pytestmark = pytest.mark.slow
@@ -214,3 +219,101 @@ def test_a_loop_of_plain_calls_saves_and_goes_on(tmp_path: Path) -> None:
     more = train(*overrides, "trainer.max_training_steps=3", "trainer.resume_mode=latest", exp=plain_loop.PlainExp)
     assert sorted(more.rows) == [3]
     assert more.trainer.progress.step == 3
+
+
+@pytest.mark.parametrize("package", ["skyasync.compat.skyrl", "skyasync"])
+def test_the_tutorials_printed_classes_alone_train_one_step_off(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Path(printed.__file__).read_text().replace("skyasync.compat.skyrl", package)
+    module = ModuleType("printed_classes")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text, printed.__file__, "exec"), vars(module))
+    run = train(*JUDGED, "trainer.epochs=1", "trainer.max_training_steps=0", exp=module.AsyncPPOExp)
+    assert run.learned and sorted(run.rows) == [1, 2, 3, 4]
+    assert [run.rows[step]["staleness/max"] for step in run.rows] == [0.0, 1.0, 1.0, 1.0]
+    assert run.trainer.policy_version == 4
+
+
+def test_the_complete_example_of_that_time_trains_one_step_off() -> None:
+    class Trainer(one_step_off.AheadTrainer):
+        """Takes the output alone, and hands weights over by its own call."""
+
+        async def _run_generate_loop(self, buffer):
+            for number, prompts in enumerate(self.train_dataloader):
+                generator_input, uids = one_step_off.prepare_generator_input(
+                    self._remove_tail_data(prompts), self.cfg.generator.n_samples_per_prompt,
+                    one_step_off.get_sampling_params_for_backend(
+                        self.cfg.generator.backend, self.cfg.generator.sampling_params
+                    ),
+                    self.cfg.environment.env_class, "train", self.global_step,
+                )  # fmt: skip
+                generator_output = await self.generate(generator_input)
+                generator_output = self.postprocess_generator_output(generator_output, uids)
+                await buffer.put((generator_output, uids))
+                if buffer.full() and number != 0:
+                    self.generation_ack.set()
+                    await self.sync_finished.wait()
+                    self.sync_finished.clear()
+
+        async def async_sync_policy_weights_to_inference_engines(self):
+            return await self.policy_model.async_run_method(
+                "pass_through", "broadcast_to_inference_engines", self.inference_engine_client
+            )
+
+    Trainer.dispatch = property(lambda self: Own(self))
+
+    class Own:
+        """Everything of the dispatch but the hand-over, which that time's trainer did by itself."""
+
+        def __init__(self, trainer):
+            self.trainer = trainer
+
+        async def save_weights_for_sampler(self):
+            await self.trainer.async_sync_policy_weights_to_inference_engines()
+
+        def __getattr__(self, name):
+            return getattr(self.trainer.learner.dispatch, name)
+
+    class Exp(BasePPOExp):
+        def get_trainer(self, **parts):
+            return Trainer(**parts)
+
+    run = train(*JUDGED, "trainer.epochs=1", "trainer.max_training_steps=0", exp=Exp)
+    assert run.learned and sorted(run.rows) == [1, 2, 3, 4]
+    assert {run.rows[step]["staleness/max"] for step in (2, 3, 4)} == {1.0}
+
+
+def test_a_loop_of_theirs_that_reads_no_correction_no_number_of_steps_and_no_schedule_is_told(tmp_path: Path) -> None:
+    loop = {"exp": one_step_off.AheadExp}
+    with pytest.raises(UserError, match=r"AheadTrainer\.train trains samples of policy version 0 in step 2"):
+        train(*JUDGED, "trainer.epochs=1", "trainer.algorithm.off_policy_correction=none", **loop)
+    with pytest.warns(UserWarning, match=r"trains on behind trainer\.max_training_steps=2"):
+        train(*JUDGED, "trainer.epochs=1", **loop)
+
+
+def test_a_loop_of_theirs_whose_generation_fails_ends_the_run() -> None:
+    class Trainer(one_step_off.AheadTrainer):
+        async def _run_generate_loop(self, buffer):
+            try:
+                raise KeyError("no such row")
+            except Exception:
+                sys.exit(1)  # as the example does it
+
+    class Exp(BasePPOExp):
+        def get_trainer(self, **parts):
+            return Trainer(**parts)
+
+    with pytest.raises(KeyError, match="no such row"):
+        train(*JUDGED, "trainer.epochs=1", exp=Exp)
+
+
+def test_an_experiment_of_that_time_runs_its_trainer_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exp(BasePPOExp):
+        def run(self):
+            trainer = self._setup_trainer()
+            asyncio.run(trainer.train())
+
+    ran = []
+    monkeypatch.setattr(Ours, "run", ran.append)
+    exp = Exp(configuration())
+    exp.run()
+    assert ran == [exp]

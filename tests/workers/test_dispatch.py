@@ -249,6 +249,22 @@ async def test_a_model_that_cannot_be_loaded_ends_the_start(bundles: PlacementGr
     await _until_free(bundles)
 
 
+async def test_models_that_do_not_load_in_time_are_named_with_the_key() -> None:
+    class Slow:
+        async def start(self, cfg: Config, total_steps: int) -> None:
+            await asyncio.sleep(3600)
+
+        async def shutdown(self) -> None: ...
+
+    dispatch = object.__new__(RayWorkerDispatch)
+    dispatch._cfg = config_for("m")
+    dispatch._cfg.trainer.step_timeout_s = 0.01
+    dispatch._groups = {"policy": Slow(), "reference": Slow()}  # type: ignore[dict-item]
+    dispatch.shutdown = Slow().shutdown  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError, match=r"^loading the models \(policy, reference\) .* 0\.01 s \(trainer\.step_"):
+        await dispatch.start()
+
+
 @pytest.mark.slow
 async def test_the_event_loop_runs_on_while_a_model_loads(untied_model: str, bundles: PlacementGroup) -> None:
     ticks = 0

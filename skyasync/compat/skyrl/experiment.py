@@ -6,6 +6,7 @@ Source: ``skyrl/train/entrypoints/main_base.py``.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -92,6 +93,20 @@ class BasePPOExp(_BasePPOExp):
         sampling = sampling_params(self.cfg.generator.sampling_params)
         length = self.engine_config().max_model_len
         return InferenceEngineClient(client, lambda: self.tokenizer, sampling, length, _name(self.cfg))
+
+    def _setup_trainer(self) -> WholeRun:
+        """For an experiment whose own ``run`` is ``asyncio.run(self._setup_trainer().train())``."""
+        return WholeRun(self)
+
+
+class WholeRun:
+    """What such an experiment takes for its trainer."""
+
+    def __init__(self, experiment: _BasePPOExp) -> None:
+        self._experiment = experiment
+
+    async def train(self) -> None:
+        await asyncio.to_thread(_BasePPOExp.run, self._experiment)
 
 
 def _name(cfg: Ours) -> str:

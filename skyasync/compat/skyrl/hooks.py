@@ -30,6 +30,13 @@ else:
 HOOKS = ("postprocess_generator_output", "apply_reward_kl_penalty", "compute_advantages_and_returns")
 
 
+class Postprocessed(tuple[Foreign, list[str]]):
+    """The output and its uids; loops that were written when there were no uids read it as the output alone."""
+
+    def __getitem__(self, name: Foreign) -> Foreign:
+        return self[0][name] if isinstance(name, str) else super().__getitem__(name)
+
+
 class SkyRLNames(_Base):
     """Inherit it in front of a plan."""
 
@@ -108,7 +115,7 @@ class SkyRLNames(_Base):
             list(reward) if isinstance(reward, list) else _at_the_end(float(reward), len(response))
             for reward, response in zip(rewards, responses, strict=True)
         ]
-        return generator_output, list(uids)
+        return Postprocessed((generator_output, list(uids)))
 
     def apply_reward_kl_penalty(self, data: Foreign) -> Foreign:
         if isinstance(data, TokenBatch):

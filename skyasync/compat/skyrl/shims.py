@@ -107,6 +107,20 @@ class Dispatch:
         return getattr(object.__getattribute__(self, "_dispatch"), name)
 
 
+class PolicyModel:
+    """The policy, as far as loops hand its weights over by themselves."""
+
+    def __init__(self, sync: Callable[[], Awaitable[None]]) -> None:
+        self._sync = sync
+
+    async def async_run_method(self, dispatch_type: str, method: str, *more: object) -> None:
+        if method != "broadcast_to_inference_engines":
+            raise AttributeError(
+                f"policy_model has no {method!r} here: models are asked through the trainer's dispatch"
+            )
+        await self._sync()
+
+
 class Timer:
     """Adds the seconds of a block to ``update_dict[message]``."""
 

@@ -15,6 +15,7 @@ Source: SkyRL's tutorial on asynchronous training and the names in its ``trainer
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -24,8 +25,8 @@ from skyasync.cleanup import afterwards
 from skyasync.compat.skyrl import bridge
 from skyasync.compat.skyrl.batch import TrainingInputBatch
 from skyasync.compat.skyrl.generators import as_sampling
-from skyasync.compat.skyrl.hooks import SkyRLNames
-from skyasync.compat.skyrl.shims import Dispatch, ResumeMode, numbers
+from skyasync.compat.skyrl.hooks import Postprocessed, SkyRLNames
+from skyasync.compat.skyrl.shims import Dispatch, PolicyModel, ResumeMode, numbers
 from skyasync.compat.skyrl.waiting import Loop
 from skyasync.config.resume import Resume
 from skyasync.data.prompts import PromptBatch
@@ -41,7 +42,7 @@ from skyasync.workers.roles import CRITIC_ROLE, ROLES
 class RayPPOTrainer(SkyRLNames, Ours):
     """Our synchronous plan with SkyRL's names; a subclass may bring a ``train`` of theirs."""
 
-    ref_model = critic_model = policy_model = None  # models are asked through the dispatch
+    ref_model = critic_model = None  # models are asked through the dispatch
 
     def __init_subclass__(cls, **more: object) -> None:
         super().__init_subclass__(**more)
@@ -57,6 +58,10 @@ class RayPPOTrainer(SkyRLNames, Ours):
     @property
     def dispatch(self) -> Foreign:
         return Dispatch(self.learner.dispatch, self._sync)
+
+    @property
+    def policy_model(self) -> PolicyModel:
+        return PolicyModel(self._sync)
 
     @property
     def has_critic(self) -> bool:
@@ -81,10 +86,11 @@ class RayPPOTrainer(SkyRLNames, Ours):
         await self.told.settle()
         version = self.policy_version
         self.book.start(self._prompts_of(input_batch), version)
-        async with self.handover.rollout():
+        async with self.handover.rollout(), self.phases.limited("generation"):
             self._rolling += 1
             try:
-                output: dict[str, Any] = dict(await self.generator.generate(self._request(input_batch)))
+                with self.phases.under_way():
+                    output: dict[str, Any] = dict(await self.generator.generate(self._request(input_batch)))
             finally:
                 self._rolling -= 1
         self.all_metrics |= numbers(output.pop("rollout_metrics", None) or {})
@@ -105,9 +111,12 @@ class RayPPOTrainer(SkyRLNames, Ours):
     def convert_to_training_input(self, generator_output: Mapping[str, Any], uids: Sequence[str]) -> TrainingInputBatch:
         from skyasync.rollout.collate import collate
 
+        if isinstance(generator_output, Postprocessed):
+            generator_output = generator_output[0]
         self.phases.begin_step(self.progress.step + 1)
         prompts = {uid: self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked}
         groups = bridge.as_groups(generator_output, uids, prompts, self.policy_version)
+        self.check_stale(groups)
         self.book.finish(groups)
         self.all_metrics |= self.reporting.rolled_out(groups)
         kept = self.drop_truncated(self.filter_groups(groups))
@@ -143,7 +152,23 @@ class RayPPOTrainer(SkyRLNames, Ours):
         finally:
             self._their_step = theirs
         self.all_metrics |= self.metrics
+        if self.progress.step == trainer.max_training_steps + 1 > 1:
+            self._warn(
+                f"trains on behind trainer.max_training_steps={trainer.max_training_steps}, which it does not read"
+            )
         return status
+
+    def _warn_of_unread(self) -> None:
+        """What a loop of theirs that has ended well has left undone."""
+        step, trainer = self.progress.step, self.cfg.trainer
+        if step < self.total_training_steps:
+            self._warn(f"has ended after {step} of the {self.total_training_steps} steps of trainer.epochs="
+                       f"{trainer.epochs} and trainer.max_training_steps={trainer.max_training_steps}")  # fmt: skip
+        if 0 < trainer.ckpt_interval <= step and self.saving.checkpoints is not None and not self.saving.saved_step:
+            self._warn(f"has saved no checkpoint: it does not read trainer.ckpt_interval={trainer.ckpt_interval}")
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{type(self).__name__}.train {what}", stacklevel=2)
 
     def save_checkpoints(self) -> str:
         """Written when this returns."""
@@ -213,6 +238,8 @@ def _to_its_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Forei
 
         async with afterwards(end):
             await theirs(self)
+            if not self._ran:
+                self._warn_of_unread()
 
     train.__doc__ = theirs.__doc__
     return train

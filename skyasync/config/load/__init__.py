@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 C = TypeVar("C")
 
 MODEL_KEY = "trainer.policy.model.path"
+PLAN_KEY = "trainer.plan"
 PRESET_KEY = "trainer.algorithm.preset"
 DATA_KEY = "data.train_data"
 RECIPE, COMMAND_LINE = "recipe", "command line"
@@ -96,7 +97,7 @@ def load_config(
     for note in line.notes:
         log.warning(note)
     problems = list(line.problems)
-    settings = _layers(line, default_config, keys, problems)
+    settings, written_by_hand = _layers(line, default_config, keys, problems)
     config = _merge(schema, settings, keys, problems)
     problems += _check_values(config, settings, keys)
     problems += _missing(settings, keys)
@@ -107,8 +108,11 @@ def load_config(
     except OmegaConfBaseException as error:  # a reference inside a free mapping that leads nowhere
         raise ConfigError([f"{error.full_key}: {_broken_reference(error)}"]) from None
     assert isinstance(result, schema)
-    given = {assignment.path for assignment in line.assignments}
-    contradictions = check_config(result, plan=plan, given=given) if isinstance(result, Config) else []
+    contradictions = []
+    if isinstance(result, Config):
+        chosen = result.trainer.plan if plan is None else plan
+        given = {path for path, of_plan in written_by_hand if of_plan in (None, chosen)}
+        contradictions = check_config(result, plan=plan, given=given)
     if contradictions:
         raise ConfigError(contradictions)
     vars(result)[_ORIGINS] = {s.path: s.where.removesuffix(": ") or COMMAND_LINE for s in settings}
@@ -157,8 +161,16 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
     )
 
 
-def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]) -> list[Setting]:
+def _layers(
+    line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]
+) -> tuple[list[Setting], set[tuple[str, str | None]]]:
+    """All settings, a later one of a key behind an earlier; the keys that the user has written by hand, for which plan.
+
+    A file that names most keys is a configuration that was dumped: its user has not chosen them one by one. A key of a
+    file is for the plan that the file names, if it names one.
+    """
     given = {assignment.path for assignment in line.assignments}
+    by_hand: set[tuple[str, str | None]] = {(path, None) for path in given}
     default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
 
     def typed(assignments: Sequence[Assignment]) -> list[Setting]:
@@ -174,9 +186,15 @@ def _layers(line: CommandLine, default_config: Path | None, keys: Keys, problems
         for setting in typed(read_file(file, keys, problems))
         if DATA_KEY not in given or setting.path == MODEL_KEY
     ]
-    explicit = [setting for file in line.files for setting in typed(read_file(file, keys, problems))]
+    explicit: list[Setting] = []
+    for file in line.files:
+        settings = typed(read_file(file, keys, problems))
+        if 2 * len(settings) < len(keys.by_path):
+            plan = next((str(setting.value) for setting in settings if setting.path == PLAN_KEY), None)
+            by_hand |= {(setting.path, plan) for setting in settings}
+        explicit += settings
     explicit += typed(line.assignments)
-    return default + _preset(default + explicit, keys, problems) + explicit
+    return default + _preset(default + explicit, keys, problems) + explicit, by_hand
 
 
 def _preset(settings: Sequence[Setting], keys: Keys, problems: list[str]) -> list[Setting]:

@@ -1,7 +1,8 @@
 """OpenRLHF's agent files, as they are: ``generator.agent_func_path=FILE.py``.
 
 The file defines a class ``AgentExecutor`` that names an agent, a class ``AgentInstance`` with ``step(states)`` (and
-``reset(states)`` if it likes), or a function ``async def step(state, action, label, **kwargs)``. A step gives a tuple
+``reset(states)`` if it likes), or a function ``async def step(state, action, label)``, which is given
+``sampling_params`` too if it takes them. A step gives a tuple
 (reward, next state, done[, extra]) or a dictionary with ``rewards``, ``scores``, ``environment_feedback`` (what is
 appended) or ``next_state`` / ``next_observation`` (the whole text, which must begin with the state and the action),
 ``done``, ``sampling_params`` and ``extra_logs``. Source of these forms: OpenRLHF's documentation and
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from skyasync.engines.protocol import SamplingParams
-from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent
+from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent, takes_sampling
 from skyasync.envs.adapters.openrlhf_names import awaited, new_instance, number, refuse_images
 from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.check import SAMPLING, NonsenseError
@@ -82,8 +84,9 @@ class OpenRLHFAgent(BaseTextEnv):
             states = {"observation_text": self._text, "action_text": action, "label": self._label}
             answer = await awaited(self._instance.step({**states, "sampling_params": self._sampling}))
         else:
-            step, sampling = self._agent["step"], {"sampling_params": self._sampling}
-            answer = await awaited(step(self._text, action, self._label, **sampling))
+            step = self._agent["step"]
+            told = {"sampling_params": self._sampling} if takes_sampling(signature(step), self._file) else {}
+            answer = await awaited(step(self._text, action, self._label, **told))
         said = _as_mapping(answer)
         refuse_images(said.get("environment_images"))
         read = self._text + action

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -33,6 +34,8 @@ def agent_file(path: str) -> Path:
         UserError: if there is none.
     """
     found = Path(path).expanduser().resolve()
+    if not found.exists():
+        raise UserError(f"generator.agent_func_path={path} is not there: {found} does not exist")
     if found.suffix != ".py" or not found.is_file():
         raise UserError(f"generator.agent_func_path={path} is no Python file")
     return found
@@ -42,13 +45,17 @@ def has_own_loop(path: Path) -> bool:
     """Whether its ``AgentExecutor`` plays episodes itself, in tokens; told from the source, without running it.
 
     Raises:
-        UserError: if the file is no Python.
+        UserError: if the file is no Python, or has the function ``step`` alone and it cannot be called as such.
     """
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         raise UserError(f"generator.agent_func_path={path}:{error.lineno}: {error.msg}") from error
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if not classes.keys() & {"AgentExecutor", "AgentInstance"}:
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == "step":
+                takes_sampling(_signature(node), str(path))
     found: ast.ClassDef | None = classes.get("AgentExecutor")
     while found is not None:
         if any(getattr(node, "name", "") == "execute" for node in found.body):
@@ -61,6 +68,39 @@ def has_own_loop(path: Path) -> bool:
             return True  # one of another file, or the one for a single turn
         found = following
     return False
+
+
+def takes_sampling(step: inspect.Signature, path: str) -> bool:
+    """Whether a function ``step`` takes ``sampling_params`` beside state, action and label.
+
+    Raises:
+        UserError: if it cannot be called at all.
+    """
+    try:
+        step.bind("", "", None, sampling_params=None)
+        return True
+    except TypeError:
+        pass
+    try:
+        step.bind("", "", None)
+        return False
+    except TypeError as error:
+        problem = f"step{step} cannot be called as step(state, action, label[, sampling_params=...]): {error}"
+        raise UserError(f"generator.agent_func_path={path}: {problem}") from None
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature:
+    """Of a function that is not run: its parameters, whatever their defaults and types are."""
+    if node.decorator_list:  # which may give it others
+        return inspect.signature(lambda *arguments, **named: None)
+    arguments = deepcopy(node.args)
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    function = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+    return inspect.signature(eval(compile(function, "step", "eval")))
 
 
 def load_agent(path: str) -> dict[str, Any]:

@@ -141,7 +141,31 @@ def test_a_file_without_an_agent_that_can_be_played_is_refused(code, problem, ag
 
 def test_a_file_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     cfg = load_config([f"generator.agent_func_path={tmp_path}/agent.py"])
-    with pytest.raises(UserError, match=r"generator\.agent_func_path=.*is no Python file"):
+    with pytest.raises(UserError, match=r"generator\.agent_func_path=.*agent\.py does not exist"):
+        BasePPOExp(cfg).prepare()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["state, action, label", "state, action, label, sampling_params", "state, action, label, **kwargs",
+     "state: str, action, label=None, *, sampling_params=None",
+     "*everything", "state, action, label, n: int = len('x')"],
+)  # fmt: skip
+def test_a_step_is_given_what_its_signature_takes(parameters, agent, tmp_path):
+    taken = "sampling_params" in parameters or "**" in parameters
+    answer = "sampling_params if 'sampling_params' in vars() else kwargs['sampling_params']" if taken else "None"
+    env = agent(f"async def step({parameters}):\n    assert bool({answer}) is {taken}\n    return 1.0, '', True\n")
+    settle_agent_file(load_config([f"generator.agent_func_path={tmp_path}/agent_func.py"]))
+    asyncio.run(env.init("question"))
+    assert asyncio.run(env.step("answer"))["reward"] == 1.0
+
+
+@pytest.mark.parametrize("parameters", ["state, action", "state, action, label, tools", "state, *, action, label"])
+def test_a_step_that_cannot_be_called_is_refused_before_anything_starts(parameters, tmp_path):
+    file = tmp_path / "agent_func.py"
+    file.write_text(f"async def step({parameters}):\n    return 1.0, '', True\n")
+    cfg = load_config([f"generator.agent_func_path={file}"])
+    with pytest.raises(UserError, match=r"agent_func\.py: step\(.*\) cannot be called as step\(state, action, label"):
         BasePPOExp(cfg).prepare()
 
 
