@@ -29,9 +29,27 @@ def translated(recipe: Recipe, system: str) -> str:
     """The recipe of a system (a name of ``SYSTEMS``) as our YAML, with comments."""
     draft = begin(tables()[system], recipe)
     FINISH[system](draft)
+    _engine(draft)
+    _schedules(draft)
     _tidy(draft)
     _settle(draft)
     return "\n".join(_lines(draft)) + "\n"
+
+
+def _engine(draft: Draft) -> None:
+    """The engine of the recipe, not the one that is installed where it is translated."""
+    if draft.value("generator.engines"):
+        draft.drop("generator.backend", "generator.engines names servers")
+    elif draft.value("generator.backend") == "auto":
+        draft.put("generator.backend", "vllm")
+
+
+def _schedules(draft: Draft) -> None:
+    """A cosine that ends at a share of its rate has a name of its own."""
+    for section in ("policy", "critic"):
+        name, told = (f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs"))
+        if told in draft.ours and draft.value(name) == "cosine":
+            draft.put(name, "cosine_with_min_lr", *draft.ours[name].theirs, *draft.ours[told].theirs)
 
 
 def _tidy(draft: Draft) -> None:
@@ -62,23 +80,33 @@ def _settle(draft: Draft) -> None:
 
 
 def _problems(draft: Draft) -> list[str]:
-    from skyasync.config.load import ConfigError, load_config
+    from skyasync.config.check import check_config
+    from skyasync.config.load import load_config
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "translated.yaml"
         file.write_text("\n".join(_tree(draft)) + "\n", encoding="utf-8")
         try:
-            load_config(["--config", str(file)])
-        except ConfigError as error:
+            return check_config(load_config(["--config", str(file)]), given={*draft.ours})
+        except UserError as error:
             return [
-                problem.partition("translated.yaml:")[2].partition(": ")[2] or problem for problem in error.problems
+                problem.partition("translated.yaml:")[2].partition(": ")[2] or problem
+                for problem in str(error).splitlines()
             ]
-    return []
 
 
 def _named(problem: str, draft: Draft) -> str:
-    """The key of ours that a problem names first; one that they did not give rather than one that they did."""
-    places = {path: problem.find(path) for path in draft.ours if path in problem}
+    """The key of ours that a problem names first; one that they did not give rather than one that they did.
+
+    An entry of a mapping is named by the mapping; a name that no part has may stand for its key.
+    """
+    places = {}
+    for path in draft.ours:
+        key = draft.keys.holder(path)
+        names = [path, *([f"{key.path}=" + "{"] if key and key.path != path else [])]
+        places |= {path: problem.find(name) for name in names if name in problem}
+    if not places:
+        places = {path: 0 for path, setting in draft.ours.items() if written(setting.value) in problem.split("'")}
     first = sorted(places, key=lambda path: (draft.ours[path].given, places[path], -len(path)))
     return first[0] if first else ""
 
@@ -133,15 +161,11 @@ def _order(draft: Draft) -> dict[str, int]:
 
 def _tree(draft: Draft) -> Iterator[str]:
     """The settings as nested YAML in the schema's order, each with the keys that it came from."""
-    order = {key.path: at for at, key in enumerate(draft.keys)}
+    order = _order(draft)
 
     def place(path: str) -> tuple[int, ...]:
         parts = path.split(".")
-        groups = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        firsts = [
-            min((at for p, at in order.items() if p == g or p.startswith(f"{g}.")), default=10**6) for g in groups
-        ]
-        return tuple(firsts)
+        return tuple(order.get(".".join(parts[: depth + 1]), len(order)) for depth in range(len(parts)))
 
     open_groups: list[str] = []
     for path in sorted(draft.ours, key=lambda path: (place(path), path)):
