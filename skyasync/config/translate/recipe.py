@@ -46,7 +46,7 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     rest = list(arguments)
     while rest and not rest[0].startswith("-") and (Path(rest[0]).is_file() or "=" not in rest[0]):
         recipe = recipe.with_(_file(Path(rest.pop(0))))
-    recipe.keys |= flags(rest)
+    recipe = recipe.with_(Recipe(flags(rest), "" if recipe.command else " ".join(rest)))
     if not recipe.keys and not recipe.system:
         raise UserError("there are no keys to translate: give a script, a YAML file, or flags")
     return recipe

@@ -357,7 +357,7 @@ def _expanded(raw: str, variables: Variables) -> list[str]:
             value, at = _dollar(raw, at, variables)
             if isinstance(value, list):
                 solid = solid and raw.strip('"') != raw[:at].strip('"')  # "$@" of nothing is nothing
-                parts = value if quoted else [part for entry in value for part in entry.split()]
+                parts = value if quoted else [part for entry in value for part in _words(entry)]
             else:
                 parts = [value] if quoted or value.startswith("$") else _parts(value)
             fields[-1] += parts[0] if parts else ""

@@ -60,9 +60,6 @@ def openrlhf(draft: Draft) -> None:
             draft.put(f"{PLACEMENT}colocate_policy_critic", True, *together)
         if draft.value(PLAN) != "sync":
             draft.ours.pop(f"{PLACEMENT}colocate_all", None)
-        for model in ("ref", "critic"):
-            for size in ("num_nodes", "num_gpus_per_node"):
-                draft.drop(f"{PLACEMENT}{model}_{size}", f"{together[0]}: it shares the policy's devices")
     agents = "generator.agent_func_path" in draft.ours
     if agents and f"{A}dynamic_sampling.type" in draft.ours:
         draft.put(f"{A}dynamic_sampling.metric", "score")  # what is filtered there, and not the reward

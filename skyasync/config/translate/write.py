@@ -23,6 +23,7 @@ from skyasync.errors import UserError
 #: Keys whose values are not repeated.
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 _MINI = "trainer.policy_mini_batch_size"
+_PLACEMENT = "trainer.placement."
 
 
 def translated(recipe: Recipe, system: str) -> str:
@@ -30,6 +31,7 @@ def translated(recipe: Recipe, system: str) -> str:
     draft = begin(tables()[system], recipe)
     FINISH[system](draft)
     _engine(draft)
+    _devices(draft)
     _schedules(draft)
     _tidy(draft)
     _settle(draft)
@@ -42,6 +44,21 @@ def _engine(draft: Draft) -> None:
         draft.drop("generator.backend", "generator.engines names servers")
     elif draft.value("generator.backend") == "auto":
         draft.put("generator.backend", "vllm")
+
+
+def _devices(draft: Draft) -> None:
+    """Models beside the policy have its devices; an engine beside it has one of them."""
+    for model in ("ref", "critic", "teacher"):
+        if draft.value(f"{_PLACEMENT}colocate_policy_{model}"):
+            for size in ("num_nodes", "num_gpus_per_node"):
+                setting = draft.ours.pop(f"{_PLACEMENT}{model}_{size}", None)
+                for name in setting.theirs if setting else ():
+                    draft.silent[name] = f"it shares the policy's devices: {_PLACEMENT}colocate_policy_{model}"
+    size, engines = "generator.inference_engine_tensor_parallel_size", "generator.num_inference_engines"
+    if draft.value(f"{_PLACEMENT}colocate_all") and draft.value("trainer.plan") == "sync" and draft.number(size) > 1:
+        whole = int(draft.number(engines) * draft.number(size))
+        draft.put(engines, whole, *(draft.ours[engines].theirs if engines in draft.ours else ()))
+        draft.drop(size, f"with {_PLACEMENT}colocate_all each engine has one GPU: {engines}={whole}")
 
 
 def _schedules(draft: Draft) -> None:
