@@ -113,6 +113,8 @@ def _config(keys: dict[str, Value], folder: Path) -> Path | None:
                     for used in (key, key.replace("name", "path")):
                         keys.pop(used, None)
                     return base / tail
+    if names and not any(table.find(key) for table in tables().values() for key in keys if key not in names):
+        raise UserError(f"{names[0]}={keys[names[0]]} is not beside {folder}: give the YAML file itself")
     return None
 
 
@@ -139,7 +141,7 @@ def flags(words: Sequence[str]) -> dict[str, Value]:
         name, equals, text = word.partition("=")
         if word.startswith("--"):
             values = [text] if equals else []
-            while not equals and rest and not _is_flag(rest[0]):
+            while not equals and rest and not _is_flag(rest[0]) and not (values and re.match(r"\w+=", rest[0])):
                 values.append(rest.pop(0))
             values = [said.removesuffix(",") for said in values] if values[1:] else values
             read = [value_or_text(said) for said in values]
@@ -151,7 +153,7 @@ def flags(words: Sequence[str]) -> dict[str, Value]:
 
 
 def _is_flag(word: str) -> bool:
-    return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=", word))
+    return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=", word))
 
 
 def _yaml(text: str, path: Path) -> Recipe:

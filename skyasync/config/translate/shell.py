@@ -59,8 +59,8 @@ def read(text: str, environment: Mapping[str, str] | None = None, folder: Path |
     script = Script(variables={**(os.environ if environment is None else environment), "@": []})
     reader = _Reader(script, folder)
     reader.run(list(_statements(text)))
-    for body in reader.functions.values():
-        reader.run(body)  # never called by name
+    while reader.functions:  # never called by name
+        reader.run(reader.functions.pop(next(iter(reader.functions))))
     return script
 
 

@@ -87,13 +87,14 @@ def _tidy(draft: Draft) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Leave out what the loader refuses, the first key of each problem, until it takes the rest."""
+    """Leave out what the loader refuses, the first key of a problem (all at once that nothing reads), until it loads."""
     while problems := _problems(draft):
         found = [(problem, path) for problem in problems if (path := _named(problem, draft))]
         if not found:
             raise UserError("\n".join(problems))
-        problem, path = found[0]
-        draft.drop(path, problem)
+        unread = [entry for entry in found if " has no effect with " in entry[0]]
+        for problem, path in unread or found[:1]:
+            draft.drop(path, problem)
 
 
 def _problems(draft: Draft) -> list[str]:
