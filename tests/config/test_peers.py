@@ -112,7 +112,10 @@ FALSE_SOUNDS = {
     "max_tokens_per_gpu", "skip_mock_system_prompt", "actor.rejection_sampling.metric",
 }  # fmt: skip
 #: Words that many keys share.
-COMMON = set("num max min size batch per the of path name type train eval args use enable key steps model".split())
+COMMON = {
+    "num", "max", "min", "size", "batch", "per", "the", "of", "path", "name", "type", "train", "eval", "args", "use",
+    "enable", "key", "steps", "model",
+}  # fmt: skip
 
 
 def names_ours(note: str) -> bool:

@@ -105,7 +105,20 @@ def test_models_that_are_colocated_share_the_policy_s_devices(asynchronous: bool
 def test_engines_beside_the_policy_take_all_its_devices(tmp_path: Path) -> None:
     found = of(tmp_path, "verl", "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
                "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.hybrid_engine=true")  # fmt: skip
-    assert (found["generator.num_inference_engines"], found["generator.inference_engine_tensor_parallel_size"]) == (8, 1)
+    assert (found["generator.num_inference_engines"], found["generator.inference_engine_tensor_parallel_size"]) == (
+        8,
+        1,
+    )
+
+
+def test_streams_without_a_batch_have_mini_batches_and_engines_of_their_own(tmp_path: Path) -> None:
+    found = of(tmp_path, "verl", "data.train_batch_size=0", "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+               "async_training.require_batches=4", "rollout.total_rollout_steps=51200", "rollout.nnodes=2",
+               "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=6", "actor_rollout_ref.hybrid_engine=false",
+               "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+               command="-m verl.experimental.fully_async_policy.fully_async_main")  # fmt: skip
+    assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (128, 32)
+    assert (found["generator.num_inference_engines"], found["trainer.max_training_steps"]) == (4, 400)
 
 
 def test_groups_of_an_agent_are_filtered_by_their_scores(tmp_path: Path) -> None:
@@ -125,8 +138,9 @@ def test_checkpoints_for_others_are_exports_and_a_data_set_is_cut_by_its_name(tm
 
 
 def test_a_variable_of_the_environment_that_a_system_reads_is_a_key(tmp_path: Path) -> None:
-    recipe = script(tmp_path, "export OPENRLHF_ASYNC_NUM_TASKS=16\nOPENRLHF_ASYNC_QUEUE_SIZE=4\n"
-                    f"python3 -m openrlhf.cli.train_ppo_ray {' '.join(ASYNC)} --train.agent_func_path a.py\n")  # fmt: skip
+    exports = "export OPENRLHF_ASYNC_NUM_TASKS=16\nOPENRLHF_ASYNC_QUEUE_SIZE=4\n"
+    words = " ".join((*ASYNC, "--train.agent_func_path", "agent.py"))
+    recipe = script(tmp_path, f"{exports}python3 -m openrlhf.cli.train_ppo_ray {words}\n")
     found = Translation(recipe, tmp_path)
     assert (found["generator.max_concurrent_episodes"], found["trainer.async_queue_size"]) == (16, 4)
 
@@ -214,7 +228,8 @@ def test_an_engine_s_options_do_not_hinge_on_an_installed_engine(
 
 def test_options_that_servers_do_not_take_are_said(tmp_path: Path) -> None:
     found = of(tmp_path, "skyrl", "generator.inference_engine.external_server_urls=['http://a:1']",
-               "generator.inference_engine.enforce_eager=true", "generator.inference_engine.run_engines_locally=false")  # fmt: skip
+               "generator.inference_engine.enforce_eager=true",
+               "generator.inference_engine.run_engines_locally=false")  # fmt: skip
     assert found["generator.engines"] == ["http://a:1"]
     assert "has no effect" in found.why("generator.inference_engine.enforce_eager")
 
@@ -317,7 +332,7 @@ def test_conditions_functions_and_word_splitting_are_those_of_a_shell() -> None:
 def test_a_condition_that_needs_what_is_not_known_is_said(tmp_path: Path) -> None:
     known = script(tmp_path, 'A=1\nif [ "$A" = 1 ]; then B=8; else B=2; fi\npython x.py --seed $B --n 1\n')
     assert (known.keys["seed"], known.branches) == (8, False)
-    unknown = script(tmp_path, 'if nvidia-smi; then B=8; else B=2; fi\npython x.py --seed $B --n 1\n')
+    unknown = script(tmp_path, "if nvidia-smi; then B=8; else B=2; fi\npython x.py --seed $B --n 1\n")
     assert (unknown.keys["seed"], unknown.branches) == (8, True)
 
 
@@ -325,12 +340,18 @@ def test_a_script_that_starts_another_is_read_with_it(tmp_path: Path) -> None:
     (tmp_path / "base.sh").write_text('python3 -m verl.trainer.main_ppo trainer.total_epochs=${EPOCHS:-2} "$@"\n')
     recipe = script(tmp_path, 'D=$(dirname "$0")\nEPOCHS=5 bash $D/base.sh data.train_batch_size=8 "$@"\n')
     assert recipe.keys == {"trainer.total_epochs": 5, "data.train_batch_size": 8}
-    wrapped = script(tmp_path, "docker exec box bash -c \"cd /x && python3 -m verl.trainer.main_ppo a.b=1\"\n")
+    wrapped = script(tmp_path, 'docker exec box bash -c "cd /x && python3 -m verl.trainer.main_ppo a.b=1"\n')
     assert wrapped.keys == {"a.b": 1}
 
 
-@pytest.mark.parametrize("named", ["--config_path $(basename $(dirname $0)) --config_name agents",
-                                   "--config-path=./ --config-name='agents'", "--config examples/agents.yaml"])  # fmt: skip
+@pytest.mark.parametrize(
+    "named",
+    [
+        "--config_path $(basename $(dirname $0)) --config_name agents",
+        "--config-path=./ --config-name='agents'",
+        "--config examples/agents.yaml",
+    ],
+)
 def test_the_yaml_file_that_a_script_names_is_read(named: str, tmp_path: Path) -> None:
     (tmp_path / "agents.yaml").write_text("rollout_batch_size: 64\n")
     recipe = script(tmp_path, f"python examples/start.py {named} ppo_epochs=3\n")

@@ -204,7 +204,9 @@ def _allocation(value: Value, around: Around) -> list[Value]:
 
 def _min_lr(value: Value, around: Around) -> list[Value]:
     """The share of its rate that a schedule ends at, where the chosen schedule ends at one."""
-    schedules = [str(theirs) for name, theirs in around.theirs.items() if name.endswith(("lr_scheduler", "lr_scheduler_type"))]
+    schedules = [
+        str(theirs) for name, theirs in around.theirs.items() if name.endswith(("lr_scheduler", "lr_scheduler_type"))
+    ]
     if schedules and not any(name.endswith("min_lr") or name == "cosine" for name in schedules):
         raise NoCounterpartError(f"the schedule {schedules[0]} ends at no such rate")
     return [{"min_lr_rate": value}]

@@ -74,7 +74,9 @@ def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
     assigned: dict[str, ast.expr] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            yield from ((alias.asname or alias.name, ast.Constant(f"{node.module}:{alias.name}")) for alias in node.names)
+            yield from (
+                (alias.asname or alias.name, ast.Constant(f"{node.module}:{alias.name}")) for alias in node.names
+            )
         if not isinstance(node, ast.Assign):
             continue
         for target in node.targets:
@@ -154,4 +156,6 @@ def _dataset(node: ast.expr, names: dict[str, ast.expr]) -> Value:
     read = {key: _value(value, names) for key, value in given.items() if key in ("path", "name", "split")}
     whole = "#".join(str(read[key]) for key in ("path", "name") if read.get(key))
     split = read.get("split")
-    return [f"{whole}:{part}" for part in split] if isinstance(split, list) else f"{whole}{f':{split}' if split else ''}"
+    return (
+        [f"{whole}:{part}" for part in split] if isinstance(split, list) else f"{whole}{f':{split}' if split else ''}"
+    )

@@ -78,7 +78,7 @@ def _script(text: str, folder: Path) -> Recipe:
     """The command with most keys; a YAML file that it names is read with it."""
     script = shell.read(text, folder=folder)
     found = [Recipe(flags(_behind_program(words)), " ".join(words)) for words in script.commands]
-    best = max(found, key=lambda recipe: (_trains(recipe.command), len(recipe.keys)), default=Recipe())
+    best = max(found, key=lambda recipe: len(recipe.keys), default=Recipe())
     # Variables of the environment that a system reads as it does its keys.
     known = {name for table in tables().values() for name in table.exact if name.isupper()}
     best.keys |= {n: value_or_text(v) for n, v in script.variables.items() if n in known and isinstance(v, str)}
@@ -87,11 +87,6 @@ def _script(text: str, folder: Path) -> Recipe:
         inner = _file(file)
         best = inner.with_(Recipe(best.keys, best.command, best.branches))
     return best
-
-
-def _trains(command: str) -> bool:
-    """Whether a command starts a program, not a package manager or a launcher of something else."""
-    return bool(re.search(r"(^|[\s/])python3?\b|\s-m\s|\btrl\s|\.py\b", command)) and " pip install" not in command
 
 
 def _config(keys: dict[str, Value], folder: Path) -> Path | None:
@@ -196,7 +191,7 @@ def _resolved(value: Value, keys: Mapping[str, Value], depth: int = 0) -> Value:
 
 
 def detect(recipe: Recipe) -> str:
-    """The system that a program names, or whose tables know most of the keys; where two know as many, the one that names more exactly.
+    """The system that a program names, or whose tables know most keys; of two, the one that names more exactly.
 
     Raises:
         UserError: if no system knows any, or two know as many.

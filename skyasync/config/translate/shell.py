@@ -20,9 +20,7 @@ _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _DEFAULT = re.compile(rf"\$\{{({_NAME}):?=(.*)\}}", re.DOTALL)
 #: What stands in braces: the length sign, a name, an index, an operator and its word.
-_PARAMETER = re.compile(
-    rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL
-)
+_PARAMETER = re.compile(rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n.*?^\s*\2\s*$", re.DOTALL | re.MULTILINE)
 _SEPARATORS = ("&&", "||", ";;")
 _LOOPS = ("for", "while", "until", "select")
@@ -116,7 +114,7 @@ class _Reader:
         frame = self.frames[-1] if self.frames else _Frame()
         if sign == "|":
             frame.pattern = frame.word != "" and self._matched is False
-            return False if self._matched else True
+            return not self._matched
         frame.pending = None  # one test of several
         return None if self._result is None else self._result is (sign == "&&")
 

@@ -188,15 +188,39 @@ def verl(draft: Draft) -> None:
     for module, plan in (("one_step_off", "one_step_off"), ("fully_async", "fully_async")):
         if module in draft.recipe.command:
             draft.put("trainer.plan", plan)
-    devices = draft.number("trainer.placement.policy_num_nodes") * draft.number(
-        "trainer.placement.policy_num_gpus_per_node"
-    )
+    own = ("rollout.nnodes", "rollout.n_gpus_per_node")
+    apart = [draft.given.get(name) for name in own]
+    nodes, per_node = apart if all(isinstance(n, int) and n for n in apart) else (None, None)
+    if isinstance(nodes, int) and isinstance(per_node, int):
+        devices, theirs = float(nodes * per_node), _given(draft, *own)
+    else:
+        devices = draft.number(f"{PLACEMENT}policy_num_nodes") * draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
+        theirs = _given(draft, "trainer.n_gpus_per_node")
     engines = devices // draft.number("generator.inference_engine_tensor_parallel_size")
     if engines >= 1:
-        draft.put("generator.num_inference_engines", int(engines), *_given(draft, "trainer.n_gpus_per_node"))
+        draft.put("generator.num_inference_engines", int(engines), *theirs)
+        for name in own:
+            draft.left.pop(name, None)
+    if draft.value(PLAN) == "fully_async":
+        _streamed(draft)
     if draft.value(f"{A}overlong_buffer.len") and not draft.value(f"{A}overlong_buffer.max_len"):
         draft.put(f"{A}overlong_buffer.max_len", draft.value(f"{SAMPLING}.max_generate_length"))
     _ratio(draft, "async_training.staleness_threshold")
+
+
+def _streamed(draft: Draft) -> None:
+    """verl's batches without a size: so many mini-batches, until so many prompts were trained on."""
+    batches, mini = "async_training.require_batches", f"{_ACTOR}ppo_mini_batch_size"
+    if draft.given.get("data.train_batch_size", 0) == 0:
+        count = draft.given.get(batches, 1)
+        draft.put(BATCH, int(draft.number(MINI) * count) if isinstance(count, int) else None, mini, batches)
+        draft.left.pop(batches, None)
+        draft.silent["data.train_batch_size"] = f"{mini} times {batches}"
+    for name in _given(draft, "rollout.total_rollout_steps", "trainer.total_rollout_steps"):
+        prompts = draft.given[name]
+        if isinstance(prompts, int) and "trainer.total_training_steps" not in draft.given:
+            draft.put("trainer.max_training_steps", int(prompts // draft.number(BATCH)), name)
+            draft.left.pop(name, None)
 
 
 def trl(draft: Draft) -> None:

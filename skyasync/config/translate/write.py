@@ -87,7 +87,7 @@ def _tidy(draft: Draft) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Leave out what the loader refuses, the first key of a problem (all at once that nothing reads), until it loads."""
+    """Leave out what the loader refuses, the first key of a problem until it loads; at once all that nothing reads."""
     while problems := _problems(draft):
         found = [(problem, path) for problem in problems if (path := _named(problem, draft))]
         if not found:
@@ -122,7 +122,9 @@ def _named(problem: str, draft: Draft) -> str:
     for path in draft.ours:
         key = draft.keys.holder(path)
         names = [path, *([f"{key.path}=" + "{"] if key and key.path != path else [])]
-        places |= {path: problem.find(name) for name in names if name in problem}
+        found = [problem.find(name) for name in names if name in problem]
+        if found:
+            places[path] = found[0]
     if not places:
         places = {path: 0 for path, setting in draft.ours.items() if written(setting.value) in problem.split("'")}
     first = sorted(places, key=lambda path: (draft.ours[path].given, places[path], -len(path)))
