@@ -117,7 +117,7 @@ def _value(node: ast.expr, names: dict[str, ast.expr]) -> Value:
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(entry, names) for entry in node.elts]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        return {key.value: _value(value, names) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr,misc]
+        return {key.value: _value(value, names) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
     if isinstance(node, ast.Attribute) and node.attr in ("bfloat16", "float16", "float32"):
         return node.attr
     found = _dataset(node, names)
@@ -143,8 +143,8 @@ def _dataset(node: ast.expr, names: dict[str, ast.expr]) -> Value:
         found, at = _dataset(node.value, names), node.slice
         if isinstance(found, list):
             return found[at.value] if isinstance(at, ast.Constant) and isinstance(at.value, int) else None
-        whole = isinstance(found, str) and ":" not in found and isinstance(at, ast.Constant)
-        return f"{found}:{at.value}" if whole and isinstance(at.value, str) else found  # type: ignore[attr-defined]
+        bare = isinstance(found, str) and ":" not in found and isinstance(at, ast.Constant)
+        return f"{found}:{at.value}" if bare and isinstance(at.value, str) else found  # type: ignore[attr-defined]
     if not isinstance(node, ast.Call):
         return None
     if isinstance(node.func, ast.Attribute) and node.func.attr != "load_dataset":

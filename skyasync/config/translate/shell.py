@@ -91,7 +91,8 @@ class _Reader:
 
     def run(self, statements: list[list[str]]) -> None:
         """All statements, in order; the bodies of functions where they are called."""
-        rest, chained = list(statements), True
+        rest = list(statements)
+        chained: bool | None = True
         while rest:
             statement = rest.pop(0)
             if name := _function(statement):
