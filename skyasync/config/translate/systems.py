@@ -109,7 +109,7 @@ def roll(draft: Draft) -> None:
     group = "train_env_manager.group_size"
     if agentic:
         draft.put(N, draft.given.get(group, 1), group)
-        _prompts(draft, BATCH, int(draft.said("rollout_batch_size")), "rollout_batch_size")  # type: ignore[call-overload]
+        _prompts(draft, BATCH, int(draft.said("rollout_batch_size")), "rollout_batch_size")  # type: ignore[arg-type]
     in_loss = bool(draft.said("use_kl_loss"))
     in_reward = bool(draft.said("add_token_level_kl"))
     name = "kl_loss_coef" if in_loss else "init_kl_coef"
