@@ -1,5 +1,6 @@
 """The tables of other systems' keys hold facts that work here, and hints come from them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,87 @@ def test_every_default_that_is_carried_over_has_a_value_here() -> None:
 
 def test_a_reason_is_given_wherever_there_is_no_counterpart() -> None:
     assert [(name, row.names) for name, row in ROWS if row.kind != "key" and not row.note] == []
+
+
+PATHS = {key.path for key in KEYS}
+ENDINGS = {".".join(path.split(".")[at:]) for path in PATHS for at in range(path.count(".") + 1)}
+GROUPS = {path.rpartition(".")[0] for path in PATHS} | set(KEYS.groups)
+#: All that a configuration can say: ``key`` and ``key=choice``.
+SAID = sorted(PATHS | {f"{key.path}={option}" for key in KEYS for option in key.options() or ()})
+REASONS = dict(line.split("\t") for line in (HERE / "peer_reasons.tsv").read_text().splitlines()[1:])
+#: Words of theirs that are ours for something else: there (system, word), here the value that means it.
+FALSE_FRIENDS = {
+    ("skyrl", "constant_with_warmup"): "constant",  # with num_warmup_steps
+    ("areal", "auto"): "latest",
+    ("verl", "auto"): "latest",
+    ("verl", "vanilla"): "dual_clip",
+    ("trl", "token_mask"): "icepop",
+    ("trl", "sequence_mask"): "sequence_icepop",
+}
+#: Keys of theirs without a counterpart that sound like one of ours.
+FALSE_SOUNDS = {
+    "generator.inference_engine.offload_kv_for_weight_sync", "actor.aux_loss_coef", "aux_loss_coef",
+    "router_aux_loss_coef", "train_dataset.num_workers", "valid_dataset.num_workers", "valid_dataset.type",
+    "saver.mode", "actor.request_timeout", "sync_ref_model", "entropy_coef_min", "entropy_coef_max",
+    "entropy_coef_delta", "actor_train.name", "actor_train.opd_kl_coef", "critic.muon.no_nesterov",
+    "max_tokens_per_gpu", "skip_mock_system_prompt", "actor.rejection_sampling.metric",
+}  # fmt: skip
+#: Words that many keys share.
+COMMON = {
+    "num", "max", "min", "size", "batch", "per", "the", "of", "path", "name", "type", "train", "eval", "args", "use",
+    "enable", "key", "steps", "model",
+}  # fmt: skip
+
+
+def names_ours(note: str) -> bool:
+    """Whether a note says which key, group or command of ours does it."""
+    words = re.findall(r"[\w.]*\w", note)
+    return "python -m skyasync" in note or any(
+        word in GROUPS or word in PATHS or (word in ENDINGS and re.search(r"[._]", word)) for word in words
+    )
+
+
+def test_what_is_denied_names_what_does_it_or_a_feature_that_is_missing() -> None:
+    bare = {row.note for _, row in ROWS if row.kind == "-" and not names_ours(row.note)}
+    assert bare - set(REASONS) == set()
+    assert set(REASONS) - bare == set(), "reasons that no row gives"
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_feature_that_is_said_to_be_missing_is(reason: str) -> None:
+    assert [said for said in SAID if re.search(REASONS[reason], said)] == []
+
+
+def test_keys_that_notes_name_exist() -> None:
+    named = re.compile(r"\b(?:trainer|generator|environment|data|ray)\.[a-z]\w*(?:\.\w+)*")
+    found = [(name, word) for name, row in ROWS for word in named.findall(row.note)]
+    assert [(name, word) for name, word in found if word not in GROUPS and KEYS.holder(word) is None] == []
+
+
+def test_no_value_is_denied_or_changed_that_is_ours() -> None:
+    wrong = []
+    for name, row in ROWS:
+        for target in row.free:
+            options = {str(option) for option in (KEYS[target.path].options() or ())} if target.path in KEYS else set()
+            wrong += [
+                (name, row.names[0], theirs, ours)
+                for theirs, ours in row.aliases.items()
+                if theirs in options and ours not in (theirs, "~") and FALSE_FRIENDS.get((name, theirs)) != ours
+            ]
+    assert wrong == []
+
+
+def test_a_key_without_a_counterpart_does_not_sound_like_one_of_ours() -> None:
+    wrong = []
+    for name, row in ROWS:
+        for theirs in row.names if row.kind == "-" and not names_ours(row.note) else ():
+            last = theirs.rpartition(".")[2]
+            for path in PATHS:
+                ours = path.rpartition(".")[2]
+                shared = ({*last.split("_")} & {*ours.split("_")}) - COMMON
+                if (last == ours or len(shared) > 1) and theirs not in FALSE_SOUNDS:
+                    wrong.append((name, theirs, path))
+    assert wrong == []
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -64,7 +64,7 @@ def test_a_recipe_is_recognised_loads_and_accounts_for_every_key(file: str, syst
 
 EXPECTED = {
     "openrlhf.sh": {
-        "trainer.plan": "one_step_off", "trainer.train_batch_size": 96, "trainer.policy_mini_batch_size": 24,
+        "trainer.plan": "fully_async", "trainer.train_batch_size": 96, "trainer.policy_mini_batch_size": 24,
         "generator.n_samples_per_prompt": 12, f"{A}off_policy_correction": "icepop", f"{A}icepop_low": 0.4,
         f"{A}icepop_high": 4.0, f"{A}use_kl_loss": True, f"{A}kl_loss_coef": 0.002, f"{A}eps_clip_high": 0.3,
         "trainer.max_prompt_length": 1024, "trainer.update_epochs_per_batch": 2, "trainer.epochs": 3,
@@ -145,9 +145,9 @@ def test_every_key_at_its_default_is_accounted_for(system: str, tmp_path: Path) 
 
 
 def test_what_contradicts_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    text = translated(Recipe({"train.colocate_all": True, "train.async_enable": True}), "openrlhf")
+    text = translated(Recipe({"trainer.placement.colocate_all": True}, "-m examples.async.main_async"), "skyrl")
     assert ours(text, tmp_path).trainer.placement.colocate_all is False
-    assert "#   train.colocate_all=true: plan one_step_off" in text
+    assert "#   trainer.placement.colocate_all=true: plan one_step_off" in text
 
 
 def test_units_and_kinds_that_other_keys_decide() -> None:

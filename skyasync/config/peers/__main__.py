@@ -12,7 +12,7 @@ _INTRODUCTION = """\
 This page is made by `python -m skyasync.config.peers > docs/coming_from.md` from the tables in
 `skyasync/config/peers/tables`, which hold what the systems' own definitions of their arguments said in 2026.
 
-A whole recipe (a shell script, flags, YAML, or a program of TRL) is translated by
+A whole recipe (a shell script, flags, YAML, or a program or notebook of TRL) is translated by
 
 <!-- covered: tests/config/test_peers_translate.py -->
 ```bash

@@ -179,16 +179,18 @@ def _sizes(value: Value) -> dict[str, int]:
 
 
 def _areal_ranks(value: Value, around: Around) -> list[Value]:
+    """Ranks of the policy, and the axes that they are divided by; its experts go with the tensor axis."""
     sizes = _sizes(value)
-    if "d" not in sizes or any(sizes.get(letter, 1) > 1 for letter in "ptce"):
-        raise NoCounterpartError("the policy is sharded over data-parallel ranks alone")
-    return [sizes["d"]]
+    if not sizes or sizes.get("p", 1) > 1:
+        raise NoCounterpartError("layers are not divided among the policy's ranks: no pipeline in training")
+    tensor, context = sizes.get("t", 1), sizes.get("c", 1)
+    return [sizes.get("d", 1) * tensor * context, tensor, context]
 
 
 def _areal_engines(value: Value, around: Around) -> list[Value]:
     sizes = _sizes(value)
     if "d" not in sizes or sizes.get("p", 1) > 1:
-        raise NoCounterpartError("engines are tensor parallel alone")
+        raise NoCounterpartError("stages of an engine are generator.engine_kwargs.pipeline_parallel_size")
     return [sizes["d"], sizes.get("t", 1)]
 
 
@@ -198,6 +200,30 @@ def _allocation(value: Value, around: Around) -> list[Value]:
     if not plus:
         raise NoCounterpartError("")
     return [*_areal_ranks(ranks, around), *_areal_engines(engines, around)]
+
+
+def _min_lr(value: Value, around: Around) -> list[Value]:
+    """The share of its rate that a schedule ends at, where the chosen schedule ends at one."""
+    schedules = [
+        str(theirs) for name, theirs in around.theirs.items() if name.endswith(("lr_scheduler", "lr_scheduler_type"))
+    ]
+    if schedules and not any(name.endswith("min_lr") or name == "cosine" for name in schedules):
+        raise NoCounterpartError(f"the schedule {schedules[0]} ends at no such rate")
+    return [{"min_lr_rate": value}]
+
+
+def _exports(value: Value, around: Around) -> list[Value]:
+    """A switch there, the steps between checkpoints here."""
+    interval = around.number("trainer.ckpt_interval")
+    if interval <= 0:
+        raise NoCounterpartError("")
+    return [int(interval)]
+
+
+def _minutes(value: Value, around: Around) -> list[Value]:
+    if not isinstance(value, int | float):
+        raise NoCounterpartError("")
+    return [value / 60]
 
 
 def _proportions(value: Value, around: Around) -> list[Value]:
@@ -225,5 +251,8 @@ FUNCTIONS: dict[str, Callable[[Value, Around], list[Value]]] = {
     "areal_engines": _areal_engines,
     "allocation": _allocation,
     "proportions": _proportions,
+    "min_lr": _min_lr,
+    "exports": _exports,
+    "minutes": _minutes,
 }
 """What ``@name`` in a table does: from their value, and what else is set, to a value for each free target."""

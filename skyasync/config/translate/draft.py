@@ -51,8 +51,9 @@ class Draft:
         return self.ours[path].value if path in self.ours else self.keys[path].default
 
     def number(self, path: str) -> float:
-        """``value`` of a key that is a number."""
+        """``value`` of a key that is a number; its default where a shell fills the value in."""
         value = self.value(path)
+        value = value if isinstance(value, int | float) else self.keys[path].default
         assert isinstance(value, int | float), path
         return value
 
@@ -86,7 +87,8 @@ def begin(table: Table, recipe: Recipe) -> Draft:
     draft = Draft(table, recipe)
     given = list(_rows(draft))
     set_rows = {id(row) for _, row in given}
-    rows = sorted((entry for entry in given), key=lambda entry: table.rows.index(entry[1]))
+    order = {id(row): at for at, row in enumerate(table.rows)}
+    rows = sorted(given, key=lambda entry: order.get(id(entry[1]), len(order)))  # keys that are ours come last
     for later in (False, True):
         for name, row in rows:
             if bool(row.function) == later:
@@ -124,7 +126,18 @@ def _carry(draft: Draft, name: str, row: Row, value: Value, *, given: bool) -> N
             draft.silent[name] = row.note or "our default"
         return
     for path, entry in settings.items():
-        _set(draft, path, entry, name, given)
+        if given and _unfilled(draft, path, entry):
+            draft.left[name] = "a shell fills it in: write it by hand"
+        else:
+            _set(draft, path, entry, name, given)
+
+
+def _unfilled(draft: Draft, path: str, value: Value) -> bool:
+    """Whether what should be a number, a switch or one of our names is a variable of a shell."""
+    key = draft.keys.holder(path)
+    if key is None or "$" not in str(value):
+        return False
+    return bool(key.options()) or key.type in (int, float, bool)
 
 
 def _set(draft: Draft, path: str, value: Value, name: str, given: bool) -> None:

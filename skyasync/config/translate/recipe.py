@@ -22,12 +22,18 @@ from skyasync.errors import UserError, unknown
 class Recipe:
     """``keys``: theirs -> value. ``command`` is the program that a script starts, "" where there is none.
 
-    ``branches``: the script has conditions, which were not evaluated.
+    ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a program says so.
     """
 
     keys: dict[str, Value] = field(default_factory=dict)
     command: str = ""
     branches: bool = False
+    system: str = ""
+
+    def with_(self, other: Recipe) -> Recipe:
+        """Both, the other's keys over these."""
+        keys, command = self.keys | other.keys, other.command or self.command
+        return Recipe(keys, command, self.branches or other.branches, other.system or self.system)
 
 
 def read_recipe(arguments: Sequence[str]) -> Recipe:
@@ -39,11 +45,9 @@ def read_recipe(arguments: Sequence[str]) -> Recipe:
     recipe = Recipe()
     rest = list(arguments)
     while rest and not rest[0].startswith("-") and (Path(rest[0]).is_file() or "=" not in rest[0]):
-        found = _file(Path(rest.pop(0)))
-        branches = recipe.branches or found.branches
-        recipe = Recipe(recipe.keys | found.keys, found.command or recipe.command, branches)
-    recipe.keys |= flags(rest)
-    if not recipe.keys:
+        recipe = recipe.with_(_file(Path(rest.pop(0))))
+    recipe = recipe.with_(Recipe(flags(rest), "" if recipe.command else " ".join(rest)))
+    if not recipe.keys and not recipe.system:
         raise UserError("there are no keys to translate: give a script, a YAML file, or flags")
     return recipe
 
@@ -54,22 +58,59 @@ def _file(path: Path) -> Recipe:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if path.suffix in (".yaml", ".yml"):
-        return Recipe(_yaml(text, path))
-    if path.suffix == ".py":
-        return Recipe(program.arguments(text, path))
+        return _yaml(text, path)
+    if path.suffix == ".ipynb":
+        text = program.cells(text, path)
+    if path.suffix in (".py", ".ipynb"):
+        return _program(text, path)
     return _script(text, path.parent)
 
 
+def _program(text: str, path: Path) -> Recipe:
+    """A TRL program; one that reads its command line has its flags in the command that its docstring shows."""
+    said = program.read(text, path)
+    recipe = Recipe(said.arguments, said.trainer, system="trl" if said.trainer else "")
+    shown = _script(said.command, path.parent) if said.command else Recipe()
+    return recipe.with_(Recipe(shown.keys)).with_(recipe)
+
+
 def _script(text: str, folder: Path) -> Recipe:
-    """The command with most keys; a YAML file that it names with ``--config`` is read with it."""
-    found = [Recipe(flags(_behind_program(words)), " ".join(words)) for words in shell.commands(text)]
+    """The command with most keys; a YAML file that it names is read with it."""
+    script = shell.read(text, folder=folder)
+    found = [Recipe(flags(_behind_program(words)), " ".join(words)) for words in script.commands]
     best = max(found, key=lambda recipe: len(recipe.keys), default=Recipe())
-    config = best.keys.get("config")
-    if isinstance(config, str) and (folder / config).is_file():
-        inner = _file(folder / config).keys
-        best = Recipe(inner | {key: value for key, value in best.keys.items() if key != "config"}, best.command)
-    best.branches = bool(re.search(r"^\s*(if|case)\b", text, re.MULTILINE))
+    # Variables of the environment that a system reads as it does its keys.
+    known = {name for table in tables().values() for name in table.exact if name.isupper()}
+    best.keys |= {n: value_or_text(v) for n, v in script.variables.items() if n in known and isinstance(v, str)}
+    best.branches = script.branches
+    if file := _config(best.keys, folder):
+        inner = _file(file)
+        best = inner.with_(Recipe(best.keys, best.command, best.branches))
     return best
+
+
+def _config(keys: dict[str, Value], folder: Path) -> Path | None:
+    """Takes out of the keys the YAML file that they name: ``config``, or Hydra's ``config-path`` and ``config-name``.
+
+    It is looked for as it is written, beside the script and in the folders above.
+    """
+    names = [key for key in ("config", "config_file", "config_name", "config-name") if isinstance(keys.get(key), str)]
+    for key in names:
+        name = str(keys[key])
+        place = keys.get(key.replace("name", "path")) if "name" in key else None
+        name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+        whole = f"{place}/{name}" if isinstance(place, str) else name
+        # What a shell would fill in is most often the script's own folder.
+        tries = [whole, name, name.rpartition("/")[2]]
+        for tail in (tried.rpartition("}/")[2].rpartition(")/")[2].lstrip("/") for tried in tries):
+            for base in (folder, *folder.parents):
+                if "$" not in tail and (base / tail).is_file():
+                    for used in (key, key.replace("name", "path")):
+                        keys.pop(used, None)
+                    return base / tail
+    if names and not any(table.find(key) for table in tables().values() for key in keys if key not in names):
+        raise UserError(f"{names[0]}={keys[names[0]]} is not beside {folder}: give the YAML file itself")
+    return None
 
 
 def _behind_program(words: list[str]) -> list[str]:
@@ -77,7 +118,7 @@ def _behind_program(words: list[str]) -> list[str]:
     if "--" in words:
         words = words[words.index("--") + 1 :]
     for at, word in enumerate(words):
-        if word == "-m" and at + 1 < len(words):
+        if word == "-m" and at + 1 < len(words) and not words[at + 1].startswith("torch.distributed"):
             return words[at + 2 :]
         if word.endswith(".py") and not word.startswith("-"):
             return words[at + 1 :]
@@ -95,8 +136,9 @@ def flags(words: Sequence[str]) -> dict[str, Value]:
         name, equals, text = word.partition("=")
         if word.startswith("--"):
             values = [text] if equals else []
-            while not equals and rest and not _is_flag(rest[0]):
+            while not equals and rest and not _is_flag(rest[0]) and not (values and re.match(r"\w+=", rest[0])):
                 values.append(rest.pop(0))
+            values = [said.removesuffix(",") for said in values] if values[1:] else values
             read = [value_or_text(said) for said in values]
             value: Value = True if not read else read if read[1:] else read[0]
             keys[name.lstrip("-")] = value
@@ -106,10 +148,10 @@ def flags(words: Sequence[str]) -> dict[str, Value]:
 
 
 def _is_flag(word: str) -> bool:
-    return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=", word))
+    return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=", word))
 
 
-def _yaml(text: str, path: Path) -> dict[str, Value]:
+def _yaml(text: str, path: Path) -> Recipe:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -117,7 +159,9 @@ def _yaml(text: str, path: Path) -> dict[str, Value]:
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys")
     keys = dict(_leaves(root, ""))
-    return {key: _resolved(value, keys) for key, value in keys.items()}
+    if isinstance(job := keys.get("run"), str) and "\n" in job:  # a launcher's, with the script in it
+        return _script(job, path.parent)
+    return Recipe({key: _resolved(value, keys) for key, value in keys.items()})
 
 
 def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Value]]:
@@ -147,11 +191,13 @@ def _resolved(value: Value, keys: Mapping[str, Value], depth: int = 0) -> Value:
 
 
 def detect(recipe: Recipe) -> str:
-    """The system whose tables know most of the keys; where two know as many, the one that names more exactly.
+    """The system that a program names, or whose tables know most keys; of two, the one that names more exactly.
 
     Raises:
         UserError: if no system knows any, or two know as many.
     """
+    if recipe.system:
+        return recipe.system
     scores = {}
     for name, table in tables().items():
         known = [key for key in recipe.keys if table.find(key)]

@@ -15,6 +15,7 @@ from skyasync.config.values import Value
 A = "trainer.algorithm."
 CORRECTION = f"{A}off_policy_correction"
 MASKS = f"{A}off_policy_masks"
+PLAN, PLACEMENT = "trainer.plan", "trainer.placement."
 N = "generator.n_samples_per_prompt"
 BATCH, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
 SAMPLING = "generator.sampling_params"
@@ -48,6 +49,36 @@ def openrlhf(draft: Draft) -> None:
         draft.put(f"{A}overlong_buffer.max_len", draft.value(f"{SAMPLING}.max_generate_length"))
     _split(draft, "data.train_data", "data.prompt_split", "prompt_split")
     _split(draft, "data.val_data", "eval.split", "eval_split")
+    _samples(draft, "data.train_data", "data.max_samples", "max_samples")
+    if draft.value(PLAN) == "one_step_off":
+        _ahead(draft)
+    together = _given(draft, "train.colocate_all", "colocate_all_models")
+    if together and draft.given[together[0]]:
+        # With asynchronous training the engines have their own devices, and the trained models share theirs.
+        draft.put(f"{PLACEMENT}colocate_policy_ref", True, *together)
+        if draft.value(f"{A}advantage_estimator") == "gae":
+            draft.put(f"{PLACEMENT}colocate_policy_critic", True, *together)
+        if draft.value(PLAN) != "sync":
+            draft.ours.pop(f"{PLACEMENT}colocate_all", None)
+    agents = "generator.agent_func_path" in draft.ours
+    if agents and f"{A}dynamic_sampling.type" in draft.ours:
+        draft.put(f"{A}dynamic_sampling.metric", "score")  # what is filtered there, and not the reward
+
+
+def _ahead(draft: Draft) -> None:
+    """OpenRLHF's asynchronous training where it generates beyond a batch or keeps requests over a weight update."""
+    partial = _given(draft, "train.partial_rollout_enable", "partial_rollout")
+    more = _given(draft, "rollout.vllm_generate_batch_size", "vllm_generate_batch_size")
+    prompts = draft.value("generator.generate_batch_size")
+    larger = bool(more) and isinstance(prompts, int) and prompts > draft.number(BATCH)
+    if more and not larger:
+        draft.drop("generator.generate_batch_size", "no larger than rollout.batch_size, which is generated anyway")
+    if not larger and not (partial and draft.given[partial[0]]):
+        return
+    queue = ("train.async_queue_size", "async_queue_size")
+    draft.put(PLAN, "fully_async", *_given(draft, "train.async_enable", "async_train"), *partial, *more)
+    draft.put("trainer.max_staleness", draft.said(*queue), *_given(draft, *queue))
+    draft.ours.pop("trainer.async_queue_size", None)
 
 
 def skyrl(draft: Draft) -> None:
@@ -73,7 +104,12 @@ def skyrl(draft: Draft) -> None:
 
 
 def roll(draft: Draft) -> None:
-    """Which KL is meant, rewards' norms, the ratio's staleness, updates per batch."""
+    """Which KL is meant, rewards' norms, the ratio's staleness, updates per batch, batches of agents."""
+    agentic = any(name.startswith(("train_env_manager", "val_env_manager")) for name in draft.given)
+    group = "train_env_manager.group_size"
+    if agentic:
+        draft.put(N, draft.given.get(group, 1), group)
+        _prompts(draft, BATCH, int(draft.said("rollout_batch_size")), "rollout_batch_size")  # type: ignore[arg-type]
     in_loss = bool(draft.said("use_kl_loss"))
     in_reward = bool(draft.said("add_token_level_kl"))
     name = "kl_loss_coef" if in_loss else "init_kl_coef"
@@ -96,7 +132,15 @@ def roll(draft: Draft) -> None:
         for end, name in (("mean", "norm_mean_type"), ("std", "norm_std_type")):
             if f"{A}reward_norm_{end}" not in draft.ours:
                 draft.put(f"{A}reward_norm_{end}", "none", *_given(draft, name))
+    if draft.value(N) == 1 and draft.value(f"{A}advantage_estimator") == "grpo":
+        # Its estimator alone compares nothing: groups are compared by the norms of rewards.
+        draft.put(f"{A}advantage_estimator", "normalized", *_given(draft, "adv_estimator"))
+        for end in ("mean", "std"):
+            if f"{A}reward_norm_{end}" not in draft.ours:
+                draft.put(f"{A}reward_norm_{end}", "none")
     _ratio(draft, "async_generation_ratio")
+    if draft.value(PLAN) == "fully_async":
+        draft.put("trainer.eval_mode", "pause")  # as its validation does
     args = "actor_train.training_args."
     _updates(draft, args + "per_device_train_batch_size", args + "gradient_accumulation_steps",
              ranks=draft.number("trainer.placement.policy_num_gpus_per_node"))  # fmt: skip
@@ -144,20 +188,58 @@ def verl(draft: Draft) -> None:
     for module, plan in (("one_step_off", "one_step_off"), ("fully_async", "fully_async")):
         if module in draft.recipe.command:
             draft.put("trainer.plan", plan)
-    devices = draft.number("trainer.placement.policy_num_nodes") * draft.number(
-        "trainer.placement.policy_num_gpus_per_node"
-    )
+    own = ("rollout.nnodes", "rollout.n_gpus_per_node")
+    apart = [draft.given.get(name) for name in own]
+    nodes, per_node = apart if all(isinstance(n, int) and n for n in apart) else (None, None)
+    if isinstance(nodes, int) and isinstance(per_node, int):
+        devices, theirs = float(nodes * per_node), _given(draft, *own)
+    else:
+        devices = draft.number(f"{PLACEMENT}policy_num_nodes") * draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
+        theirs = _given(draft, "trainer.n_gpus_per_node")
     engines = devices // draft.number("generator.inference_engine_tensor_parallel_size")
     if engines >= 1:
-        draft.put("generator.num_inference_engines", int(engines), *_given(draft, "trainer.n_gpus_per_node"))
+        draft.put("generator.num_inference_engines", int(engines), *theirs)
+        for name in own:
+            draft.left.pop(name, None)
+    if draft.value(PLAN) == "fully_async":
+        _streamed(draft)
     if draft.value(f"{A}overlong_buffer.len") and not draft.value(f"{A}overlong_buffer.max_len"):
         draft.put(f"{A}overlong_buffer.max_len", draft.value(f"{SAMPLING}.max_generate_length"))
     _ratio(draft, "async_training.staleness_threshold")
 
 
+def _streamed(draft: Draft) -> None:
+    """verl's batches without a size: so many mini-batches, until so many prompts were trained on."""
+    batches, mini = "async_training.require_batches", f"{_ACTOR}ppo_mini_batch_size"
+    if draft.given.get("data.train_batch_size", 0) == 0:
+        count = draft.given.get(batches, 1)
+        draft.put(BATCH, int(draft.number(MINI) * count) if isinstance(count, int) else None, mini, batches)
+        draft.left.pop(batches, None)
+        draft.silent["data.train_batch_size"] = f"{mini} times {batches}"
+    for name in _given(draft, "rollout.total_rollout_steps", "trainer.total_rollout_steps"):
+        prompts = draft.given[name]
+        if isinstance(prompts, int) and "trainer.total_training_steps" not in draft.given:
+            draft.put("trainer.max_training_steps", int(prompts // draft.number(BATCH)), name)
+            draft.left.pop(name, None)
+
+
 def trl(draft: Draft) -> None:
-    """Batches from per-device sizes, the loss's reduction, what scales rewards, names of data sets."""
+    """Batches from per-device sizes, the loss's reduction, what scales rewards, names of data sets, other trainers."""
     loss = draft.said("loss_type")
+    if draft.said("importance_sampling_level") == "sequence":
+        draft.put(f"{A}policy_loss_type", "gspo", "importance_sampling_level", "loss_type")
+    if draft.given.get("use_peft"):
+        for name, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
+            if f"trainer.policy.lora.{name}" not in draft.ours:
+                draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
+    if re.search(r"RLOO|\brloo\b", draft.recipe.command):
+        _rloo(draft)
+    if "Async" in draft.recipe.command:
+        draft.put(PLAN, "fully_async")
+        draft.put("generator.backend", "vllm")
+        draft.put("trainer.max_staleness", draft.given.get("max_staleness", 4), "max_staleness")
+        draft.put(CORRECTION, "none")
+        draft.put("trainer.allow_uncorrected", True)
     reductions = {"grpo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     draft.put(f"{A}loss_reduction", reductions.get(str(loss), "token_mean"), "loss_type")
     if loss == "dr_grpo":
@@ -180,6 +262,35 @@ def trl(draft: Draft) -> None:
         draft.put("data.train_data", [f"{name}#{config}" for name in names_], "dataset_name", "dataset_config")
         draft.left.pop("dataset_config", None)
     _split(draft, "data.train_data", "dataset_train_split")
+
+
+def _rloo(draft: Draft) -> None:
+    """TRL's RLOO, whose defaults are not GRPO's."""
+    draft.put(f"{A}advantage_estimator", "rloo")
+    draft.ours.pop(f"{A}reward_norm_std", None)
+    if "num_generations" not in draft.given:
+        draft.put(N, 2)
+    beta = draft.given.get("beta", 0.05)
+    draft.ours.pop(f"{A}use_kl_loss", None)
+    draft.ours.pop(f"{A}kl_loss_coef", None)
+    if beta:
+        draft.put(f"{A}use_kl_in_reward", True, "beta")
+        draft.put(f"{A}kl_loss_coef", beta, "beta")
+        draft.put(f"{A}kl_estimator_type", "k1")
+
+
+def _samples(draft: Draft, path: str, *names: str) -> None:
+    """The first rows of a data set, as a slice of its split."""
+    name = next(iter(_given(draft, *names)), "")
+    rows, sources = draft.given.get(name), draft.value(path)
+    if not isinstance(rows, int) or not isinstance(sources, list):
+        return
+    if len(sources) != 1 or not re.fullmatch(r"[\w.-]+/[\w.-]+(#[^:]+)?(:\w+)?", str(sources[0])):
+        draft.left[name] = "a data set of the hub is cut by its name: owner/name:train[:1000]"
+        return
+    source, colon, split = str(sources[0]).partition(":")
+    draft.put(path, [f"{source}:{split if colon else 'train'}[:{rows}]"], *draft.ours[path].theirs, name)
+    draft.left.pop(name, None)
 
 
 def _given(draft: Draft, *names: str) -> list[str]:

@@ -23,15 +23,50 @@ from skyasync.errors import UserError
 #: Keys whose values are not repeated.
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 _MINI = "trainer.policy_mini_batch_size"
+_PLACEMENT = "trainer.placement."
 
 
 def translated(recipe: Recipe, system: str) -> str:
     """The recipe of a system (a name of ``SYSTEMS``) as our YAML, with comments."""
     draft = begin(tables()[system], recipe)
     FINISH[system](draft)
+    _engine(draft)
+    _devices(draft)
+    _schedules(draft)
     _tidy(draft)
     _settle(draft)
     return "\n".join(_lines(draft)) + "\n"
+
+
+def _engine(draft: Draft) -> None:
+    """The engine of the recipe, not the one that is installed where it is translated."""
+    if draft.value("generator.engines"):
+        draft.drop("generator.backend", "generator.engines names servers")
+    elif draft.value("generator.backend") == "auto":
+        draft.put("generator.backend", "vllm")
+
+
+def _devices(draft: Draft) -> None:
+    """Models beside the policy have its devices; an engine beside it has one of them."""
+    for model in ("ref", "critic", "teacher"):
+        if draft.value(f"{_PLACEMENT}colocate_policy_{model}"):
+            for size in ("num_nodes", "num_gpus_per_node"):
+                setting = draft.ours.pop(f"{_PLACEMENT}{model}_{size}", None)
+                for name in setting.theirs if setting else ():
+                    draft.silent[name] = f"it shares the policy's devices: {_PLACEMENT}colocate_policy_{model}"
+    size, engines = "generator.inference_engine_tensor_parallel_size", "generator.num_inference_engines"
+    if draft.value(f"{_PLACEMENT}colocate_all") and draft.value("trainer.plan") == "sync" and draft.number(size) > 1:
+        whole = int(draft.number(engines) * draft.number(size))
+        draft.put(engines, whole, *(draft.ours[engines].theirs if engines in draft.ours else ()))
+        draft.drop(size, f"with {_PLACEMENT}colocate_all each engine has one GPU: {engines}={whole}")
+
+
+def _schedules(draft: Draft) -> None:
+    """A cosine that ends at a share of its rate has a name of its own."""
+    for section in ("policy", "critic"):
+        name, told = (f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs"))
+        if told in draft.ours and draft.value(name) == "cosine":
+            draft.put(name, "cosine_with_min_lr", *draft.ours[name].theirs, *draft.ours[told].theirs)
 
 
 def _tidy(draft: Draft) -> None:
@@ -52,33 +87,46 @@ def _tidy(draft: Draft) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Leave out what the loader refuses, the first key of each problem, until it takes the rest."""
+    """Leave out what the loader refuses, the first key of a problem until it loads; at once all that nothing reads."""
     while problems := _problems(draft):
         found = [(problem, path) for problem in problems if (path := _named(problem, draft))]
         if not found:
             raise UserError("\n".join(problems))
-        problem, path = found[0]
-        draft.drop(path, problem)
+        unread = [entry for entry in found if " has no effect with " in entry[0]]
+        for problem, path in unread or found[:1]:
+            draft.drop(path, problem)
 
 
 def _problems(draft: Draft) -> list[str]:
-    from skyasync.config.load import ConfigError, load_config
+    from skyasync.config.check import check_config
+    from skyasync.config.load import load_config
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "translated.yaml"
         file.write_text("\n".join(_tree(draft)) + "\n", encoding="utf-8")
         try:
-            load_config(["--config", str(file)])
-        except ConfigError as error:
+            return check_config(load_config(["--config", str(file)]), given={*draft.ours})
+        except UserError as error:
             return [
-                problem.partition("translated.yaml:")[2].partition(": ")[2] or problem for problem in error.problems
+                problem.partition("translated.yaml:")[2].partition(": ")[2] or problem
+                for problem in str(error).splitlines()
             ]
-    return []
 
 
 def _named(problem: str, draft: Draft) -> str:
-    """The key of ours that a problem names first; one that they did not give rather than one that they did."""
-    places = {path: problem.find(path) for path in draft.ours if path in problem}
+    """The key of ours that a problem names first; one that they did not give rather than one that they did.
+
+    An entry of a mapping is named by the mapping; a name that no part has may stand for its key.
+    """
+    places = {}
+    for path in draft.ours:
+        key = draft.keys.holder(path)
+        names = [path, *([f"{key.path}=" + "{"] if key and key.path != path else [])]
+        found = [problem.find(name) for name in names if name in problem]
+        if found:
+            places[path] = found[0]
+    if not places:
+        places = {path: 0 for path, setting in draft.ours.items() if written(setting.value) in problem.split("'")}
     first = sorted(places, key=lambda path: (draft.ours[path].given, places[path], -len(path)))
     return first[0] if first else ""
 
@@ -133,15 +181,11 @@ def _order(draft: Draft) -> dict[str, int]:
 
 def _tree(draft: Draft) -> Iterator[str]:
     """The settings as nested YAML in the schema's order, each with the keys that it came from."""
-    order = {key.path: at for at, key in enumerate(draft.keys)}
+    order = _order(draft)
 
     def place(path: str) -> tuple[int, ...]:
         parts = path.split(".")
-        groups = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-        firsts = [
-            min((at for p, at in order.items() if p == g or p.startswith(f"{g}.")), default=10**6) for g in groups
-        ]
-        return tuple(firsts)
+        return tuple(order.get(".".join(parts[: depth + 1]), len(order)) for depth in range(len(parts)))
 
     open_groups: list[str] = []
     for path in sorted(draft.ours, key=lambda path: (place(path), path)):
