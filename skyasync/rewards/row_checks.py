@@ -1,20 +1,20 @@
 """Rows that nothing could judge, found before a run begins.
 
-Invariant: a row without complaint has all that its judges' prompts show, and all that its reward functions have looked
-for (``checking``); a function that looks for nothing is not called.
+Invariant: a row without complaint has all that its judges' prompts show, the columns that its reward functions take as
+parameters, and all that they have looked for (``checking``); a function that looks for nothing is not called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 from skyasync.config.judges import PREFIX, is_judge, judges_of
 from skyasync.config.schema import EnvironmentConfig
 from skyasync.errors import UserError, unknown
+from skyasync.rewards.forms import seen
 from skyasync.rewards.llm_judge import prompt_text
-from skyasync.rewards.registry import REWARDS
+from skyasync.rewards.panel import member_of
 from skyasync.rewards.settings import RewardSettings
 from skyasync.rewards.verdicts import check_placeholders, known_to_judge
 
@@ -40,12 +40,8 @@ class RowChecks:
                 if name not in self._prompts:
                     raise UserError(f"{unknown('judge', name, self._prompts)} (environment.judges)")
                 check_placeholders(name, self._prompts[name], known_to_judge(known))
-            elif check := _check_of(func):
+                continue
+            member = member_of(func, self._settings.registered.get(func))
+            member.check(known | seen("", "", [], [], known.get("label")) if member.looks_at_tokens else known)
+            if check := getattr(member.function, "check", None):
                 check(known)
-
-
-@cache
-def _check_of(func: str) -> Callable[[Mapping[str, Any]], None] | None:
-    found = REWARDS[func] if func in REWARDS.names() else None
-    check: Callable[[Mapping[str, Any]], None] | None = getattr(found, "check", None)
-    return check
