@@ -73,7 +73,10 @@ class Chosen(NamedTuple):
     @property
     def problem(self) -> str:
         """What is wrong with its parameters, "" if nothing is."""
-        wrong = self.registry.problem(self.name)
+        try:
+            wrong = self.registry.problem(self.name)
+        except UserError as error:  # there is no such file, module or attribute
+            wrong = str(error)
         return f"trainer.algorithm.{self.key}={self.name}: {wrong}" if wrong else ""
 
 

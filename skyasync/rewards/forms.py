@@ -21,6 +21,7 @@ not made again from text. Sources: OpenRLHF ``examples/python/reward_func.py``, 
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
@@ -35,6 +36,15 @@ def parameter_names(function: Callable[..., object]) -> frozenset[str]:
     """What it takes by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return frozenset(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
+
+
+def returns_nothing(function: Callable[..., object]) -> bool:
+    """Whether every way out of it returns None, as the way past its last line does."""
+    code = getattr(function, "__code__", None)
+    steps = list(dis.get_instructions(code)) if code else []
+    ends = [place for place, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
+    values = [steps[end] if steps[end].opname == "RETURN_CONST" else steps[end - 1] for end in ends]
+    return bool(values) and all(step.opname.endswith("_CONST") and step.argval is None for step in values)
 
 
 @cache

@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
@@ -49,8 +49,15 @@ class VirtualPrompts(Sequence[Prompt]):
         return Prompt(PromptId(0, index), [], "virtual")
 
 
+@dataclass
+class VirtualTrajectory(Trajectory):
+    """``computed``: its tokens, by the version that computed them."""
+
+    computed: Counter[int] = field(default_factory=Counter)
+
+
 class VirtualGenerator(TrajectoryGenerator):
-    """Plays trajectories whose lengths are drawn; ``tokens`` keeps, per trajectory, how many each version computed."""
+    """Plays trajectories whose lengths are drawn; ``tokens`` has those that have not been trained."""
 
     def __init__(self, client: VirtualClient, lengths: np.ndarray, prompt_length: int) -> None:
         self._client, self._lengths, self._prompt_length = client, lengths, prompt_length
@@ -65,7 +72,10 @@ class VirtualGenerator(TrajectoryGenerator):
         sequences = [self._client.submit(self._prompt_length, self.length(identity)) for identity in ids]
         await asyncio.gather(*(sequence.done for sequence in sequences))
         self.tokens |= {identity: sequence.tokens for identity, sequence in zip(ids, sequences, strict=True)}
-        return [Trajectory(identity, [_PROMPT, _action(self.tokens[identity])]) for identity in ids]
+        return [
+            VirtualTrajectory(identity, [_PROMPT, _action(self.tokens[identity])], computed=self.tokens[identity])
+            for identity in ids
+        ]
 
 
 def _action(tokens: Counter[int]) -> Segment:
@@ -139,7 +149,8 @@ class Simulated(RayPPOTrainer):
         """The response tokens of a group."""
         tokens = 0
         for trajectory in group.trajectories:
-            for version, count in cast(VirtualGenerator, self.generator).tokens.pop(trajectory.id).items():
+            cast(VirtualGenerator, self.generator).tokens.pop(trajectory.id, None)  # a plan may train it twice
+            for version, count in cast(VirtualTrajectory, trajectory).computed.items():
                 self.ages[self.global_step - version] += count
                 tokens += count
         return tokens

@@ -271,7 +271,9 @@ def _problem(key: Key, value: object) -> str:
     problem = unknown(key.name if key.registry else "value", written(value), map(written, options))
     if why := dict(key.refused).get(written(value)):
         problem = f"{why} (allowed: {', '.join(map(written, options))})"
-    if key.registry and ":" in written(value):
+    if key.registry and key.open_ended:
+        problem += "; one of your own is file.py:name or module:name"
+    elif key.registry and ":" in written(value):
         problem += (
             f"; one of your own gets its name in the program that you run: @{key.registry.rpartition(':')[2]}.register"
         )
