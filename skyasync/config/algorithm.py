@@ -148,9 +148,7 @@ class AlgorithmConfig(Settings):
         registry="skyasync.algorithms.presets:PRESETS",
     )
     # The objective
-    policy_loss_type: str = key(
-        "ppo", "The policy objective.", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True
-    )
+    policy_loss_type: str = key("ppo", "The policy objective.", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True)
     loss_reduction: str = key(
         "token_mean", "How token losses become one number.", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True
     )
@@ -203,7 +201,9 @@ class AlgorithmConfig(Settings):
         open_ended=True,
     )
     off_policy_masks: list[str] = key(
-        [], "Further corrections multiplied onto it, usually masks.", registry=_REGISTRIES + "CORRECTIONS",
+        [],
+        "Further corrections multiplied onto it, usually masks.",
+        registry=_REGISTRIES + "CORRECTIONS",
         open_ended=True,
     )
     token_tis_ratio_clip_low: float = key(0.0, "token_tis clamps its weight from below to this.", low=0.0)

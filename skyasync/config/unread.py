@@ -61,7 +61,7 @@ def _of_plans(cfg: Config, plan: Plan | None, asked: Collection[Key]) -> Iterato
             own = (
                 ""
                 if plan.name in PLANS.builtins()
-                else " (a plan of your own names in its attribute reads what it reads)"
+                else " (a plan of your own lists the keys that it reads in its attribute reads)"
             )
             way = f"set trainer.plan={'|'.join(readers[key.path])}, which reads it{own}, or"
             yield _line(cfg, key, f"has no effect with {plan}".rstrip(","), way)
@@ -124,4 +124,4 @@ def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
 
 def _line(cfg: object, key: Key, what: str, why: str = "", path: str = "") -> str:
     value = written(attrgetter(path or key.path)(cfg))
-    return f"{key.path}={value} {what}: {why}{' ' if why else ''}leave it at its default, {written(key.default)}"
+    return f"{key.path}={value} {what}: {why}{' ' if why else ''}remove it (its default is {written(key.default)})"

@@ -60,7 +60,11 @@ def load_prompts(
             len(prompts) - len(kept), len(prompts), limit,
         )  # fmt: skip
     if prompts and not kept:
-        raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens")
+        shortest = min(len(chat.prompt(p.messages)) for p in prompts)
+        raise UserError(
+            f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to at least {shortest}, the "
+            f"shortest of {len(prompts)}"
+        )
     if kept and not held_out:
         _check_domains(kept, cfg)
         _check_judged(kept, cfg)

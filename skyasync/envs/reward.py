@@ -5,7 +5,7 @@ Invariant: every function's own score is a metric under its name, unweighted, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 

@@ -111,9 +111,9 @@ def limit(summary: Summary) -> str:
         return f"{verdict} is the bottleneck: the trainer waited {trainer:.0%} of the time"
     if environments > max(1 - trainer, 1 - engines):
         return (
-            f"environments and reward functions are the bottleneck: episodes waited for them in {environments:.0%} of "
-            f"the time, the engines worked {1 - engines:.0%} of it, the trainer {1 - trainer:.0%}; faster ones, or more "
-            f"processes for them (environment.num_workers), would help"
+            f"environments and reward functions are the bottleneck: episodes waited for them in {environments:.0%} "
+            f"of the time, the engines worked {1 - engines:.0%} of it, the trainer {1 - trainer:.0%}; faster ones, or "
+            f"more processes for them (environment.num_workers), would help"
         )
     return _weigh(trainer, engines, overlapping=waited is not None)
 

@@ -130,7 +130,9 @@ def check_plan_class(plan: object) -> None:
             original = getattr(RayPPOTrainer, name, None)
             what = f"{holder.__name__}.{name}"
             if name in _set_by(RayPPOTrainer.__init__) or isinstance(original, property) > isinstance(method, property):
-                raise UserError(f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it")
+                raise UserError(
+                    f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
+                )
             if inspect.isroutine(original) and not callable(getattr(holder, name)) and not name.startswith("__"):
                 raise UserError(f"{what} has the name of a method of RayPPOTrainer: rename it, or make it a method")
             if inspect.isfunction(method) and inspect.isfunction(original) and not name.startswith("__"):

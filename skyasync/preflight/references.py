@@ -29,7 +29,7 @@ def check_reference(reference: str, kind: str) -> None:
 
 
 def lacks(reference: str, base: type, method: str) -> bool:
-    """Whether a class that is nothing but a ``base`` does not define one of its methods; false if only running tells."""
+    """Whether a class that is only a ``base`` does not define one of its methods; false if only running tells."""
     module, _, name = reference.rpartition(":")
     if module in sys.modules:
         found = getattr(sys.modules[module], name, None)

@@ -19,7 +19,15 @@ from typing import Any
 
 from skyasync.errors import UserError, nearest
 from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.forms import CONVERSATION, SEEN, as_known_to, form_by, looks_at_tokens, parameter_names, returns_nothing
+from skyasync.rewards.forms import (
+    CONVERSATION,
+    SEEN,
+    as_known_to,
+    form_by,
+    looks_at_tokens,
+    parameter_names,
+    returns_nothing,
+)
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call, call_async
@@ -55,7 +63,9 @@ class Member:
         if unnamed:
             raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
         if returns_nothing(found):
-            raise UserError(f"reward function {reference!r} returns nothing: return a number, or a mapping with 'reward'")
+            raise UserError(
+                f"reward function {reference!r} returns nothing: return a number, or a mapping with 'reward'"
+            )
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         asynchronous = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)

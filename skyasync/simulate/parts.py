@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
@@ -49,15 +49,8 @@ class VirtualPrompts(Sequence[Prompt]):
         return Prompt(PromptId(0, index), [], "virtual")
 
 
-@dataclass
-class VirtualTrajectory(Trajectory):
-    """``computed``: its tokens, by the version that computed them."""
-
-    computed: Counter[int] = field(default_factory=Counter)
-
-
 class VirtualGenerator(TrajectoryGenerator):
-    """Plays trajectories whose lengths are drawn; ``tokens`` has those that have not been trained."""
+    """Plays trajectories whose lengths are drawn; ``tokens`` keeps, per trajectory, how many each version computed."""
 
     def __init__(self, client: VirtualClient, lengths: np.ndarray, prompt_length: int) -> None:
         self._client, self._lengths, self._prompt_length = client, lengths, prompt_length
@@ -72,10 +65,7 @@ class VirtualGenerator(TrajectoryGenerator):
         sequences = [self._client.submit(self._prompt_length, self.length(identity)) for identity in ids]
         await asyncio.gather(*(sequence.done for sequence in sequences))
         self.tokens |= {identity: sequence.tokens for identity, sequence in zip(ids, sequences, strict=True)}
-        return [
-            VirtualTrajectory(identity, [_PROMPT, _action(self.tokens[identity])], computed=self.tokens[identity])
-            for identity in ids
-        ]
+        return [Trajectory(identity, [_PROMPT, _action(self.tokens[identity])]) for identity in ids]
 
 
 def _action(tokens: Counter[int]) -> Segment:
@@ -135,6 +125,7 @@ class Simulated(RayPPOTrainer):
 
     def count_ages(self) -> None:
         self.ages: Counter[int] = Counter()
+        self.computed: dict[TrajectoryId, Counter[int]] = {}  # of what was trained, which a plan may train again
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch:
         return cast("TrainingBatch", VirtualBatch([self._count(group) for group in groups]))
@@ -147,10 +138,11 @@ class Simulated(RayPPOTrainer):
 
     def _count(self, group: Group) -> int:
         """The response tokens of a group."""
-        tokens = 0
+        tokens, generated = 0, cast(VirtualGenerator, self.generator).tokens
         for trajectory in group.trajectories:
-            cast(VirtualGenerator, self.generator).tokens.pop(trajectory.id, None)  # a plan may train it twice
-            for version, count in cast(VirtualTrajectory, trajectory).computed.items():
+            if trajectory.id in generated:
+                self.computed[trajectory.id] = generated.pop(trajectory.id)
+            for version, count in self.computed[trajectory.id].items():
                 self.ages[self.global_step - version] += count
                 tokens += count
         return tokens

@@ -34,11 +34,11 @@ default for 1, 2, 4, ... as far as the samples go, and with trainer.eval_passing
 """
 
 
-def evaluate(argv: Arguments) -> None:
+def evaluate(argv: Arguments) -> int | None:
     """Play all held-out prompts, and print the scores."""
     if not argv or list(argv) in (["--help"], ["-h"]):
         print(HELP, end="")
-        return
+        return None if argv else 2
     values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
     options, rest = take(argv, values, ("--json", "--best"), settings=True)
     wanted, passing = _ks(options.get("--k", "")), _passing(options.get("--passing", ""))

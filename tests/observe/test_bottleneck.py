@@ -87,4 +87,6 @@ def test_where_neither_worked_in_a_plan_without_overlap_nobody_takes_turns() -> 
 def test_the_seven_rows_of_a_reward_that_takes_half_of_the_step() -> None:
     row = {"step": 1, "time/step_s": 1.42, "time/generate_s": 0.905, "time/train_s": 0.463}
     said = summarise([row | {"idle/trainer": 0.69, "idle/engines": 0.79}]).limit
-    assert said.startswith("environments and reward functions are the bottleneck: episodes waited for them in 43%"), said
+    assert said.startswith("environments and reward functions are the bottleneck: episodes waited for them in 43%"), (
+        said
+    )

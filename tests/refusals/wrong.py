@@ -85,7 +85,7 @@ INPUTS = [
     (["trainer.resume_mode=9", "trainer.ckpt_path={x}/checkpoints"], "resume_mode=9", "there are 3"),
     (["trainer.resume_mode={x}/none"], "none cannot be used", "there is no such folder"),
     (["trainer.resume_mode={x}/damaged/step_000004"], "manifest.json is missing", "resume_mode=latest"),
-    (["trainer.resume_mode=latest", "trainer.ckpt_path={x}/damaged"], "damaged is whole", "resume_mode=none"),
+    (["trainer.resume_mode=latest", "trainer.ckpt_path={x}/damaged"], "are damaged (2 found", "resume_mode=none"),
     (["trainer.policy.model.path=no-such-owner/no-such-model"], "no-such-owner/no-such-model", "hub"),
     (["trainer.policy.model.path=/no-such-folder"], "/no-such-folder", "neither a local folder"),
     (["trainer.policy.model.path=./no-such-folder"], "no-such-folder", "neither a local folder"),
@@ -159,6 +159,6 @@ PARTS = [
     ([f"environment.reward_funcs=[{HERE}:asks_for_the_trainer]", "environment.env_class=reward"],
      "needs 'trainer_state'", "the row gives: question, answer, "),
     ([f"environment.env_class={HERE}:Stepless"], "Stepless", "step(action)"),
-    ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, HalfAnEngine, Hidden"),
+    ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, HalfAnEngine"),
     ([f"environment.reward_funcs=[{HERE}:no_number]", "environment.env_class=reward"], "no_number", "return a number"),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reward functions of OpenRLHF, AReaL, TRL and verl: called as they are there, and their answers read as they are meant."""
+"""Reward functions of OpenRLHF, AReaL, TRL and verl: called as they are there, their answers read as they are meant."""
 
 import asyncio
 import sys
@@ -139,7 +139,9 @@ def test_verls_parameters_and_its_dictionary(extras, tmp_path):
 
 
 def test_verls_number_without_the_optional_columns(tmp_path):
-    code = "def reward_func(data_source, solution_str, ground_truth, extra_info=None):\n    return solution_str == '4'\n"
+    code = (
+        "def reward_func(data_source, solution_str, ground_truth, extra_info=None):\n    return solution_str == '4'\n"
+    )
     assert scored(file_with(tmp_path, code), label="4")[0] == 0.0
 
 

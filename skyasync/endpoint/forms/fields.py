@@ -48,7 +48,7 @@ def refuse_others(
             hint = f"; did you mean {close[0]}?" if close else ""
             raise RequestError(f"unknown field {name}{hint}", name, "unknown_parameter")
         if value not in neutral[name]:
-            raise RequestError(f"{name}={value!r} is not supported here: leave it out", name, "unsupported_parameter")
+            raise RequestError(f"{name}={value!r} is not supported here: remove it", name, "unsupported_parameter")
 
 
 @overload

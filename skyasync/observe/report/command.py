@@ -18,11 +18,11 @@ while a run goes on, and the browser loads it anew.
 COMPARISON = "comparison.html"
 
 
-def report(argv: Sequence[str]) -> None:
+def report(argv: Sequence[str]) -> int | None:
     """Write the page, and say where it is."""
     if not argv or "--help" in argv or "-h" in argv:
         print(HELP, end="")
-        return
+        return None if argv else 2
     folders, out, every_s = _arguments(argv)
     from skyasync.observe.jsonl import replace_text
     from skyasync.observe.report.page import NAME, page
