@@ -83,8 +83,8 @@ def as_known_to(form: str, known: Mapping[str, Any]) -> Mapping[str, Any]:
         prompt = prompts[0] if isinstance(prompts, list) else known.get("prompt")
         return {"answer": known.get("label"), **known, "prompt": prompt, "completions": known.get("response")}
     if form == "verl":
-        usual = {"data_source": None, "ground_truth": known.get("label"), "extra_info": {}}
-        return usual | known | {"solution_str": known.get("response")}
+        usual: dict[str, Any] = {"data_source": None, "ground_truth": known.get("label"), "extra_info": {}}
+        return usual | dict(known) | {"solution_str": known.get("response")}
     if form == "trl":
         return {"log_metric": None, "log_extra": None} | {name: [value] for name, value in _in_trl(known).items()}
     return known

@@ -37,8 +37,8 @@ def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str],
         (skip or checkpoints.skip)(folder, problem)
     if found:
         raise UserError(
-            f"trainer.resume_mode=latest: all checkpoints in {checkpoints.folder} are damaged ({len(found)} found, see "
-            f"the warnings above): delete them, or set trainer.resume_mode=none, to start from scratch"
+            f"trainer.resume_mode=latest: all checkpoints in {checkpoints.folder} are damaged ({len(found)} found): "
+            f"delete them, or set trainer.resume_mode=none, to start from scratch"
         )
     return None
 

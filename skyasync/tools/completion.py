@@ -68,6 +68,7 @@ def completion(argv: Arguments) -> int | None:
     if argv[0] not in SCRIPTS or len(argv) > 1:
         raise UserError(unknown("shell", " ".join(argv), SCRIPTS))
     print(SCRIPTS[argv[0]], end="")
+    return None
 
 
 def complete(argv: Arguments) -> None:

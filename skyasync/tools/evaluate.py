@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from skyasync.errors import UserError
+from skyasync.errors import UserError, nearest
 from skyasync.tools.options import number, take
 from skyasync.tools.verbs import Arguments
 
@@ -96,6 +96,11 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     if not name:
         return []
     if not is_checkpoint_or_run(name):
+        place = Path(name).expanduser()
+        if not place.exists() and place.parent != Path() and place.parent.is_dir():  # else it is a name of the hub
+            close = nearest(place.name, (beside.name for beside in place.parent.iterdir()), count=1)
+            hint = f": did you mean {place.parent / close[0]}?" if close else ""
+            raise UserError(f"--of {name}: there is no such folder in {place.parent}{hint}")
         return [f"{MODEL}={name}"]
     checkpoint = find(name, best=best)
     from skyasync.tools.export import write

@@ -89,7 +89,7 @@ def test_what_is_wrong_is_told_in_one_line_before_anything_starts(
         [f"trainer.plan={PARTS_FILE}:Undeclared", f"generator.backend={PARTS_FILE}:Engine"],
         [f"trainer.plan={PARTS_FILE}:Longer", f"trainer.algorithm.policy_loss_type={PARTS_FILE}:loss"],
         [f"environment.reward_funcs=[{PARTS_FILE}:of_trl]", "environment.env_class=reward"],
-    ],  # fmt: skip
+    ],
 )
 def test_a_command_line_without_a_fault_is_not_refused(overrides: list[str], inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="was not refused"):
@@ -145,9 +145,12 @@ def test_the_command_line_refuses_in_time(overrides: list[str], inputs: Path, tm
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ran = subprocess.run(
         [sys.executable, "-m", "skyasync", *arguments(overrides, inputs, tmp_path / "runs")],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert re.fullmatch(r"error: [^\n]+\n", ran.stderr), ran.stderr

@@ -85,7 +85,7 @@ INPUTS = [
     (["trainer.resume_mode=9", "trainer.ckpt_path={x}/checkpoints"], "resume_mode=9", "there are 3"),
     (["trainer.resume_mode={x}/none"], "none cannot be used", "there is no such folder"),
     (["trainer.resume_mode={x}/damaged/step_000004"], "manifest.json is missing", "resume_mode=latest"),
-    (["trainer.resume_mode=latest", "trainer.ckpt_path={x}/damaged"], "are damaged (2 found", "resume_mode=none"),
+    (["trainer.resume_mode=latest", "trainer.ckpt_path={x}/damaged"], "are damaged (1 found)", "resume_mode=none"),
     (["trainer.policy.model.path=no-such-owner/no-such-model"], "no-such-owner/no-such-model", "hub"),
     (["trainer.policy.model.path=/no-such-folder"], "/no-such-folder", "neither a local folder"),
     (["trainer.policy.model.path=./no-such-folder"], "no-such-folder", "neither a local folder"),

@@ -37,7 +37,7 @@ def report(argv: Sequence[str]) -> int | None:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         print(path, flush=True)
         if over or not every_s:
-            return
+            return None
         time.sleep(every_s)
 
 
