@@ -42,6 +42,7 @@ class RowChecks:
                 check_placeholders(name, self._prompts[name], known_to_judge(known))
                 continue
             member = member_of(func, self._settings.registered.get(func))
-            member.check(known | seen("", "", [], [], known.get("label")) if member.looks_at_tokens else known)
+            tokens = seen("", "", [], [], known.get("label")) if member.looks_at_tokens else {}
+            member.check({**known, **tokens})
             if check := getattr(member.function, "check", None):
                 check(known)
