@@ -124,4 +124,4 @@ def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
 
 def _line(cfg: object, key: Key, what: str, why: str = "", path: str = "") -> str:
     value = written(attrgetter(path or key.path)(cfg))
-    return f"{key.path}={value} {what}: {why}{' ' if why else ''}remove it (its default is {written(key.default)})"
+    return f"{key.path}={value} {what}: {why}{' ' if why else ''}remove it to keep its default, {written(key.default)}"

@@ -72,6 +72,7 @@ def evaluate(argv: Arguments) -> int | None:
         print(json.dumps(found, indent=1))
     else:
         _show(found)
+    return None
 
 
 def scores(groups: Sequence[Group], numbers: Sequence[Sampled]) -> dict[str, float]:

@@ -42,6 +42,7 @@ def export(argv: Arguments) -> int | None:
     out = Path(options.get("--out") or checkpoint / "hf")
     write(checkpoint, out, dtype=options.get("--dtype", "auto"), model=options.get("--model", ""))
     print(out)
+    return None
 
 
 def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") -> None:

@@ -59,6 +59,7 @@ def replay(argv: Arguments) -> int | None:
         raise UserError(f"{given[0]} is read with --show")
     else:
         _train(run, rest[1:], nonfinite=nonfinite)
+    return None
 
 
 def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> None:
