@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyasync.plans import PLANS
     from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
     from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+    from skyasync.plans.streamed import StreamedRayPPOTrainer
     from skyasync.trainer import RayPPOTrainer
 
 # Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew and that may lack
@@ -39,6 +40,7 @@ _HOMES = {
     "FullyAsyncRayPPOTrainer": "skyasync.plans.fully_async",
     "PLANS": "skyasync.plans",
     "RayPPOTrainer": "skyasync.trainer",
+    "StreamedRayPPOTrainer": "skyasync.plans.streamed",
     "TrainerCallback": "skyasync.callbacks",
     "TransientError": "skyasync.errors",
     "UserError": "skyasync.errors",
@@ -55,6 +57,7 @@ __all__ = [
     "Config",
     "FullyAsyncRayPPOTrainer",
     "RayPPOTrainer",
+    "StreamedRayPPOTrainer",
     "TrainerCallback",
     "TransientError",
     "UserError",

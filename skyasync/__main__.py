@@ -38,6 +38,9 @@ def _carry_out(verb: str, argv: Sequence[str]) -> None:
         status = VERBS[verb].carry_out(argv)
     except UserError as error:
         _exit_with(error)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
     if status:
         raise SystemExit(status)
 

@@ -106,7 +106,10 @@ class Controller:
             await self._task
         except asyncio.CancelledError as error:
             if not self._stopped:
-                raise RuntimeError("training met something that was cancelled, and ended") from error
+                raise RuntimeError(
+                    "training ended with CancelledError although the run was not stopped: something that it awaited "
+                    "was cancelled (a task, a timeout, a closed client)"
+                ) from error
             return None
         return dict(self._trainer.last_metrics)
 

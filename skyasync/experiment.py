@@ -70,19 +70,23 @@ class BasePPOExp:
     # ---------------------------------------------------------------- parts
 
     def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the policy's model, with its chat template."""
         from skyasync.rollout.tokenizer import load_tokenizer
 
         return load_tokenizer(self.cfg.trainer.policy.model.path)
 
     def get_train_dataset(self) -> Sequence[Prompt]:
+        """The training prompts, by default those of ``data.train_data``."""
         return self._prompts(self.cfg.data.train_data)
 
     def get_eval_dataset(self) -> Sequence[Prompt] | None:
+        """The held-out prompts, by default those of ``data.val_data`` and ``data.val_sets``; None without any."""
         from skyasync.data.datasets import load_eval_prompts
 
         return load_eval_prompts(self.cfg, self.tokenizer, known=self.data_rows) or None
 
     def get_tracker(self) -> Tracker:
+        """What receives the metrics of every step, by default the trackers of ``trainer.logger``."""
         from skyasync.observe.trackers import MultiTracker
 
         trainer = self.cfg.trainer

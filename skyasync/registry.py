@@ -48,7 +48,7 @@ _LOADING = threading.RLock()  # one file at a time, but a file may ask for anoth
 
 
 class Registry(dict[str, Any]):
-    """``REGISTRY["name"]`` gives the part; ``@REGISTRY.register("name")`` adds one.
+    """``REGISTRY["name"]`` (or ``["file.py:name"]``) gives the part; ``@REGISTRY.register("name")`` adds one.
 
     Args:
         kind: what the parts are, in the singular, for error messages ("policy loss").
@@ -100,7 +100,7 @@ class Registry(dict[str, Any]):
         Raises:
             UserError: if there is none.
         """
-        return resolve_reference(name, kind=self.kind) if ":" in name else self[name]
+        return self[name]
 
     def about(self, name: str) -> About:
         """What is known of a part. Imports a user's module, and none of ours that it can read.
@@ -139,6 +139,8 @@ class Registry(dict[str, Any]):
         return {name: (home, about) for home, parts in read.items() for name, about in parts.items()}
 
     def __missing__(self, name: str) -> Any:
+        if ":" in name:
+            return resolve_reference(name, kind=self.kind)
         if name in self._builtins:
             importlib.import_module(self._builtins[name][0])
             if name in self:
@@ -185,7 +187,9 @@ def _attribute(module: ModuleType, name: str, what: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        allowed = [other for other in vars(module) if not other.startswith("__")]
+        public = {other: value for other, value in vars(module).items() if not other.startswith("__")}
+        own = [other for other, value in public.items() if getattr(value, "__module__", "") == module.__name__]
+        allowed = own or public  # of what it defines, else of what it imports as well
         raise UserError(f"{what}: {unknown('attribute', name, allowed)}") from None
 
 
@@ -194,14 +198,24 @@ def _file_module(file: str, what: str) -> ModuleType:
 
     It stays out of ``sys.modules``: what it defines then travels to other processes as it is, not by a module's name.
     """
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        close = nearest(path.name, [beside.name for beside in path.parent.glob("*.py")], count=1)
-        raise UserError(f"{what}: {file} does not exist{f'; did you mean {close[0]!r}?' if close else ''}")
+    path = python_file(file, what)
     with _LOADING:
         if path not in _FILE_MODULES:
             _FILE_MODULES[path] = _loaded(path)
         return _FILE_MODULES[path]
+
+
+def python_file(file: str, what: str) -> Path:
+    """The file's absolute path.
+
+    Raises:
+        UserError: if there is no such file.
+    """
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        close = nearest(path.stem, [beside.stem for beside in path.parent.glob("*.py")], count=1)
+        raise UserError(f"{what}: {file} does not exist{f'; did you mean {close[0]}.py?' if close else ''}")
+    return path
 
 
 def _loaded(path: Path) -> ModuleType:

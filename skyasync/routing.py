@@ -75,8 +75,9 @@ class Routers:
             return
         if experts.shape[-2:] != (self._layers, self.top_k):
             raise UserError(
-                f"the batch has experts of {experts.shape[-2]} layers, {experts.shape[-1]} for each token, and the "
-                f"trained {self._family} has {self._layers} layers with routers that choose {self.top_k}"
+                f"router replay: the engine reported {experts.shape[-2]} layers with {experts.shape[-1]} experts per "
+                f"token, and the trained {self._family} has {self._layers} with {self.top_k}: do both load the "
+                f"same model?"
             )
         self._given = experts.reshape(-1, self._layers, self.top_k)
 

@@ -82,4 +82,7 @@ async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
         if task is None or task.cancelling():
             raise
         name = getattr(coroutine, "__qualname__", coroutine)
-        raise RuntimeError(f"{name} met something that was cancelled, and ended") from error
+        raise RuntimeError(
+            f"{name} ended with CancelledError although the run was not stopped: something that it awaited was "
+            f"cancelled (a task, a timeout, a closed client)"
+        ) from error

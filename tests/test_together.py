@@ -118,7 +118,9 @@ async def test_a_cancellation_from_within_is_an_error_and_no_endless_wait():
         await future
 
     ended = []
-    with pytest.raises(RuntimeError, match=r"awaits_something_cancelled met something that was cancelled"):
+    with pytest.raises(
+        RuntimeError, match=r"awaits_something_cancelled ended with CancelledError although the run was not stopped"
+    ):
         await run_together(lives(ended), awaits_something_cancelled())
     assert ended == ["cancelled"]
 

@@ -148,9 +148,9 @@ class AlgorithmConfig(Settings):
         registry="skyasync.algorithms.presets:PRESETS",
     )
     # The objective
-    policy_loss_type: str = key("ppo", "The policy objective.", registry=_REGISTRIES + "POLICY_LOSSES")
+    policy_loss_type: str = key("ppo", "The policy objective.", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True)
     loss_reduction: str = key(
-        "token_mean", "How token losses become one number.", registry=_REGISTRIES + "LOSS_REDUCTIONS"
+        "token_mean", "How token losses become one number.", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True
     )
     max_seq_len: int = key(
         0, "The constant that seq_mean_token_sum_norm divides by; 0 is the batch's longest sequence.", low=0
@@ -198,9 +198,13 @@ class AlgorithmConfig(Settings):
         "auto",
         "Weight for samples of an older policy; auto is token_tis, or none for a loss that corrects by itself.",
         registry=_REGISTRIES + "CORRECTIONS",
+        open_ended=True,
     )
     off_policy_masks: list[str] = key(
-        [], "Further corrections multiplied onto it, usually masks.", registry=_REGISTRIES + "CORRECTIONS"
+        [],
+        "Further corrections multiplied onto it, usually masks.",
+        registry=_REGISTRIES + "CORRECTIONS",
+        open_ended=True,
     )
     token_tis_ratio_clip_low: float = key(0.0, "token_tis clamps its weight from below to this.", low=0.0)
     token_tis_ratio_clip_high: float = limit(2.0, "token_tis clamps its weight from above to this.", above=0.0)
@@ -238,7 +242,7 @@ class AlgorithmConfig(Settings):
     )
     # Advantages
     advantage_estimator: str = key(
-        "grpo", "How rewards become advantages.", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS"
+        "grpo", "How rewards become advantages.", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS", open_ended=True
     )
     grpo_norm_by_std: bool = key(True, "grpo divides by the group's standard deviation.")
     reward_norm_mean: str = key(
@@ -259,7 +263,7 @@ class AlgorithmConfig(Settings):
     use_kl_in_reward: bool = key(False, "Subtract a KL penalty to the reference from the rewards.")
     kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0, when=KL)
     kl_estimator_type: str = key(
-        "k3", "How the KL divergence is estimated.", registry=_REGISTRIES + "KL_ESTIMATORS", when=KL
+        "k3", "How the KL divergence is estimated.", registry=_REGISTRIES + "KL_ESTIMATORS", open_ended=True, when=KL
     )
     kl_clamp: float = key(0.0, "Clamp the estimate per token to plus or minus this; 0 is off.", low=0.0, when=KL)
     kl_importance_weighted: bool = key(

@@ -273,7 +273,7 @@ def _check_compiled(trainer: TrainerConfig) -> Iterator[str]:
     if policy.torch_compile and policy.lora.rank:
         yield (
             f"trainer.policy.torch_compile=true and trainer.policy.lora.rank={policy.lora.rank}: adapters step aside "
-            f"for the reference and for engines, and compiled layers would not see it: leave one of them out"
+            f"for the reference and for engines, and compiled layers would not see it: remove one of them"
         )
 
 

@@ -23,7 +23,7 @@ def check_engine(cfg: Config) -> Iterator[str]:
     if generator.engines and generator.backend not in ("auto", *servers):
         yield (
             f"generator.backend={generator.backend} is for engines of the run's own, and generator.engines names "
-            f"servers: leave one of them out"
+            f"servers: remove one of them"
         )
     if generator.backend in servers and not generator.engines:
         yield (
@@ -52,7 +52,7 @@ def check_engine(cfg: Config) -> Iterator[str]:
     elif generator.weight_sync_mode == "delta" and way in BETWEEN_GPUS:
         yield (
             f"generator.weight_sync_mode=delta goes by a file, generator.weight_sync_backend={way} sends all weights: "
-            f"leave one of them at its default"
+            f"remove one of them"
         )
     if way not in ("auto", *can["weight_sync"]):
         able = _with("weight_sync", way)
@@ -80,9 +80,9 @@ def check_adapters(cfg: Config) -> Iterator[str]:
             f"cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
         )
     if (way := generator.weight_sync_backend) in BETWEEN_GPUS:
-        yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: leave one at its default"
+        yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: remove one of them"
     if generator.weight_sync_mode == "delta":
-        yield f"{key} and generator.weight_sync_mode=delta are two ways of sending less: leave one at its default"
+        yield f"{key} and generator.weight_sync_mode=delta both send less than all weights: remove one of them"
     if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
         yield (
             f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
@@ -124,7 +124,7 @@ def _check_base(cfg: Config) -> Iterator[str]:
                 f"whoever has the weights of the files: set trainer.policy.lora.{way}=merged"
             )
     if cfg.trainer.policy.cpu_offload == "parameters":
-        yield f"{key} holds codes, which trainer.policy.cpu_offload=parameters cannot move: leave one of them out"
+        yield f"{key} holds codes, which trainer.policy.cpu_offload=parameters cannot move: remove one of them"
     if tensor > 1:
         yield f"{key} holds whole rows as codes, and trainer.parallel.tensor={tensor} splits matrices: set it to 1"
 
@@ -145,8 +145,8 @@ def check_router_replay(cfg: Config) -> Iterator[str]:
         )
     if policy.torch_compile:
         yield (
-            f"{key} has routers choose what each batch says, which compiled layers "
-            f"(trainer.policy.torch_compile=true) would not hear: leave one of them out"
+            f"{key} is not supported with trainer.policy.torch_compile=true: compiled layers ignore the replayed "
+            f"routing; remove one of them"
         )
 
 

@@ -35,7 +35,7 @@ def check_groups(algorithm: AlgorithmConfig) -> Iterator[str]:
     if sampling.early_end and sampling.metric:
         yield (
             f"trainer.algorithm.dynamic_sampling.early_end=true decides by rewards, and trainer.algorithm."
-            f"dynamic_sampling.metric={sampling.metric} judges groups by something else: leave one of them out"
+            f"dynamic_sampling.metric={sampling.metric} judges groups by something else: remove one of them"
         )
     if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
         yield (

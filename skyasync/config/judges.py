@@ -159,7 +159,7 @@ def _wrong_type(key: Key, value: object) -> str:
 def _together(judge: JudgeConfig) -> Iterator[str]:
     """What is wrong with the settings of one judge together, behind its path."""
     if bool(judge.base_url) == bool(judge.engine):
-        both = " has both base_url and engine: leave one of them out" if judge.engine else (
+        both = " has both base_url and engine: remove one of them" if judge.engine else (
             " needs base_url (with model) for a server in OpenAI's form, or engine=policy for the run's own engines"
         )  # fmt: skip
         yield both

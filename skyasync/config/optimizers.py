@@ -24,7 +24,7 @@ def check_optimizers(cfg: Config) -> Iterator[str]:
     if policy.lora.rank and policy.optimizer_config.bf16_stochastic_round:
         yield (
             f"trainer.policy.optimizer_config.bf16_stochastic_round=true spares float32 masters of weights that "
-            f"trainer.policy.lora.rank={policy.lora.rank} freezes; adapters are float32: leave one of them out"
+            f"trainer.policy.lora.rank={policy.lora.rank} freezes; adapters are float32: remove one of them"
         )
 
 
@@ -34,7 +34,7 @@ def _check_section(name: str, section: PolicyConfig | CriticConfig, tensor: int)
     if optimizer.bf16_stochastic_round and section.model.dtype == "float32":
         yield (
             f"{name}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and {name}.model.dtype="
-            f"float32: set that to bfloat16, or leave it out"
+            f"float32: set that to bfloat16, or remove it"
         )
     if tensor > 1 and optimizer.name == "adamw_8bit":
         yield (
@@ -51,7 +51,7 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.name == "muon" and optimizer.bf16_stochastic_round:
         yield (
             f"{name}.bf16_stochastic_round=true rounds AdamW's steps, and {name}.name=muon turns float32 masters: "
-            f"choose adamw or adamw_8bit, or leave it out"
+            f"choose adamw or adamw_8bit, or remove it"
         )
     if optimizer.num_warmup_steps and optimizer.warmup_ratio:
         yield (

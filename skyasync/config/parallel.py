@@ -45,8 +45,8 @@ def check_parallel(cfg: Config) -> Iterator[str]:
                   if size > 1), "")  # fmt: skip
     if split and cfg.trainer.policy.torch_compile:
         yield (
-            f"trainer.policy.torch_compile=true does not compile what trainer.parallel.{split} divides: leave one of "
-            f"them out"
+            f"trainer.policy.torch_compile=true does not compile what trainer.parallel.{split} divides: remove one of "
+            f"them"
         )
 
 

@@ -73,7 +73,10 @@ class Chosen(NamedTuple):
     @property
     def problem(self) -> str:
         """What is wrong with its parameters, "" if nothing is."""
-        wrong = self.registry.problem(self.name)
+        try:
+            wrong = self.registry.problem(self.name)
+        except UserError as error:  # there is no such file, module or attribute
+            wrong = str(error)
         return f"trainer.algorithm.{self.key}={self.name}: {wrong}" if wrong else ""
 
 
@@ -182,16 +185,16 @@ def check_spares(cfg: Config) -> Iterator[str]:
     if not generator.spare_samples_per_prompt:
         return
     if generator.agent_program:
-        yield f"{key} is for environments, and generator.agent_program plays programs: leave one of them out"
+        yield f"{key} is for environments, and generator.agent_program plays programs: remove one of them"
     if not generator.is_num_return_sequences_expand:
         yield (
             f"{key} takes the samples of a group that are complete first, and "
-            f"generator.is_num_return_sequences_expand=false lets them end together: leave one of them out"
+            f"generator.is_num_return_sequences_expand=false lets them end together: remove one of them"
         )
     if cfg.trainer.algorithm.dynamic_sampling.early_end:
         yield (
             f"{key} starts more samples than a group has, and trainer.algorithm.dynamic_sampling.early_end=true "
-            f"decides by those that it has: leave one of them out"
+            f"decides by those that it has: remove one of them"
         )
 
 
@@ -236,9 +239,9 @@ def check_teacher(cfg: Config) -> Iterator[str]:
     filter_of = next((name for name, there in filters.items() if there), "")
     if teacher.model.path and teacher.top_k and filter_of and cfg.trainer.algorithm.filter_logprobs:
         yield (
-            f"trainer.teacher.top_k={teacher.top_k} compares whole distributions, of which generator.sampling_params."
-            f"{filter_of}={written(getattr(sampling, filter_of))} leaves out tokens, others for the policy than for "
-            f"the teacher: leave one of them out, or set trainer.algorithm.filter_logprobs=false"
+            f"trainer.teacher.top_k={teacher.top_k} compares full distributions, and generator.sampling_params."
+            f"{filter_of}={written(getattr(sampling, filter_of))} removes tokens from them, others for the policy than "
+            f"for the teacher: remove one of the two, or set trainer.algorithm.filter_logprobs=false"
         )
     estimator = cfg.trainer.algorithm.advantage_estimator
     if not cfg.trainer.teacher.model.path and not ADVANTAGE_ESTIMATORS.about(estimator).can["rewarded"]:
@@ -256,7 +259,7 @@ def check_reward_model(cfg: Config) -> Iterator[str]:
     if holds(REWARD, cfg) and cfg.trainer.algorithm.dynamic_sampling.early_end:
         yield (
             f"trainer.algorithm.dynamic_sampling.early_end=true decides a group while it is played, and "
-            f"trainer.reward.{which} scores it afterwards: leave one of them out"
+            f"trainer.reward.{which} scores it afterwards: remove one of them"
         )
 
 

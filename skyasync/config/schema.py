@@ -200,7 +200,9 @@ class TrainerConfig(SurvivalConfig):
     run_name: str = key("", "Name of the run's folder; empty makes one from plan and time.", open_ended=True)
     runs_dir: str = key("runs", "Folder that holds the runs' folders.", open_ended=True)
     project_name: str = key("skyasync", "Project name for external trackers.", open_ended=True)
-    logger: list[str] = key(["jsonl"], "Trackers that receive the metrics.", registry="skyasync.observe:TRACKERS")
+    logger: list[str] = key(
+        ["jsonl"], "Trackers that receive the metrics.", registry="skyasync.observe:TRACKERS", open_ended=True
+    )
     terminal: str = key(
         "auto",
         "A live view where standard output is a terminal, else a line per step; or one of both wherever it goes.",

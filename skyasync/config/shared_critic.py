@@ -37,7 +37,7 @@ def check_shared_critic(cfg: Config) -> Iterator[str]:
         value = attrgetter(key.path)(cfg)
         if value == key.default or (key.path == "trainer.critic.model.path" and value in policys):
             continue
-        way = f"leave it at its default, {written(key.default)}, or set trainer.critic.backbone=own"
+        way = f"remove it (its default is {written(key.default)}), or set trainer.critic.backbone=own"
         if key.path.startswith(_OF_A_MODEL):
             yield f"{key.path}={written(value)} is of a critic's own model, and {_SHARED} has none: {way}"
         elif key.path in optimizer:

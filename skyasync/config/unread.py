@@ -73,7 +73,7 @@ def _of_plans(cfg: Config, plan: Plan | None, asked: Collection[Key]) -> Iterato
             own = (
                 ""
                 if plan.name in PLANS.builtins()
-                else " (a plan of your own names in its attribute reads what it reads)"
+                else " (a plan of your own lists the keys that it reads in its attribute reads)"
             )
             way = f"set trainer.plan={'|'.join(readers[key.path])}, which reads it{own}, or"
             yield _line(cfg, key, f"has no effect with {plan}".rstrip(","), way)
@@ -135,6 +135,5 @@ def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
 
 
 def _line(cfg: object, key: Key, what: str, why: str = "", path: str = "") -> str:
-    value, default = attrgetter(path or key.path)(cfg), written(key.default)
-    way = f"leave it out ({default} is its default)" if value == key.default else f"leave it at its default, {default}"
-    return f"{key.path}={written(value)} {what}: {why}{' ' if why else ''}{way}"
+    value = written(attrgetter(path or key.path)(cfg))
+    return f"{key.path}={value} {what}: {why}{' ' if why else ''}remove it (its default is {written(key.default)})"

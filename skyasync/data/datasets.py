@@ -24,6 +24,7 @@ from skyasync.envs.base import Conversation
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.reward import known_of
 from skyasync.errors import UserError, nearest, unknown
+from skyasync.rewards.forms import CONVERSATION
 from skyasync.rewards.row_checks import RowChecks
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import Tokenizer
@@ -60,7 +61,11 @@ def load_prompts(
             len(prompts) - len(kept), len(prompts), limit,
         )  # fmt: skip
     if prompts and not kept:
-        raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens")
+        shortest = min(len(chat.prompt(p.messages)) for p in prompts)
+        raise UserError(
+            f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to at least {shortest}, the "
+            f"shortest of {len(prompts)}"
+        )
     if kept and not held_out:
         _check_domains(kept, cfg)
         _check_judged(kept, cfg)
@@ -142,7 +147,7 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
         raise UserError(
             f"data row {index}: the row has {column}: {NO_IMAGES} (drop the column if it has no part in the task)"
         )
-    messages = _messages(index, row, cfg.data)
+    messages, conversation = _messages(index, row, cfg.data)
     env_class = row.pop("env_class", None)
     if not env_class or not cfg.environment.env_class_from_rows:
         env_class = cfg.environment.env_class or ("reward" if judges(cfg.environment) else "")
@@ -157,15 +162,19 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     for name, column, usual in (("label", cfg.data.label_key, "label"), ("domain", cfg.data.domain_key, "domain")):
         if column != usual or column in row:
             extras[name] = _column(index, row, column, f"data.{name}_key")
+    if conversation and env_class == "reward":
+        extras[CONVERSATION] = True
     if cfg.environment.domains and extras.get("domain"):
         extras["domain"] = tags_of(cfg.environment.domains).get(str(extras["domain"]), extras["domain"])
     return Prompt(PromptId(0, index), messages, env_class, extras)
 
 
-def _messages(index: int, row: dict[str, Any], data: DataConfig) -> Conversation:
+def _messages(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:
+    """The prompt, and whether the row has it as a conversation."""
     prompt = _column(index, row, data.prompt_key, "data.prompt_key")
     row.pop(data.prompt_key, None)
     prompt = _unpacked(prompt)
+    conversation = not isinstance(prompt, str)
     if not isinstance(prompt, str):
         if not data.apply_chat_template:
             raise UserError(f"data row {index} holds a conversation, and data.apply_chat_template=false takes text")
@@ -179,7 +188,7 @@ def _messages(index: int, row: dict[str, Any], data: DataConfig) -> Conversation
         messages = [{"role": "user", "content": prompt}]
     if data.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": data.system_prompt})
-    return messages
+    return messages, conversation
 
 
 def _unpacked(prompt: object) -> object:

@@ -70,14 +70,14 @@ def _parts(names: Sequence[str], proportions: Mapping[str, float]) -> tuple[list
         parts, shares = [*parts, others], [*shares, rest]
     elif abs(rest) > 1e-9:
         raise UserError(
-            f"the proportions in environment.domains add up to {1 - rest:g}, and no rows of another domain take the "
-            f"rest: make it 1"
+            f"environment.domains.*.proportion sum to {1 - rest:g}, and every row belongs to one of these domains: "
+            f"they must sum to 1"
         )
     for name, part, count in zip([*proportions, "the other domains"], parts, _whole(shares, len(names)), strict=False):
         if len(part) == 0 or count == 0:
             raise UserError(
-                f"environment.domains: {name} has {len(part)} rows and a place for {count} of {len(names)} prompts: "
-                f"change the proportions, or leave the rows out"
+                f"environment.domains: {name} has {len(part)} rows, and its proportion of {len(names)} prompts rounds "
+                f"to {count}: raise or lower environment.domains.*.proportion, or remove the rows"
             )
     return parts, shares
 

@@ -102,7 +102,7 @@ class _Streamed:
     def __init__(self, source: str, name: str, config: str | None, split: str | None) -> None:
         self._source, self._name, self._config, self._split = source, name, config, split
         if split and "[" in split:
-            raise UserError(f"data.streaming=true: {source} asks for a slice, which needs the whole: leave it out")
+            raise UserError(f"data.streaming=true: {source} asks for a slice, which needs the whole: remove it")
 
     def read(self, start: int) -> Iterator[Row]:
         from datasets import load_dataset

@@ -148,7 +148,7 @@ def _check_mirrored(session: Session, asked: SamplingParams) -> None:
     """As a run's settings are checked (``skyasync.config.sampling``); a request may change them here."""
     changed = [name for name in UNMIRRORED if getattr(asked, name) != getattr(session.sampling, name)]
     if session.reads_behaviour and asked.temperature and changed:
-        problem = f"{unmirrored(changed[0], session.reads_behaviour)}: leave it out"
+        problem = f"{unmirrored(changed[0], session.reads_behaviour)}: remove it"
         raise RequestError(problem, changed[0], "unsupported_parameter")
 
 

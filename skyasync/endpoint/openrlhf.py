@@ -178,8 +178,9 @@ class _Episode:
             )
             if call is None:
                 raise ValueError(
-                    f"execute returned action_ranges with {(start, end)}, and the engine did not write these tokens of "
-                    f"observation_tokens behind those in front of them: only what it wrote can be trained"
+                    f"execute returned action_ranges with {(start, end)}, tokens that the engine did not generate: "
+                    f"only generated tokens can be trained; check the offsets (they index observation_tokens, "
+                    f"prompt included)"
                 )
             trained.add(call)
         return frozenset(id for id, _, _ in self._calls) - trained

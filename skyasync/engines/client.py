@@ -106,8 +106,8 @@ class InferenceClient:
                 self.roster.routes.capacity = [each.cache_tokens for each in await self.stats()]
         except TimeoutError as error:
             raise TimeoutError(
-                f"the engines have started, and one does not answer within {self.request_timeout_s:g} s "
-                f"(generator.request_timeout_s)"
+                f"all engines have started, but one did not answer a request for its state within "
+                f"{self.request_timeout_s:g} s (generator.request_timeout_s); their logs are in the run's folder"
             ) from error
 
     async def generate(self, request: GenerationRequest, begun: GenerationOutput | None = None) -> GenerationOutput:

@@ -216,7 +216,9 @@ class ServerEngine(ABC):
         name, count = begun.request.request_id, len(begun.tokens)
         versions = versions_of(spans, count)
         if versions is None:
-            raise self._server.died("it has weights that this run did not give it; was it started anew?")
+            raise self._server.died(
+                "it reports a weight version that this run never sent: it was restarted, or another run uses it"
+            )
         self._finished_tokens += count
         return GenerationOutput(name, ints(begun.tokens), floats(begun.logprobs), versions, reason)
 

@@ -63,7 +63,7 @@ class Server:
                     yield chunk
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise self.died(error) from error
-        raise self.died("its answer broke off")
+        raise self.died("the connection closed in the middle of a streamed response")
 
     async def close(self) -> None:
         """Safe to call twice."""

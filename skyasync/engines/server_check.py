@@ -76,8 +76,10 @@ def server_info(kind: Kind, url: str) -> dict[str, Any]:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            has = "another key" if os.environ.get(KEY_VARIABLE) else f"a key: set {KEY_VARIABLE} as it is there"
-            raise UserError(f"generator.engines: {url} wants {has}") from None
+            what = "rejected the key in" if os.environ.get(KEY_VARIABLE) else "needs a key: set"
+            raise UserError(
+                f"generator.engines: {url} {what} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
+            ) from None
         raise UserError(kind.foreign(url, f"/server_info answers {error.code}")) from None
     except OSError as error:
         reason = getattr(error, "reason", error)

@@ -136,7 +136,7 @@ def _options(generator: GeneratorConfig, *, gpus: bool) -> dict[str, object]:
     if generator.engine_kwargs.get("enable_chunked_prefill") and not gpus:
         raise UserError(
             "generator.engine_kwargs.enable_chunked_prefill=true needs GPUs: vLLM's CPU engine ends at the first "
-            "request with a seed whose prompt is computed in chunks; leave it out"
+            "request with a seed whose prompt is computed in chunks; remove it"
         )
     size = generator.engine_kwargs.get("block_size")
     if isinstance(size, int) and size % CPU_BLOCK and not gpus:

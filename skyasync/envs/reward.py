@@ -5,15 +5,15 @@ Invariant: every function's own score is a metric under its name, unweighted, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from skyasync.config.judges import is_judge
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
 from skyasync.rewards.forms import CODE_SANDBOX, seen
-from skyasync.rewards.panel import Member, judge, load
+from skyasync.rewards.panel import Member, judge, load, member_of
 from skyasync.rewards.score import Score
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
 
@@ -35,14 +35,14 @@ class RewardEnv(BaseTextEnv):
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
         """Where all functions are marked as quick."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
-        return all(_member(name, settings.registered.get(name)).quick for name, _ in settings.functions(extras))
+        return all(member_of(name, settings.registered.get(name)).quick for name, _ in settings.functions(extras))
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
         """Where a function looks at them."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
         return any(
-            _member(name, settings.registered.get(name)).looks_at_tokens for name, _ in settings.functions(extras)
+            member_of(name, settings.registered.get(name)).looks_at_tokens for name, _ in settings.functions(extras)
         )
 
     @classmethod
@@ -59,7 +59,7 @@ class RewardEnv(BaseTextEnv):
     def load(cls, env_config: dict[str, Any]) -> None:
         """Import the functions that the run names, here and where they are called."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
-        load([_member(name, settings.registered.get(name)) for name in settings.named()])
+        load([member_of(name, settings.registered.get(name)) for name in settings.named()])
 
     _scores: Sequence[Score] = ()  # until there is a step
 
@@ -70,7 +70,7 @@ class RewardEnv(BaseTextEnv):
 
     @cached_property
     def _members(self) -> list[Member]:
-        return [_member(name, self._settings.registered.get(name)) for name, _ in self._weighted]
+        return [member_of(name, self._settings.registered.get(name)) for name, _ in self._weighted]
 
     @cached_property
     def _weighted(self) -> list[tuple[str, float]]:
@@ -118,24 +118,22 @@ def metrics_of(
     """Each function's own score under its name, what it says besides, and all of it again under the domain's."""
     metrics: dict[str, float] = {}
     for name, score, never_lost in zip(names, scores, quick, strict=False):  # an episode may end without a step
-        metrics |= {name: score.reward, **{f"{name}/{key}": value for key, value in score.metrics.items()}}
+        own = {name: score.reward} if score.applies else {}
+        metrics |= {**own, **{f"{name}/{key}": value for key, value in score.metrics.items()}}
         if not never_lost:
             metrics[f"{name}/unjudged"] = float(score.unjudged)
     return metrics | ({f"{domain}/{name}": value for name, value in metrics.items()} if domain else {})
 
 
 def right_answer(row: dict[str, Any]) -> object:
-    """The row's label: ``label``, or else ``reward_spec.ground_truth``, or ``answer``; None if it has none of them."""
-    spec = row.get("reward_spec")
-    candidates = (row.get("label"), spec.get("ground_truth") if isinstance(spec, Mapping) else None, row.get("answer"))
+    """The row's label: ``label``, or else the ``ground_truth`` of ``reward_spec`` (SkyRL) or ``reward_model`` (verl),
+    or ``answer``; None if it has none of them."""
+    nested = (row.get(column) for column in ("reward_spec", "reward_model"))
+    truths = (column.get("ground_truth") for column in nested if isinstance(column, Mapping))
+    candidates = (row.get("label"), *truths, row.get("answer"))
     return next((value for value in candidates if value is not None), None)
 
 
 def _text(content: str | Sequence[Mapping[str, str]]) -> str:
     """A message's text, also of content in parts."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-@lru_cache(maxsize=256)
-def _member(name: str, function: Callable[..., Any] | None) -> Member:
-    return Member.of(name, function)

@@ -98,9 +98,10 @@ def limit(summary: Summary) -> str:
         name: seconds / (summary.step_s + (seconds if name in BEHIND else 0.0))
         for name, seconds in summary.phases.items()
     }
-    for name, words in OVERHEADS.items():
-        if part.get(name, 0.0) > OVERHEAD_SHARE:
-            return f"{words} is the bottleneck: it took {part[name]:.0%} of the time"
+    name = max(OVERHEADS, key=lambda name: part.get(name, 0.0))
+    environments = _environments(summary, part)
+    if OVERHEAD_SHARE < part.get(name, 0.0) >= environments:
+        return f"{OVERHEADS[name]} is the bottleneck: it took {part[name]:.0%} of the time"
     waited = sum(part.get(name, 0.0) for name in WAITS) if any(name in part for name in WAITS) else None
     trainer, engines = summary.means.get("idle/trainer", waited), summary.means.get("idle/engines")
     if trainer is None:
@@ -108,13 +109,30 @@ def limit(summary: Summary) -> str:
     if engines is None:
         verdict = "generation" if trainer > 0.5 else "training"
         return f"{verdict} is the bottleneck: the trainer waited {trainer:.0%} of the time"
+    if environments > max(1 - trainer, 1 - engines):
+        return (
+            f"environments and reward functions are the bottleneck: episodes waited for them in {environments:.0%} "
+            f"of the time, the engines worked {1 - engines:.0%} of it, the trainer {1 - trainer:.0%}; faster ones, or "
+            f"more processes for them (environment.num_workers), would help"
+        )
     return _weigh(trainer, engines, overlapping=waited is not None)
+
+
+def _environments(summary: Summary, part: Mapping[str, float]) -> float:
+    """The share of the time in which episodes were played and no engine worked: environments and rewards did."""
+    played = min(part.get("generate", 0.0), 1.0)
+    return max(played - (1 - summary.means["idle/engines"]), 0.0) if "idle/engines" in summary.means else 0.0
 
 
 def _weigh(trainer: float, engines: float, *, overlapping: bool) -> str:
     """``overlapping``: the plan lets both work at once, since its trainer waits for data."""
     idle = f"the trainer waited {trainer:.0%} of the time, the engines {engines:.0%}"
-    if trainer + engines >= 0.9:
+    if not overlapping and (neither := trainer + engines - 1) > max(1 - trainer, 1 - engines):
+        return (
+            f"neither trainer nor engines worked for {neither:.0%} of the time ({idle}): the controller, environments "
+            f"and reward functions did; an asynchronous plan would overlap them"
+        )
+    if trainer + engines >= 0.9 and min(trainer, engines) > BALANCED:
         if overlapping:
             return (
                 f"trainer and engines mostly wait for each other, though the plan lets them overlap: {idle}; "
@@ -160,7 +178,9 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _breakdown(phases: Mapping[str, float], step_s: float) -> Table:
-    table = Table(title="where a step's time goes", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    """Phases nest (an update is a part of training), and in asynchronous plans they overlap."""
+    title = "where a step's time goes (phases nest and overlap: shares do not add up to 100%)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("phase")
     table.add_column("seconds", justify="right")
     table.add_column("of a step", justify="right")

@@ -1,33 +1,4 @@
-"""Fully asynchronous: groups stream in as they finish, weights are swapped in flight, staleness is bounded.
-
-```
- admission ──▶ rollouts, one task per prompt ──▶ finished ──▶ train ──▶ swap ──▶ end of step
-     ▲           (engines go on during training)                          │
-     └──────────────────────── free slots, new version ◀──────────────────┘
-```
-
-| who waits       | for what                                   | woken by                                          |
-|-----------------|--------------------------------------------|---------------------------------------------------|
-| generation loop | a free slot                                | training loop, after each swap; a finished        |
-|                 |                                            | rollout, where only the concurrency was at its    |
-|                 |                                            | limit; one that is rejected                       |
-| a rollout       | the engines                                | they answer or fail; a swap holds them back       |
-|                 |                                            | briefly                                           |
-| a rollout       | the gate (partial_rollout=wait, evaluation | whoever closed it, which itself waits only for    |
-|                 | with eval_mode=pause)                      | rollouts inside to end                            |
-| training loop   | a batch that ``admission`` lets it take    | a rollout that finishes. When all have finished   |
-|                 |                                            | there is a batch: see ``admission``               |
-
-Charge and release: a prompt's slot is charged in ``_run_generation`` (``admit``) and freed in ``_release`` (``sync``).
-
-What is trained, and in which order: a batch is in the order of the prompt stream, oldest first. Prompts that
-were open at a checkpoint are not in its position: a resumed run admits them first, as old as they are, and has
-those that were finished from the checkpoint. None is lost and none is trained twice. With ``max_staleness=0`` all
-prompts of a step start together, nothing starts before the step has ended, and the engines see what they see in the
-synchronous plan.
-
-If a rollout or either loop fails, everything else is cancelled and the error is raised.
-"""
+"""The plan ``fully_async``: groups stream in as they finish, and staleness is bounded."""
 
 from __future__ import annotations
 
@@ -47,7 +18,37 @@ from skyasync.training.phases import Metrics
 
 @PLANS.register("fully_async")
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
-    """See the module's picture and table."""
+    """Fully asynchronous: groups stream in as they finish, weights are swapped in flight, staleness is bounded.
+
+    ```
+     admission ──▶ rollouts, one task per prompt ──▶ finished ──▶ train ──▶ swap ──▶ end of step
+         ▲           (engines go on during training)                          │
+         └──────────────────────── free slots, new version ◀──────────────────┘
+    ```
+
+    | who waits       | for what                                   | woken by                                          |
+    |-----------------|--------------------------------------------|---------------------------------------------------|
+    | generation loop | a free slot                                | training loop, after each swap; a finished        |
+    |                 |                                            | rollout, where only the concurrency was at its    |
+    |                 |                                            | limit; one that is rejected                       |
+    | a rollout       | the engines                                | they answer or fail; a swap holds them back       |
+    |                 |                                            | briefly                                           |
+    | a rollout       | the gate (partial_rollout=wait, evaluation | whoever closed it, which itself waits only for    |
+    |                 | with eval_mode=pause)                      | rollouts inside to end                            |
+    | training loop   | a batch that ``admission`` lets it take    | a rollout that finishes. When all have finished   |
+    |                 |                                            | there is a batch: see ``admission``               |
+
+    Charge and release: a prompt's slot is charged in ``_run_generation`` (``admit``) and freed in ``_release``
+    (``sync``).
+
+    What is trained, and in which order: a batch is in the order of the prompt stream, oldest first. Prompts that
+    were open at a checkpoint are not in its position: a resumed run admits them first, as old as they are, and has
+    those that were finished from the checkpoint. None is lost and none is trained twice. With ``max_staleness=0`` all
+    prompts of a step start together, nothing starts before the step has ended, and the engines see what they see in the
+    synchronous plan.
+
+    If a rollout or either loop fails, everything else is cancelled and the error is raised.
+    """
 
     asynchronous = True  # but for max_staleness=0
     reads = (

@@ -1,29 +1,4 @@
-"""Streamed: on policy, and yet overlapped. Groups are trained as they finish, while the batch's tail is generated.
-
-```
-engines    g0 g1 g2 g3 ............ g4 (a long one)
-             ╲  ╲                    ╲
-trainer       +0  +1+2+3   (waits)    +4  optimizer step ─▶ sync ─▶ next batch
-```
-
-| who waits     | for what                                     | woken by                                            |
-|---------------|----------------------------------------------|-----------------------------------------------------|
-| a rollout     | the engines                                  | they answer or fail                                 |
-| training loop | a finished group that may be trained now     | a rollout that ends; when all have, there is one or |
-|               |                                              | the batch is complete                               |
-| ``train``     | both: all rollouts, and the last update      | their end, or the first error, which cancels both   |
-| ``train``     | the weights in every engine                  | the weight sync; nothing is in flight then          |
-
-Every sample is of the policy that it trains: staleness is 0 and nothing needs a correction. Gradients add up while
-groups come in; the loss's denominator, which only the whole batch knows, is applied by the optimizer step. The gradient
-is that of the synchronous plan but for the order in which it is summed.
-
-With mini-batches an optimizer step follows as soon as the next ``policy_mini_batch_size`` groups, in the order of the
-prompt stream, are complete. What is generated after it is still of the policy before: the engines get weights at the
-end of the batch. That policy is then gone, so the behaviour log-probabilities stand for the proximal ones.
-
-What compares the prompts of a whole batch cannot be streamed and is refused (``skyasync.config.streaming``).
-"""
+"""The plan ``streamed``: groups are trained as they finish, on policy."""
 
 from __future__ import annotations
 
@@ -98,7 +73,33 @@ class Arrivals:
 
 @PLANS.register("streamed")
 class StreamedRayPPOTrainer(RayPPOTrainer):
-    """See the module's picture and table."""
+    """Streamed: on policy, and yet overlapped. Groups are trained as they finish, while the batch's tail is generated.
+
+    ```
+    engines    g0 g1 g2 g3 ............ g4 (a long one)
+                 ╲  ╲                    ╲
+    trainer       +0  +1+2+3   (waits)    +4  optimizer step ─▶ sync ─▶ next batch
+    ```
+
+    | who waits     | for what                                 | woken by                                            |
+    |---------------|------------------------------------------|-----------------------------------------------------|
+    | a rollout     | the engines                              | they answer or fail                                 |
+    | training loop | a finished group that may be trained now | a rollout that ends; when all have, there is one or |
+    |               |                                          | the batch is complete                               |
+    | ``train``     | both: all rollouts, and the last update  | their end, or the first error, which cancels both   |
+    | ``train``     | the weights in every engine              | the weight sync; nothing is in flight then          |
+
+    Every sample is of the policy that it trains: staleness is 0 and nothing needs a correction. Gradients add up
+    while groups come in; the loss's denominator, which only the whole batch knows, is applied by the optimizer
+    step. The gradient is that of the synchronous plan but for the order in which it is summed.
+
+    With mini-batches an optimizer step follows as soon as the next ``policy_mini_batch_size`` groups, in the order
+    of the prompt stream, are complete. What is generated after it is still of the policy before: the engines get
+    weights at the end of the batch. That policy is then gone, so the behaviour log-probabilities stand for the
+    proximal ones.
+
+    What compares the prompts of a whole batch cannot be streamed and is refused (``skyasync.config.streaming``).
+    """
 
     streams = True
 

@@ -61,7 +61,8 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Co
                 return
             shortest = min(length, shortest or length)
     if shortest is not None:
-        raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens; the shortest has {shortest}")
+        raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to "
+                        f"at least {shortest}, the shortest")  # fmt: skip
 
 
 def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, held_out: bool = False) -> None:

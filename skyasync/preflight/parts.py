@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.config.agents import ONLINE
@@ -13,10 +17,11 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.endpoint.parsers import VLLM, check_parsers
 from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
+from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.observe import TRACKERS
-from skyasync.preflight.references import check_reference
+from skyasync.preflight.references import check_reference, lacks
 from skyasync.registry import Registry
 from skyasync.rewards.registry import REWARDS
 from skyasync.rollout.answers import reader
@@ -36,6 +41,8 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     _check_engine(backend(cfg))
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
+        if name == "wandb":
+            _check_wandb()
     for name in judges(cfg.environment):
         if ":" not in name:
             check_installed(REWARDS, name)
@@ -64,14 +71,35 @@ def _check_agents(generator: GeneratorConfig) -> None:
     check_parsers(*vllms)
 
 
+def _check_wandb() -> None:
+    """W&B finds a login where it looks for one, or is set to do without; what its own settings say it knows itself."""
+    given = [os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")]
+    folders = (os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "wandb")
+    if any(given) or any(Path(folder, "settings").expanduser().is_file() for folder in folders):
+        return
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    for name in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
+        file = Path(name).expanduser()
+        if file.is_file() and host in file.read_text(errors="replace"):
+            return
+    raise UserError(
+        f"trainer.logger has wandb, and there is no login for {host}: run wandb login, set WANDB_API_KEY, or set "
+        f"WANDB_MODE=offline"
+    )
+
+
 def check_environment(name: str) -> None:
     """An ``env_class`` of the configuration or of a row."""
     if ":" in name:
         check_reference(name, "environment")
+        if lacks(name, BaseTextEnv, "step"):
+            raise UserError(f"environment {name!r} does not define step(action)")
     elif name not in ENVS.names():
         raise UserError(unknown("environment", name, ENVS.names()))
     else:
         check_installed(ENVS, name)
+        if name in ENVS and getattr(ENVS[name], "step", None) is BaseTextEnv.step:
+            raise UserError(f"environment {name!r} does not define step(action)")
 
 
 def check_installed(registry: Registry, name: str) -> None:
@@ -100,8 +128,20 @@ def check_plan_class(plan: object) -> None:
     for holder in plan.__mro__:
         for name, method in vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ():
             original = getattr(RayPPOTrainer, name, None)
+            what = f"{holder.__name__}.{name}"
+            if name in _set_by(RayPPOTrainer.__init__) or isinstance(original, property) > isinstance(method, property):
+                raise UserError(
+                    f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
+                )
+            if inspect.isroutine(original) and not callable(getattr(holder, name)) and not name.startswith("__"):
+                raise UserError(f"{what} has the name of a method of RayPPOTrainer: rename it, or make it a method")
             if inspect.isfunction(method) and inspect.isfunction(original) and not name.startswith("_"):
-                _check_override(f"{holder.__name__}.{name}", method, original)
+                _check_override(what, method, original)
+
+
+def _set_by(init: Callable[..., None]) -> set[str]:
+    """The attributes that it sets."""
+    return {step.argval for step in dis.get_instructions(init) if step.opname == "STORE_ATTR"}
 
 
 def _check_override(what: str, method: Callable[..., object], original: Callable[..., object]) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from skyasync.errors import UserError, nearest, unknown
+from skyasync.errors import UserError, unknown
+from skyasync.registry import python_file
 
 
 def check_reference(reference: str, kind: str) -> None:
@@ -27,13 +28,23 @@ def check_reference(reference: str, kind: str) -> None:
         raise UserError(f"{what}: {unknown('attribute', attribute, {n for n in names if not n.startswith('__')})}")
 
 
+def lacks(reference: str, base: type, method: str) -> bool:
+    """Whether a class that is only a ``base`` does not define one of its methods; false if only running tells."""
+    module, _, name = reference.rpartition(":")
+    if module in sys.modules:
+        found = getattr(sys.modules[module], name, None)
+        return isinstance(found, type) and issubclass(found, base) and getattr(found, method) is getattr(base, method)
+    source = _source(module, reference)
+    for node in ast.parse(source.read_bytes()).body if source else ():
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = [ast.unparse(parent).rpartition(".")[2] for parent in node.bases]
+            return bases == [base.__name__] and method not in set(_defined(node.body))
+    return False
+
+
 def _source(module: str, what: str) -> Path | None:
     if module.endswith(".py"):
-        path = Path(module).expanduser().resolve()
-        if not path.is_file():
-            close = nearest(path.name, [beside.name for beside in path.parent.glob("*.py")], count=1)
-            raise UserError(f"{what}: {module} does not exist{f'; did you mean {close[0]!r}?' if close else ''}")
-        return path
+        return python_file(module, what)
     if not module or module.startswith("."):
         raise UserError(f"{what} must be module:attribute, with the module's full name")
     try:

@@ -6,10 +6,12 @@ Invariant: settling twice changes nothing; what is settled here is not written t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from skyasync.config import conditions
+from skyasync.config.keys import Keys
 from skyasync.config.paths import model_path
 from skyasync.config.resume import Resume
 from skyasync.config.reward_models import WHERE
@@ -49,10 +51,13 @@ def settle_references(cfg: Config) -> None:
         else:
             cfg.data.val_sets[name] = absolute_all(entry)
     rewards.settle_references(cfg.environment)
-    parts = ("backend", "agent_program", "tool_parser", "reasoning_parser")
-    holders = ((trainer, "plan"), (trainer, "eval_answer"), *((cfg.generator, name) for name in parts))
-    for holder, name in (*holders, (cfg.environment, "env_class")):
-        setattr(holder, name, absolute_reference(getattr(holder, name)))
+    parts = [key.path for key in Keys.of(type(cfg)) if key.registry and key.open_ended]
+    for path in (*parts, "trainer.eval_answer", "generator.agent_program", "environment.env_class"):
+        group, _, name = path.rpartition(".")
+        holder = attrgetter(group)(cfg)
+        value = getattr(holder, name)
+        whole = [absolute_reference(v) for v in value] if isinstance(value, list) else absolute_reference(value)
+        setattr(holder, name, whole)
 
 
 def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -> None:

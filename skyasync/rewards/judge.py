@@ -15,7 +15,7 @@ from skyasync.processes.apart import Apart
 from skyasync.processes.apart import NoAnswerError as Unjudged
 from skyasync.processes.pool import Pool
 from skyasync.rewards.registry import find
-from skyasync.rewards.score import Score, verdict
+from skyasync.rewards.score import Score, call
 
 __all__ = ["Judge", "Unjudged", "portable"]
 
@@ -63,7 +63,7 @@ class _Verdict:
     function: Callable[..., Any]
 
     def __call__(self, **arguments: object) -> Score:
-        return verdict(self.name, self.function, self.function(**arguments))
+        return call(self.name, self.function, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_found, (self.name,)) if _known_everywhere(self) else (_Verdict, (self.name, self.function))

@@ -14,15 +14,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from skyasync.errors import UserError, nearest
 from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.forms import BY_NAME, as_areal_knows, looks_at_tokens, of_areal, parameter_names
+from skyasync.rewards.forms import BY_NAME, as_known_to, form_by, looks_at_tokens, parameter_names, returns_nothing
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.registry import find
-from skyasync.rewards.score import Score, verdict
+from skyasync.rewards.score import Score, call, call_async
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,10 @@ class Member:
         unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unnamed:
             raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
+        if returns_nothing(found):
+            raise UserError(
+                f"reward function {reference!r} returns nothing: return a number, or a mapping with 'reward'"
+            )
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         asynchronous = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
@@ -74,20 +78,35 @@ class Member:
         """It needs what the engine read and wrote, not only the response's text."""
         return looks_at_tokens(self.named)
 
+    def check(self, known: Mapping[str, Any]) -> None:
+        """Raises ``UserError`` if a value that the function needs is not among those known."""
+        self._refuse_missing(as_known_to(form_by(self.named), known), known)
+
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the known values that the function takes.
 
         Raises:
             UserError: if one that it needs is not known.
         """
-        if of_areal(self.named):
-            known = as_areal_knows(known)
-        for name in sorted(self.needs - known.keys()):
+        form = form_by(self.named)
+        offered = as_known_to(form, known)
+        self._refuse_missing(offered, known)
+        takes_all, named = self.accepts is None, self.named
+        shown = offered.keys() - BY_NAME | ({"prompts"} if form == "trl" else set())
+        return {name: v for name, v in offered.items() if name in named or (takes_all and name in shown)}
+
+    def _refuse_missing(self, offered: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+        for name in sorted(self.needs - offered.keys()):
             close = nearest(name, known, count=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise UserError(f"reward function {self.name} needs {name!r}: {hint}the row gives: {', '.join(known)}")
-        takes_all, named = self.accepts is None, self.named
-        return {name: v for name, v in known.items() if name in named or (takes_all and name not in BY_NAME)}
+            given = ", ".join(name for name in known if name not in BY_NAME)
+            raise UserError(f"reward function {self.name} needs {name!r}: {hint}the row gives: {given}")
+
+
+@lru_cache(maxsize=256)
+def member_of(name: str, function: Callable[..., Any] | None = None) -> Member:
+    """``Member.of``, remembered."""
+    return Member.of(name, function)
 
 
 def load(members: Sequence[Member]) -> None:
@@ -124,25 +143,25 @@ def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -
     return scores
 
 
-def _verdict(member: Member, running: Future[object] | None, known: Mapping[str, Any], limit_s: float) -> Score:
+def _verdict(member: Member, running: Future[Score] | None, known: Mapping[str, Any], limit_s: float) -> Score:
     if running is not None:
         try:
-            return verdict(member.name, member.function, running.result(limit_s + GRACE_S))
+            return running.result(limit_s + GRACE_S)
         except TimeoutError:
             if running.done():
                 raise  # the function's own
             raise Unjudged(f"it kept its event loop for more than {limit_s:g} s") from None
     arguments = member.arguments(known)
     if member.quick:
-        return verdict(member.name, member.function, member.function(**arguments))
+        return call(member.name, member.function, arguments)
     return _judge().call(member.name, member.portable, arguments, limit_s)
 
 
-def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[object]:
-    async def limited() -> object:
+def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[Score]:
+    async def limited() -> Score:
         try:
             async with asyncio.timeout(limit_s) as timer:
-                return await member.function(**member.arguments(known))
+                return await call_async(member.name, member.function, member.arguments(known))
         except TimeoutError:
             if not timer.expired():
                 raise  # the function's own

@@ -1,21 +1,20 @@
 """Rows that nothing could judge, found before a run begins.
 
-Invariant: a row without complaint has all that its judges' prompts show, and all that its reward functions have looked
-for (``checking``); a function that looks for nothing is not called.
+Invariant: a row without complaint has all that its judges' prompts show, the columns that its reward functions take as
+parameters, and all that they have looked for (``checking``); a function that looks for nothing is not called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from typing import Any
 
 from skyasync.config.judges import PREFIX, is_judge, judges_of
 from skyasync.config.schema import EnvironmentConfig
 from skyasync.errors import UserError, unknown
-from skyasync.rewards.forms import CODE_SANDBOX
+from skyasync.rewards.forms import CODE_SANDBOX, seen
 from skyasync.rewards.llm_judge import prompt_text
-from skyasync.rewards.registry import REWARDS
+from skyasync.rewards.panel import member_of
 from skyasync.rewards.settings import RewardSettings, short_names
 from skyasync.rewards.verdicts import check_placeholders, known_to_judge
 
@@ -41,8 +40,13 @@ class RowChecks:
                 if name not in self._prompts:
                     raise UserError(f"{unknown('judge', name, self._prompts)} (environment.judges)")
                 check_placeholders(name, self._prompts[name], known_to_judge(known))
-            elif check := _check_of(func):
-                check({**known, CODE_SANDBOX: self._settings.code_sandbox})
+                continue
+            member = member_of(func, self._settings.registered.get(func))
+            tokens = seen("", "", [], [], known.get("label")) if member.looks_at_tokens else {}
+            shown = {**known, CODE_SANDBOX: self._settings.code_sandbox, **tokens}
+            member.check(shown)
+            if check := getattr(member.function, "check", None):
+                check(shown)
 
     def check_metric(self, metric: str, known: Mapping[str, Any]) -> None:
         """Raises ``UserError`` if none of a row's functions can report this metric; what follows ``name/`` they choose
@@ -51,10 +55,3 @@ class RowChecks:
         own = metric.removeprefix(f"{known.get('domain')}/")
         if own.partition("/")[0] not in {name.partition("/")[0] for name in names}:
             raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, names))
-
-
-@cache
-def _check_of(func: str) -> Callable[[Mapping[str, Any]], None] | None:
-    found = REWARDS[func] if func in REWARDS.names() else None
-    check: Callable[[Mapping[str, Any]], None] | None = getattr(found, "check", None)
-    return check

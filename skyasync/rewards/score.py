@@ -7,28 +7,52 @@ function's name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from numbers import Real
+from typing import Any
 
 from skyasync.errors import NonFiniteRewardError, UserError, nearest
-from skyasync.rewards.forms import in_batches, unbatched
+from skyasync.rewards.forms import answer_of, form_of, with_logs
 
 REWARD_KEYS = ("reward", "score")
 
 
 @dataclass(frozen=True)
 class Score:
-    """One function's verdict, not yet weighted. ``unjudged``: it came to none, and counts as 0."""
+    """One function's verdict, not yet weighted.
+
+    Args:
+        unjudged: it came to none, and counts as 0.
+        applies: the function judges this row; where it does not, it counts as 0 and is no metric.
+    """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     unjudged: bool = False
+    applies: bool = True
 
 
-def verdict(name: str, function: Callable[..., object], returned: object) -> Score:
-    """What this function has returned, by the rules of its form."""
-    return as_score(name, unbatched(returned) if in_batches(function) else returned)
+def call(name: str, function: Callable[..., object], arguments: Mapping[str, Any]) -> Score:
+    """Call a function, and read its answer by the rules of its form."""
+    arguments, logged = with_logs(form_of(function), arguments)
+    return _read(name, function, function(**arguments), logged)
+
+
+async def call_async(name: str, function: Callable[..., Awaitable[object]], arguments: Mapping[str, Any]) -> Score:
+    """``call`` for a coroutine function."""
+    arguments, logged = with_logs(form_of(function), arguments)
+    return _read(name, function, await function(**arguments), logged)
+
+
+def _read(name: str, function: Callable[..., object], returned: object, logged: Mapping[str, Any]) -> Score:
+    form = form_of(function)
+    found = answer_of(form, returned)
+    if form == "trl" and found is None:
+        return Score(0.0, applies=False)
+    score = as_score(name, found)
+    numbers = {key: _number(f"{key!r}, logged by reward function {name},", value) for key, value in logged.items()}
+    return replace(score, metrics=score.metrics | numbers)
 
 
 def as_score(function: str, returned: object) -> Score:

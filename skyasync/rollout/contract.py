@@ -69,9 +69,14 @@ async def play(
         return await groups_in_turns(output, prompts, version, samples), output.get("rollout_metrics") or {}
     trajectories = await generator.roll_out(request)
     if [trajectory.id for trajectory in trajectories] != asked:
+        got = [trajectory.id for trajectory in trajectories]
+        place = next((n for n, (a, b) in enumerate(zip(asked, got, strict=False)) if a != b), min(len(asked), len(got)))
+        found = "".join(
+            f", {word} {ids[place]}" for word, ids in (("expected", asked), ("got", got)) if place < len(ids)
+        )
         raise UserError(
-            f"the generator was asked for {len(asked)} trajectories and returned {len(trajectories)}, or others, or in "
-            f"another order: roll_out() must return those of trajectory_ids, in their order"
+            f"roll_out() must return one trajectory per entry of trajectory_ids, in that order: expected {len(asked)}, "
+            f"got {len(got)}; the first difference is at index {place}{found}"
         )
     done = 0
     for trajectory in trajectories:

@@ -125,6 +125,7 @@ class Simulated(RayPPOTrainer):
 
     def count_ages(self) -> None:
         self.ages: Counter[int] = Counter()
+        self.computed: dict[TrajectoryId, Counter[int]] = {}  # of what was trained, which a plan may train again
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch:
         return cast("TrainingBatch", VirtualBatch([self._count(group) for group in groups]))
@@ -137,9 +138,11 @@ class Simulated(RayPPOTrainer):
 
     def _count(self, group: Group) -> int:
         """The response tokens of a group."""
-        tokens = 0
+        tokens, generated = 0, cast(VirtualGenerator, self.generator).tokens
         for trajectory in group.trajectories:
-            for version, count in cast(VirtualGenerator, self.generator).tokens.pop(trajectory.id).items():
+            if trajectory.id in generated:
+                self.computed[trajectory.id] = generated.pop(trajectory.id)
+            for version, count in self.computed[trajectory.id].items():
                 self.ages[self.global_step - version] += count
                 tokens += count
         return tokens

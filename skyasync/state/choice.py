@@ -46,8 +46,8 @@ def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str],
         (skip or checkpoints.skip)(folder, problem)
     if found:
         raise UserError(
-            f"trainer.resume_mode=latest: no checkpoint in {checkpoints.folder} is whole; remove them, or set "
-            f"trainer.resume_mode=none, to start anew"
+            f"trainer.resume_mode=latest: all checkpoints in {checkpoints.folder} are damaged ({len(found)} found): "
+            f"delete them, or set trainer.resume_mode=none, to start from scratch"
         )
     return None
 

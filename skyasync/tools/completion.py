@@ -60,14 +60,15 @@ Prints what makes the shell complete verbs, options, settings (trainer.al<Tab>) 
 """
 
 
-def completion(argv: Arguments) -> None:
+def completion(argv: Arguments) -> int | None:
     """Print a shell's script."""
     if not argv or argv[0] in ("--help", "-h"):
         print(HELP, end="")
-        return
+        return None if argv else 2
     if argv[0] not in SCRIPTS or len(argv) > 1:
         raise UserError(unknown("shell", " ".join(argv), SCRIPTS))
     print(SCRIPTS[argv[0]], end="")
+    return None
 
 
 def complete(argv: Arguments) -> None:

@@ -22,16 +22,16 @@ else the number of an engine, which the run starts or ends. The same can be had 
 """
 
 
-def engines(argv: Arguments) -> None:
+def engines(argv: Arguments) -> int | None:
     """Raises ``UserError`` for a run that does not go on, and for names that do not fit."""
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
-        return
+        return None if argv else 2
     file, what, names = Path(argv[0]).expanduser() / FILE, [*argv[1:], "list"][0], list(argv[2:])
     if not file.is_file():
-        why = "it does not go on, or its engines cannot change (docs/engines.md)"
+        why = "it has ended, or its engines cannot change (docs/engines.md)"
         raise UserError(f"{file} is not there: {file.parent} is no run's folder" if not file.parent.is_dir() else
-                        f"{file} is not there: no engine can join this run or leave it, {why}")  # fmt: skip
+                        f"{file} is not there: the engines of this run cannot be changed: {why}")  # fmt: skip
     there = read(file.read_text(encoding="utf-8"))
     if what not in ("list", "add", "remove"):
         raise UserError(f"skyasync engines: {what!r} is none of list, add, remove")
@@ -39,13 +39,14 @@ def engines(argv: Arguments) -> None:
         there = _changed(there, what, [name.rstrip("/") for name in names])
         write(file, there)
     print("\n".join(there))
+    return None
 
 
 def _changed(there: list[str], what: str, names: list[str]) -> list[str]:
     servers = any(map(is_server, there))
     if what == "remove":
         if not names:
-            raise UserError("skyasync engines RUN remove needs the names of those that shall leave")
+            raise UserError("skyasync engines RUN remove needs the names of the engines to remove: remove NAME ...")
         for name in names:
             if name not in there:
                 raise UserError(f"skyasync engines: there is no {name} among {', '.join(there)}")
@@ -61,5 +62,5 @@ def _changed(there: list[str], what: str, names: list[str]) -> list[str]:
         if problem := wrong_name(name, servers=servers):
             raise UserError(f"skyasync engines: {problem}")
         if name in there:
-            raise UserError(f"skyasync engines: {name} is there already")
+            raise UserError(f"skyasync engines: engine {name} is already part of the run")
     return there + names

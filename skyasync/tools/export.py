@@ -29,11 +29,11 @@ DTYPES = ("auto", "float32", "bfloat16")
 _PREFIX = "model."  # of the weights among a checkpoint's tensors
 
 
-def export(argv: Arguments) -> None:
+def export(argv: Arguments) -> int | None:
     """Write the folder, and say where it is."""
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
-        return
+        return None if argv else 2
     examples = {"--out": "FOLDER", "--dtype": "bfloat16", "--model": "PATH"}
     options, names = take(argv, examples, ["--best"])
     if len(names) != 1:
@@ -42,6 +42,7 @@ def export(argv: Arguments) -> None:
     out = Path(options.get("--out") or checkpoint / "hf")
     write(checkpoint, out, dtype=options.get("--dtype", "auto"), model=options.get("--model", ""))
     print(out)
+    return None
 
 
 def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") -> None:

@@ -35,11 +35,11 @@ shows samples.jsonl.
 """
 
 
-def replay(argv: Arguments) -> None:
+def replay(argv: Arguments) -> int | None:
     """Train, or show."""
     if list(argv) in (["--help"], ["-h"]):
         print(HELP, end="")
-        return
+        return None if argv else 2
     options, rest = take(
         argv, {"--step": "3", "--episode": "e0-i17"}, ("--show", "--tokens", "--nonfinite"), settings=True
     )
@@ -59,6 +59,7 @@ def replay(argv: Arguments) -> None:
         raise UserError(f"{given[0]} is read with --show")
     else:
         _train(run, rest[1:], nonfinite=nonfinite)
+    return None
 
 
 def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> None:
@@ -69,7 +70,7 @@ def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> No
     need_pyarrow()
     files = files_of(run / NONFINITE if nonfinite else run)
     if not files and nonfinite:
-        raise UserError(f"{run} has no {NONFINITE}/: every batch of it could be learnt from")
+        raise UserError(f"{run} recorded no batch with a non-finite value ({run / NONFINITE} does not exist)")
     if not files:
         raise UserError(f"{run} has no recorded trajectories: a run with trainer.dump_trajectories=true writes them")
     given = {argument.partition("=")[0] for argument in settings}

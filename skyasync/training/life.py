@@ -89,11 +89,12 @@ class Life(OneAhead):
         self.reporting.tell("on_train_begin", self)
         if self.cfg.trainer.eval_before_train and not resumed:
             self.reporting.log(await self.evaluate(), 0)
-        await self.reporting.start(self.inference_engine_client, self.dispatch)
         self.cadence.begin()
         await self._begin_step()
 
     async def _begin_step(self) -> None:
+        async with self.phases.limited("report of the engines"):  # the work of an evaluation belongs to no step
+            await self.reporting.start(self.inference_engine_client, self.dispatch)
         self.phases.begin_step(self.global_step + 1)
         await self.profiling.begin_step(self.global_step + 1, self.dispatch, self.run_dir)
 

@@ -145,8 +145,9 @@ class Numbers:
         self._undone += 1
         if self._undone >= self._cfg.max_bad_steps:
             raise UserError(
-                f"step {self._phases.step}: {lines[0]}, the {self._undone}. step in a row to be undone "
-                f"(trainer.max_bad_steps): lower the learning rate, or raise the limit"
+                f"step {self._phases.step}: rolled back {self._undone} steps in a row (trainer.max_bad_steps="
+                f"{self._cfg.max_bad_steps}): {lines[0]}; lower trainer.policy.optimizer_config.lr, or raise the limit "
+                f"in trainer.spike_limits"
             )
 
     def undone(self, step: int) -> None:

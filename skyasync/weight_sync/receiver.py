@@ -54,7 +54,7 @@ class Receiver:
             WeightSyncError: if that is not so, or they are not what was sent.
         """
         if self._missing:
-            raise WeightSyncError(f"{self._missing} bytes of the weights have not come")
+            raise WeightSyncError(f"weight sync: {self._missing} bytes are missing at the end of the transfer")
         return self._lender.arrived(digests) if self._lends else {"path": self._path}
 
     def settle(self, path: str) -> None:

@@ -202,7 +202,9 @@ class WeightSync:
                 if not self._fresh.is_set():  # the source has died meanwhile
                     continue
                 if self._kept is None:
-                    raise WeightSyncError("no weights have been kept for an engine that comes late")
+                    raise WeightSyncError(
+                        "an engine joined before the first weight sync: there are no weights for it yet"
+                    )
                 try:
                     update = self._kept
                     if not update.info:

@@ -71,7 +71,7 @@ class CudaIPCTransferEngine(SharedMemoryTransferEngine):
 
     def _receive_part(self, part: PartInfo) -> None:
         if part.part != self._loaded:
-            raise WeightSyncError(f"part {part.part} of the weights came where part {self._loaded} was to come")
+            raise WeightSyncError(f"weight sync: received part {part.part}, expected part {self._loaded}")
         told = as_vllms(part)
         check_gpu(part.handle or {}, self.device)
         if part.part == 0:

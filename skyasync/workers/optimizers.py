@@ -78,7 +78,7 @@ def master_dtype(settings: OptimizerConfig, computing: torch.dtype, section: str
     if computing != torch.bfloat16:
         raise UserError(
             f"{section}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and here they are "
-            f"{str(computing).removeprefix('torch.')}: set {section}.model.dtype=bfloat16, or leave it out"
+            f"{str(computing).removeprefix('torch.')}: set {section}.model.dtype=bfloat16, or remove it"
         )
     return torch.bfloat16
 

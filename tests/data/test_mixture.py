@@ -53,9 +53,13 @@ def test_rows_without_a_share_divide_the_rest_by_their_number():
 @pytest.mark.parametrize(
     ("sizes", "proportions", "message"),
     [
-        ({"a": 4}, {"a": 0.5}, "add up to 0.5, and no rows of another domain take the rest"),
-        ({"a": 4, "b": 4}, {"a": 1.0}, "the other domains has 4 rows and a place for 0 of 8"),
-        ({"a": 4, "b": 4}, {"a": 0.01}, "environment.domains: a has 4 rows and a place for 0 of 8"),
+        ({"a": 4}, {"a": 0.5}, "sum to 0.5, and every row belongs to one of these domains"),
+        ({"a": 4, "b": 4}, {"a": 1.0}, "the other domains has 4 rows, and its proportion of 8 prompts rounds to 0"),
+        (
+            {"a": 4, "b": 4},
+            {"a": 0.01},
+            "environment.domains: a has 4 rows, and its proportion of 8 prompts rounds to 0",
+        ),
         ({"b": 4}, {"a": 0.5}, "environment.domains: a has 0 rows"),
     ],
 )

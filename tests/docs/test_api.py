@@ -34,3 +34,7 @@ def test_every_name_is_shown_from_its_docstring() -> None:
     shown = {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", PAGE, flags=re.MULTILINE)}
     registries = set(re.findall(r"`([A-Z_]+)`", PAGE[PAGE.index("## Registries") :]))
     assert {name for names in LIST.values() for name in names} <= shown | registries
+
+
+def test_members_without_a_docstring_are_shown() -> None:
+    assert "show_if_no_docstring: true" in (ROOT / "mkdocs.yml").read_text()

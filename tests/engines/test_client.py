@@ -319,7 +319,9 @@ async def test_an_engine_that_is_silent_behind_its_start_ends_the_start():
             await asyncio.Event().wait()
 
     client = InferenceClient([Engine(), Silent()], request_timeout_s=30.0)
-    with pytest.raises(TimeoutError, match=r"one does not answer within 30 s \(generator\.request_timeout_s\)"):
+    with pytest.raises(
+        TimeoutError, match=r"one did not answer a request for its state within 30 s \(generator\.request_timeout_s\)"
+    ):
         await client.start()
 
 

@@ -105,5 +105,5 @@ def test_pictures_are_refused_in_words() -> None:
 
 
 def test_tokens_that_the_engine_did_not_write_are_refused() -> None:
-    with pytest.raises(Exception, match="the engine did not write these tokens"):
+    with pytest.raises(Exception, match="tokens that the engine did not generate"):
         agent("agent_invents.py")

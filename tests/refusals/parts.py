@@ -49,7 +49,7 @@ class Engine:
 
 
 class Env(BaseTextEnv):
-    pass
+    def step(self, action: str) -> Any: ...
 
 
 def rows() -> list[dict[str, str]]:
@@ -70,3 +70,45 @@ def run(data: Any, base_url: str, api_key: str) -> float:
 
 def reward(response: str) -> float:
     return 0.0
+
+
+class Hides(RayPPOTrainer):
+    def ahead(self) -> int:  # type: ignore[override]
+        return 1
+
+
+class Hidden(RayPPOTrainer):
+    def book(self) -> int:  # type: ignore[override]
+        return 1
+
+
+class NoMethod(RayPPOTrainer):
+    generate = 3  # type: ignore[assignment]
+
+
+class Longer(RayPPOTrainer):
+    @property
+    def total_steps(self) -> int:
+        return 2 * super().total_steps
+
+
+class Stepless(BaseTextEnv):
+    def stpe(self, action: str) -> Any: ...
+
+
+def typo(response: str, lable: str) -> float:
+    return 0.0
+
+
+def asks_for_the_trainer(completions: Any, trainer_state: Any) -> Any:
+    return [0.0]
+
+
+def of_trl(completions: Any, **kwargs: Any) -> Any:
+    return [0.0]
+
+
+def no_number(response: str) -> None: ...
+
+
+def loss(current: Any, behaviour: Any, advantages: Any) -> Any: ...

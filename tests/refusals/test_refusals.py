@@ -15,6 +15,7 @@ import pytest
 
 import skyasync.cluster.ray_cluster
 from skyasync import BasePPOExp, TrainerCallback, main
+from skyasync.preflight import parts
 from skyasync.rollout.tokenizer import quick_tokenizer
 from tests.refusals.wrong import INPUTS, NO_EFFECT, PARTS
 
@@ -82,12 +83,32 @@ def test_what_is_wrong_is_told_in_one_line_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], [f"trainer.plan={PARTS_FILE}:Undeclared", f"generator.backend={PARTS_FILE}:Engine"]]
+    "overrides",
+    [
+        [],
+        [f"trainer.plan={PARTS_FILE}:Undeclared", f"generator.backend={PARTS_FILE}:Engine"],
+        [f"trainer.plan={PARTS_FILE}:Longer", f"trainer.algorithm.policy_loss_type={PARTS_FILE}:loss"],
+        [f"environment.reward_funcs=[{PARTS_FILE}:of_trl]", "environment.env_class=reward"],
+    ],
 )
 def test_a_command_line_without_a_fault_is_not_refused(overrides: list[str], inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="was not refused"):
         main(BasePPOExp, arguments(overrides, inputs, tmp_path / "runs"))
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_wandb_without_a_login_is_refused_and_with_one_is_not(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "check_installed", lambda registry, name: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    argv = [*arguments([], inputs, tmp_path / "runs"), "trainer.logger=[wandb]"]
+    assert "no login for api.wandb.ai: run wandb login" in refused(argv, capsys)
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    with pytest.raises(AssertionError, match="was not refused"):
+        main(BasePPOExp, argv)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +145,12 @@ def test_the_command_line_refuses_in_time(overrides: list[str], inputs: Path, tm
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ran = subprocess.run(
         [sys.executable, "-m", "skyasync", *arguments(overrides, inputs, tmp_path / "runs")],
-        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert re.fullmatch(r"error: [^\n]+\n", ran.stderr), ran.stderr

@@ -1,4 +1,4 @@
-"""Reward functions of OpenRLHF and AReaL: called as they are there, and their answers read as they are meant."""
+"""Reward functions of OpenRLHF, AReaL, TRL and verl: called as they are there, their answers read as they are meant."""
 
 import asyncio
 import sys
@@ -11,6 +11,7 @@ from skyasync.envs.base import Seen
 from skyasync.envs.reward import RewardEnv
 from skyasync.errors import UserError
 from skyasync.rewards import remote
+from skyasync.rewards.forms import form_of
 from skyasync.rewards.openrlhf import extract_boxed_answer, grade_answer, stand_ins
 from skyasync.rewards.panel import Member, judge
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
@@ -77,6 +78,89 @@ def test_areals_parameters(tmp_path):
 def test_a_function_that_looks_at_no_tokens_is_shown_none():
     assert not Member.of("exact_match").looks_at_tokens
     assert not RewardEnv.sees_tokens({ENV_KEY: RewardSettings(funcs=("exact_match",))}, {})
+
+
+def scored(func, **extras):
+    env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, unjudged="raise")}, extras)
+    if env.sees_tokens(env.env_config, extras):
+        env.seen = SEEN
+    env.init([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}])
+    return env.step("four")["reward"], env.get_metrics()
+
+
+def test_trls_lists_of_text_with_the_columns(tmp_path):
+    code = (
+        "def reward_func(prompts, completions, ground_truth, log_metric, **kwargs):\n"
+        "    assert prompts == ['2+2='] and kwargs['source'] == ['book'] and kwargs['label'] == [None]\n"
+        "    log_metric('length', len(completions[0]))\n"
+        "    return [1.0 if c == g else 0.0 for c, g in zip(completions, ground_truth)]\n"
+    )
+    reward, metrics = scored(file_with(tmp_path, code), ground_truth="four", source="book")
+    assert (reward, metrics["reward_func/length"]) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_trls_conversations_and_tokens(kind, tmp_path):
+    code = (
+        f"{kind} reward_func(prompts, completions, completion_ids, trainer_state=None, **kwargs):\n"
+        "    assert [m['role'] for m in prompts[0]] == ['system', 'user'] and completion_ids == [[4, 5]]\n"
+        "    kwargs['log_extra']('words', ['one'])\n"
+        "    return [float(len(completion[0]['content'])) for completion in completions]\n"
+    )
+    assert scored(file_with(tmp_path, code), prompt_is_conversation=True)[0] == 4.0
+
+
+def test_a_trl_function_that_does_not_apply_counts_as_0_and_is_no_metric(tmp_path):
+    reward, metrics = scored(file_with(tmp_path, "def reward_func(completions, **kwargs):\n    return [None]\n"))
+    assert reward == 0.0 and "reward_func" not in metrics
+
+
+def test_a_trl_function_that_answers_for_several_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"reward_func is \[1.0, 2.0\]"):
+        scored(file_with(tmp_path, "def reward_func(completions, **kwargs):\n    return [1.0, 2.0]\n"))
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"data_source": "math", "ground_truth": "four", "extra_info": {"index": 3}},
+        {"data_source": "math", "reward_model": {"style": "rule", "ground_truth": "four"}, "extra_info": {"index": 3}},
+    ],
+)
+def test_verls_parameters_and_its_dictionary(extras, tmp_path):
+    code = (
+        "def reward_func(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    assert data_source == 'math' and extra_info == {'index': 3}\n"
+        "    right = solution_str == ground_truth\n"
+        "    return {'score': right, 'acc': right, 'pred': solution_str}\n"
+    )
+    reward, metrics = scored(file_with(tmp_path, code), **extras)
+    assert (reward, metrics["reward_func/acc"]) == (1.0, 1.0) and "reward_func/pred" not in metrics
+
+
+def test_verls_number_without_the_optional_columns(tmp_path):
+    code = (
+        "def reward_func(data_source, solution_str, ground_truth, extra_info=None):\n    return solution_str == '4'\n"
+    )
+    assert scored(file_with(tmp_path, code), label="4")[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "form"),
+    [
+        ("response, label", ""),
+        ("response, completions", ""),  # a column of one's own
+        ("queries, prompts, labels", "openrlhf"),
+        ("prompt, completions, prompt_ids, completion_ids, answer, **kwargs", "areal"),
+        ("completions, **kwargs", "trl"),
+        ("completions, prompt_ids, **kwargs", "trl"),
+        ("prompts, completions, ground_truth", "trl"),
+        ("data_source, solution_str, ground_truth, extra_info=None", "verl"),
+        ("response, ground_truth, data_source", ""),
+    ],
+)
+def test_the_signature_decides_the_form(parameters, form):
+    assert form_of(eval(f"lambda {parameters}: 0")) == form
 
 
 def test_openrlhfs_names_are_there_while_its_file_loads_and_gone_behind_it(tmp_path):

@@ -167,3 +167,25 @@ def test_an_error_in_any_part_ends_every_plan_with_that_error(plan: type[RayPPOT
 
     with pytest.raises(OSError, match=f"{part} broke"):
         run_virtual(run())
+
+
+class Twice(RayPPOTrainer):
+    """Trains every batch again."""
+
+    async def train(self) -> None:
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                rollout = await self.generate(prompts)
+                await self.learn_from(rollout.groups)
+                status = await self.train_on(rollout)
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+
+def test_a_plan_may_train_a_batch_twice() -> None:
+    async def run() -> float:
+        trainer = make_trainer(config(steps=4), Twice)
+        await trainer.train()
+        return float(trainer.ages.total())
+
+    assert run_virtual(run()) == 2 * 4 * 16 * 4 * 100

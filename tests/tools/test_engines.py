@@ -33,7 +33,7 @@ def test_engines_are_added_and_removed(tmp_path: Path, capsys: pytest.CaptureFix
         (["0", "1"], ["remove", "3"], "there is no 3 among 0, 1"),
         (["0", "1"], ["remove"], "needs the names"),
         (["0"], ["add", "http://a:1"], "starts its engines itself"),
-        (["0"], ["add", "0"], "is there already"),
+        (["0"], ["add", "0"], "is already part of the run"),
         (["http://a:1"], ["add", "2"], "is not the address of a server"),
         (["http://a:1"], ["add"], "needs the address of a server"),
         (["0"], ["drop"], "none of list, add, remove"),

@@ -165,7 +165,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_start_anew_by_itself(tmp_
     run_of(tmp_path, trainer__max_training_steps=2).train()
     for step in (1, 2):
         flip(tmp_path / f"step_{step:06d}")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(UserError, match=r"all checkpoints in .* are damaged"):
         run_of(tmp_path, trainer__resume_mode="latest").train()
 
 

@@ -77,7 +77,7 @@ def test_a_bit_that_flips_on_the_way_is_named():
 
 def test_bytes_that_have_not_come_are_counted():
     sent = lend(lender := Lender(), many(0))
-    with pytest.raises(WeightSyncError, match=r"^\d+ bytes of the weights have not come"):
+    with pytest.raises(WeightSyncError, match=r"weight sync: \d+ bytes are missing"):
         carried(Receiver(computed_on=True), sent, lose=1000)
     assert lender
 

@@ -384,7 +384,7 @@ def keeping(trainer, engines, **options):
 async def test_a_latecomer_gets_what_was_synced_last_and_never_during_a_sync():
     trainer, engines = Keeper(), Engines([(-1.0, -2.0)], seconds=5.0)
     both = keeping(trainer, engines)
-    with pytest.raises(WeightSyncError, match="no weights have been kept"):
+    with pytest.raises(WeightSyncError, match="there are no weights for it yet"):
         async with both.between_syncs():
             pass
     await both.sync(1)

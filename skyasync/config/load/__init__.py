@@ -310,7 +310,7 @@ def _problem(key: Key, value: object) -> str:
     if why := dict(key.refused).get(written(value)):
         problem = f"{why} (allowed: {', '.join(map(written, options))})"
     if key.registry and key.open_ended and ":" not in written(value):
-        problem += "; one of your own is file.py:NAME or module:NAME"
+        problem += "; one of your own is file.py:name or module:name"
     elif key.registry and ":" in written(value):
         problem += (
             f"; one of your own gets its name in the program that you run: @{key.registry.rpartition(':')[2]}.register"

@@ -43,9 +43,7 @@ def refuse_others(
             hint = f"; did you mean {close[0]}?" if close else ""
             raise RequestError(f"unknown field {name:.100}{hint}", name[:100], "unknown_parameter")
         if value not in neutral[name]:
-            raise RequestError(
-                f"{name}={value!r:.200} is not supported here: leave it out", name, "unsupported_parameter"
-            )
+            raise RequestError(f"{name}={value!r:.200} is not supported here: remove it", name, "unsupported_parameter")
 
 
 @overload

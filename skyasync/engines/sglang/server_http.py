@@ -45,7 +45,7 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
         if getattr(sampling, name) != getattr(_OFF, name) and not (name == "top_k" and sampling.top_k <= 0):
             raise UserError(
                 f"{name}={getattr(sampling, name)!r} is not for SGLang servers: they do not have it, or their "
-                f"log-probabilities are of the distribution before it; leave it out"
+                f"log-probabilities are of the distribution before it; remove it"
             )
     rare: dict[str, Any] = {
         "stop": list(sampling.stop),

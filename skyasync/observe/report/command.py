@@ -18,11 +18,11 @@ while a run goes on, and the browser loads it anew.
 COMPARISON = "comparison.html"
 
 
-def report(argv: Sequence[str]) -> None:
+def report(argv: Sequence[str]) -> int | None:
     """Write the page, and say where it is."""
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
-        return
+        return None if argv else 2
     folders, out, every_s = _arguments(argv)
     from skyasync.observe.jsonl import replace_text
     from skyasync.observe.report.page import NAME, page
@@ -37,7 +37,7 @@ def report(argv: Sequence[str]) -> None:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         print(path, flush=True)
         if over or not every_s:
-            return
+            return None
         time.sleep(every_s)
 
 

@@ -167,7 +167,7 @@ async def test_weights_that_the_server_refuses_or_nobody_has_are_an_error(engine
 
 async def test_a_server_that_wants_another_key_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     url = engine.config.extra["url"]
-    for key, said in (("", "wants a key"), ("another", "wants another key")):
+    for key, said in (("", "needs a key"), ("another", "rejected the key")):
         monkeypatch.setenv("SKYASYNC_ENGINES_KEY", key)
         with pytest.raises(UserError, match=said):
             await asyncio.to_thread(check_servers, [url], CONFIG, "", "sglang_server")

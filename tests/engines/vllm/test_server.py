@@ -245,7 +245,7 @@ async def test_strangers_change_nothing(server: Running, monkeypatch: pytest.Mon
                 async with http.post(server.url + route, json={"new_version": "3"}, headers=headers) as answer:
                     assert answer.status == status, (route, headers)
     monkeypatch.delenv(KEY_VARIABLE)
-    with pytest.raises(UserError, match=f"wants a key: set {KEY_VARIABLE}"):
+    with pytest.raises(UserError, match=f"needs a key: set {KEY_VARIABLE}"):
         check_servers([server.url], config(server))
 
 
