@@ -32,7 +32,7 @@ from skyasync.cleanup import afterwards
 from skyasync.cluster.logs import ProcessLogs, last_words
 from skyasync.cluster.ray_cluster import ended
 from skyasync.config.schema import Config, TrainerConfig
-from skyasync.errors import Terminated, UserError
+from skyasync.errors import RayEndedError, Terminated, UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.terminal import ProgressView
@@ -52,10 +52,6 @@ R = TypeVar("R")
 
 POLL_S = 0.5
 GRACE_S = 30.0
-
-
-class RayEndedError(RuntimeError):
-    """A process of Ray's own has ended, without which nothing of the run can go on."""
 
 
 class Experiment(Protocol):

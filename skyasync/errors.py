@@ -16,6 +16,10 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM has come, from a scheduler or a machine that ends: as Ctrl-C, with a limit and a line of its own."""
 
 
+class RayEndedError(RuntimeError):
+    """A process of Ray's own has ended, without which nothing of the run can go on."""
+
+
 class NonFiniteError(RuntimeError):
     """A loss, gradient or reward is NaN or infinite; the weights have not been changed by it."""
 

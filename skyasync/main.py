@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
-from skyasync.errors import Terminated, UserError, headline
+from skyasync.errors import RayEndedError, Terminated, UserError, headline
 from skyasync.observe.run_dir import shown
 
 if TYPE_CHECKING:
@@ -83,6 +84,9 @@ def _run(experiment: BasePPOExp) -> dict[str, float] | None:
             raise
         said = run_dir.secrets.hide_all(headline(error))
         print(f"error: {said} (the traceback: {shown(run_dir.error)})", file=sys.stderr)
+        if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
+            sys.stdout.flush()
+            os._exit(1)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 

@@ -29,7 +29,7 @@ from skyasync.workers.roles import Role
 
 W = TypeVar("W", bound=Watchdog | None)
 
-_AGENT = re.compile(r"gent process with name (\S+) exited")  # in a raylet's log
+_AGENT = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in a raylet's log
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
 
@@ -109,7 +109,7 @@ def _agent_that_ended(node: Any) -> str:  # noqa: ANN401  (Ray's)
     for file in Path(node.get_logs_dir_path()).glob("raylet.*"):
         with contextlib.suppress(OSError):
             found += _AGENT.findall(file.read_text(encoding="utf-8", errors="replace"))
-    return f", behind its {found[-1]}" if found else ""
+    return f", behind its {found[0]}" if found else ""
 
 
 def shut_down() -> None:

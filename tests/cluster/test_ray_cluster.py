@@ -99,7 +99,9 @@ def test_a_process_of_rays_that_has_ended_is_named(monkeypatch: pytest.MonkeyPat
     parts["raylet"].wait()
     found = f"Ray's raylet (process {parts['raylet'].pid}) has ended with signal 9"
     assert ray_cluster.ended() == found
-    (tmp_path / "raylet.out").write_text("Agent process with name dashboard_agent exited, exit code 0.")
+    (tmp_path / "raylet.out").write_text(
+        "The raylet exited immediately because one Ray agent failed, agent_name = dashboard_agent."
+    )
     assert ray_cluster.ended() == f"{found}, behind its dashboard_agent"
     parts["gcs_server"].kill()
     parts["gcs_server"].wait()
