@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -52,22 +52,15 @@ def returns_nothing(function: Callable[..., object]) -> bool:
 @cache
 def form_of(function: Callable[..., object]) -> str:
     """The system whose signature this is; "" for this library's."""
-    return form_by(parameter_names(function))
-
-
-def form_by(names: Collection[str]) -> str:
+    names = parameter_names(function)
     if "queries" in names:
         return "openrlhf"
     if "response" in names:
         return ""
     if "completions" in names:
-        return "areal" if "prompt" in names else "trl"
+        one = inspect.signature(function).parameters["completions"].annotation in (str, "str")
+        return "areal" if one or "prompt" in names else "trl"
     return "verl" if "solution_str" in names else ""
-
-
-def looks_at_tokens(names: Collection[str]) -> bool:
-    """Whether a function with these parameters needs what the engine read and wrote."""
-    return form_by(names) in ("areal", "openrlhf") or bool({"prompt_ids", "completion_ids"} & set(names))
 
 
 def seen(read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int], label: object) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from skyasync.errors import UserError, nearest
 from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.forms import BY_NAME, as_known_to, form_by, looks_at_tokens, parameter_names, returns_nothing
+from skyasync.rewards.forms import BY_NAME, as_known_to, form_of, parameter_names, returns_nothing
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call, call_async
@@ -39,6 +39,7 @@ class Member:
     quick: bool
     portable: bytes  # how the judge finds it, if it is called there
     named: frozenset[str] = frozenset()
+    form: str = ""  # the system whose signature it has
 
     @classmethod
     def of(cls, reference: str, function: Callable[..., Any] | None = None) -> Member:
@@ -71,16 +72,17 @@ class Member:
             quick,
             b"" if quick or asynchronous else portable(found, reference),
             parameter_names(found),
+            form_of(found),
         )
 
     @property
     def looks_at_tokens(self) -> bool:
         """It needs what the engine read and wrote, not only the response's text."""
-        return looks_at_tokens(self.named)
+        return self.form in ("areal", "openrlhf") or bool({"prompt_ids", "completion_ids"} & self.named)
 
     def check(self, known: Mapping[str, Any]) -> None:
         """Raises ``UserError`` if a value that the function needs is not among those known."""
-        self._refuse_missing(as_known_to(form_by(self.named), known), known)
+        self._refuse_missing(as_known_to(self.form, known), known)
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the known values that the function takes.
@@ -88,11 +90,10 @@ class Member:
         Raises:
             UserError: if one that it needs is not known.
         """
-        form = form_by(self.named)
-        offered = as_known_to(form, known)
+        offered = as_known_to(self.form, known)
         self._refuse_missing(offered, known)
         takes_all, named = self.accepts is None, self.named
-        shown = offered.keys() - BY_NAME | ({"prompts"} if form == "trl" else set())
+        shown = offered.keys() - BY_NAME | ({"prompts"} if self.form == "trl" else set())
         return {name: v for name, v in offered.items() if name in named or (takes_all and name in shown)}
 
     def _refuse_missing(self, offered: Mapping[str, Any], known: Mapping[str, Any]) -> None:

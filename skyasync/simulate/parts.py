@@ -50,11 +50,11 @@ class VirtualPrompts(Sequence[Prompt]):
 
 
 class VirtualGenerator(TrajectoryGenerator):
-    """Plays trajectories whose lengths are drawn; ``tokens`` keeps, per trajectory, how many each version computed."""
+    """Plays trajectories whose lengths are drawn; ``generated`` counts their tokens."""
 
     def __init__(self, client: VirtualClient, lengths: np.ndarray, prompt_length: int) -> None:
         self._client, self._lengths, self._prompt_length = client, lengths, prompt_length
-        self.tokens: dict[TrajectoryId, Counter[int]] = {}
+        self.generated = 0
 
     def length(self, identity: TrajectoryId) -> int:
         mixed = (hash(identity) * _MIX) & 0xFFFFFFFFFFFFFFFF
@@ -64,14 +64,16 @@ class VirtualGenerator(TrajectoryGenerator):
         ids = input_batch["trajectory_ids"]
         sequences = [self._client.submit(self._prompt_length, self.length(identity)) for identity in ids]
         await asyncio.gather(*(sequence.done for sequence in sequences))
-        self.tokens |= {identity: sequence.tokens for identity, sequence in zip(ids, sequences, strict=True)}
-        return [Trajectory(identity, [_PROMPT, _action(self.tokens[identity])]) for identity in ids]
+        self.generated += sum(sequence.tokens.total() for sequence in sequences)
+        played = zip(ids, sequences, strict=True)
+        return [Trajectory(identity, [_PROMPT, _action(sequence.tokens)]) for identity, sequence in played]
 
 
 def _action(tokens: Counter[int]) -> Segment:
-    """One token stands for all of its version."""
+    """One token stands for all of its version; its id is how many they are."""
     versions = sorted(tokens)
-    return Segment("action", np.zeros(len(versions), np.int32), np.zeros(len(versions), np.float32), ints(versions))
+    counts = ints([tokens[version] for version in versions])
+    return Segment("action", counts, np.zeros(len(versions), np.float32), ints(versions))
 
 
 class VirtualWorkers:
@@ -125,7 +127,6 @@ class Simulated(RayPPOTrainer):
 
     def count_ages(self) -> None:
         self.ages: Counter[int] = Counter()
-        self.computed: dict[TrajectoryId, Counter[int]] = {}  # of what was trained, which a plan may train again
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch:
         return cast("TrainingBatch", VirtualBatch([self._count(group) for group in groups]))
@@ -138,14 +139,13 @@ class Simulated(RayPPOTrainer):
 
     def _count(self, group: Group) -> int:
         """The response tokens of a group."""
-        tokens, generated = 0, cast(VirtualGenerator, self.generator).tokens
+        total = 0
         for trajectory in group.trajectories:
-            if trajectory.id in generated:
-                self.computed[trajectory.id] = generated.pop(trajectory.id)
-            for version, count in self.computed[trajectory.id].items():
+            (action,) = trajectory.actions
+            for version, count in zip(action.versions.tolist(), action.tokens.tolist(), strict=True):
                 self.ages[self.global_step - version] += count
-                tokens += count
-        return tokens
+                total += count
+        return total
 
 
 class NoTracker:

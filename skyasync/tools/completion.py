@@ -64,7 +64,7 @@ def completion(argv: Arguments) -> int | None:
     """Print a shell's script."""
     if not argv or argv[0] in ("--help", "-h"):
         print(HELP, end="")
-        return None if argv else 2
+        return None
     if argv[0] not in SCRIPTS or len(argv) > 1:
         raise UserError(unknown("shell", " ".join(argv), SCRIPTS))
     print(SCRIPTS[argv[0]], end="")

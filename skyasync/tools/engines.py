@@ -26,7 +26,7 @@ def engines(argv: Arguments) -> int | None:
     """Raises ``UserError`` for a run that does not go on, and for names that do not fit."""
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
-        return None if argv else 2
+        return None
     file, what, names = Path(argv[0]).expanduser() / FILE, [*argv[1:], "list"][0], list(argv[2:])
     if not file.is_file():
         why = "it has ended, or its engines cannot change (docs/engines.md)"

@@ -38,7 +38,7 @@ def evaluate(argv: Arguments) -> int | None:
     """Play all held-out prompts, and print the scores."""
     if list(argv) in (["--help"], ["-h"]):
         print(HELP, end="")
-        return None if argv else 2
+        return None
     values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
     options, rest = take(argv, values, ("--json", "--best"), settings=True)
     wanted, passing = _ks(options.get("--k", "")), _passing(options.get("--passing", ""))
@@ -102,11 +102,6 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
         hint = f": did you mean {path.parent / close[0]}?" if close else ""
         raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
     if not is_checkpoint_or_run(name):
-        place = Path(name).expanduser()
-        if not place.exists() and place.parent != Path() and place.parent.is_dir():  # else it is a name of the hub
-            close = nearest(place.name, (beside.name for beside in place.parent.iterdir()), count=1)
-            hint = f": did you mean {place.parent / close[0]}?" if close else ""
-            raise UserError(f"--of {name}: there is no such folder in {place.parent}{hint}")
         return [f"{MODEL}={name}"]
     checkpoint = find(name, best=best)
     from skyasync.tools.export import write

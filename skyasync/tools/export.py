@@ -33,7 +33,7 @@ def export(argv: Arguments) -> int | None:
     """Write the folder, and say where it is."""
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
-        return None if argv else 2
+        return None
     examples = {"--out": "FOLDER", "--dtype": "bfloat16", "--model": "PATH"}
     options, names = take(argv, examples, ["--best"])
     if len(names) != 1:

@@ -39,7 +39,7 @@ def replay(argv: Arguments) -> int | None:
     """Train, or show."""
     if list(argv) in (["--help"], ["-h"]):
         print(HELP, end="")
-        return None if argv else 2
+        return None
     options, rest = take(
         argv, {"--step": "3", "--episode": "e0-i17"}, ("--show", "--tokens", "--nonfinite"), settings=True
     )

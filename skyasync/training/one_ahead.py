@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from skyasync.training.hooks import AlgorithmHooks
 from skyasync.training.phases import Metrics
 
 if TYPE_CHECKING:
+    from skyasync.config.schema import Config
     from skyasync.rollout.types import Rollout
 
 
@@ -57,6 +59,7 @@ class Batches:
 class OneAhead(AlgorithmHooks):
     """``RayPPOTrainer`` inherits it."""
 
+    cfg: Config
     generation_ack: asyncio.Event
     sync_finished: asyncio.Event
     train_dataloader: Any
@@ -72,7 +75,12 @@ class OneAhead(AlgorithmHooks):
 
     @asynccontextmanager
     async def beginning(self) -> AsyncIterator[None]:
-        """Around a plan that is made of these loops: what a plan of its own has in ``running``."""
+        """Around a plan that is made of these loops: what a plan of its own has in ``running``.
+
+        A loop over ``trainer.epochs`` is gone through once at least: the first pass has all batches of the run.
+        """
+        if not self.cfg.trainer.epochs:
+            self.cfg = replace(self.cfg, trainer=replace(self.cfg.trainer, epochs=1))
         self.generation_ack, self.sync_finished = asyncio.Event(), asyncio.Event()
         async with self.running():
             self.train_dataloader = Batches(self)

@@ -36,7 +36,7 @@ WRONG = [
     ("num_generations=8", "TRL spells it; here it is generator.n_samples_per_prompt"),
     ("actor_rollout_ref.rollout.n=8", "verl spells it; here it is generator.n_samples_per_prompt"),
     ("n_samples_per_prompt=8", "did you mean generator.n_samples_per_prompt?"),
-    ("trainer.algorithm.policy_loss_type=my.py:mine", "in the program that you run: @POLICY_LOSSES.register"),
+    ("trainer.algorithm.policy_loss_type=my.py:mine", "policy loss 'my.py:mine': my.py does not exist"),
     # wrong types
     ("trainer.seed=abc", "trainer.seed: expected int, found the string 'abc'"),
     ("trainer.seed=1.5", "trainer.seed: expected int, found the float 1.5"),

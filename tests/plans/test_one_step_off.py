@@ -101,7 +101,8 @@ def test_the_class_defines_its_loop_and_nothing_that_the_base_class_has():
 
 
 def test_the_loop_fits_on_a_screen():
-    assert len(inspect.getsource(AsyncRayPPOTrainer).splitlines()) <= 40
+    pictured = inspect.getsource(AsyncRayPPOTrainer).splitlines()
+    assert len(pictured) - len((AsyncRayPPOTrainer.__doc__ or "").splitlines()) <= 40
     assert len(inspect.getsource(AsyncRayPPOTrainer.train).splitlines()) <= 10
 
 

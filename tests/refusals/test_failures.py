@@ -30,6 +30,9 @@ class NeverMade(BaseTextEnv):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OSError("no board to play on")
 
+    def step(self, action: str) -> Any:
+        raise AssertionError("it was never made")
+
 
 class Fine(BaseTextEnv):
     def step(self, action: str) -> Any:

@@ -65,6 +65,7 @@ def hangs(response):
 def says_so_and_hangs(response):
     response.touch()
     time.sleep(1000)
+    return 1.0
 
 
 def holds_the_interpreter(response):
@@ -73,6 +74,7 @@ def holds_the_interpreter(response):
 
 async def hangs_politely(response):
     await asyncio.sleep(1000)
+    return 1.0
 
 
 def leaves(response):

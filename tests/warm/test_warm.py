@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -13,13 +14,15 @@ from tests import warm
 
 
 def test_when_it_ends_the_tests_are_interrupted_and_nothing_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     script = tmp_path / "dies.py"
     script.write_text("raise ModuleNotFoundError('No module named uvloop')")
     failures: list[str] = []
     monkeypatch.setattr(warm, "FAILURES", failures)
     monkeypatch.setattr(warm, "SCRIPT", script)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which xdist's workers ignore
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     began = time.monotonic()
     ran = None
     with pytest.raises(KeyboardInterrupt), warm.nursery() as door:

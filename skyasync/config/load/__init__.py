@@ -112,7 +112,10 @@ def load_config(
     if isinstance(result, Config):
         chosen = result.trainer.plan if plan is None else plan
         given = {path for path, of_plan in written_by_hand if of_plan in (None, chosen)}
-        contradictions = check_config(result, plan=plan, given=given)
+        try:
+            contradictions = check_config(result, plan=plan, given=given)
+        except UserError as error:  # of a file that a setting names
+            contradictions = [str(error)]
     if contradictions:
         raise ConfigError(contradictions)
     vars(result)[_ORIGINS] = {s.path: s.where.removesuffix(": ") or COMMAND_LINE for s in settings}

@@ -22,7 +22,7 @@ def report(argv: Sequence[str]) -> int | None:
     """Write the page, and say where it is."""
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
-        return None if argv else 2
+        return None
     folders, out, every_s = _arguments(argv)
     from skyasync.observe.jsonl import replace_text
     from skyasync.observe.report.page import NAME, page
