@@ -3,7 +3,8 @@
 Invariant: whatever a function does (hang, hold the interpreter's lock, exit, crash, fork, write to the child's socket),
 ``Apart.call`` returns its own answer or raises within the limit, sending and receiving included: an answer has the
 number of its call, and a child that says anything else is killed. With the child its process group is killed: what
-its functions have started, unless that has given itself a group. Functions run in the child's main thread, so that
+its functions have started, unless that has given itself a group. An answer is data: reading it runs nothing of the
+function's. Functions run in the child's main thread, so that
 their own signals work as well. A child whose starter was killed ends too: when it is idle, at once; when it computes,
 after the processor time that the limit could have meant.
 
@@ -16,6 +17,7 @@ after the processor time that the limit could have meant.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
@@ -28,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import cache
 from itertools import count
 from typing import Any
@@ -37,6 +40,7 @@ from skyasync.errors import UserError, headline
 from skyasync.processes.calls import START_S, portable
 
 CHUNK = 1 << 20  # bytes that are read at once
+MOST = 64 << 20  # bytes of an answer
 _HEAD, _MARK = struct.Struct("!4sQ"), b"call"  # of a message; the number of bytes behind it
 
 
@@ -80,6 +84,19 @@ class Apart:
     @property
     def idle(self) -> bool:
         return not self.keys
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it lives and has said nothing unasked; else it is killed, for what an earlier call has left."""
+        try:
+            self._socket.settimeout(0)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        self.kill()
+        return False
 
     def load(self, name: str, function: bytes) -> None:
         """Unpickle a callable there, once.
@@ -126,7 +143,7 @@ class Apart:
         asked, deadline = pickle.dumps((number, *message)), time.monotonic() + limit_s
         try:
             _send(self._socket, asked, deadline)
-            answered, result, error = pickle.loads(_receive(self._socket, deadline))
+            answered, result, error = _read(_receive(self._socket, deadline, MOST))
             if answered != number:
                 raise ValueError(f"the answer to call {answered!r} came to call {number}")
         except TimeoutError as late:
@@ -151,13 +168,14 @@ class Apart:
 
 def serve(handle: int) -> None:
     """The child's program: answer calls until the other end is closed."""
+    os.set_inheritable(handle, False)  # else a program that a function has started would not tell of the child's end
     connection, own = socket.socket(fileno=handle), os.getpid()
     os.register_at_fork(after_in_child=connection.close)  # else it would not tell of the child's end
     while True:
         try:
             number, *message = pickle.loads(_receive(connection))
-        except EOFError:
-            return
+        except EOFError:  # without the functions' threads and exit handlers, and with what they have started
+            os.killpg(os.getpgrp(), signal.SIGKILL)
         answer = _answer(number, *message)
         if os.getpid() != own:  # the function has forked, and both have returned: one answers
             os._exit(0)
@@ -175,7 +193,7 @@ def _answer(number: int, function: bytes, arguments: dict[str, Any] | None, limi
         raise
     except BaseException as error:
         error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
-        return pickle.dumps((number, None, portable(error)))
+        return pickle.dumps((number, None, portable(error, _read)))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -186,11 +204,13 @@ def _send(connection: socket.socket, message: bytes, deadline: float | None = No
     connection.sendall(_HEAD.pack(_MARK, len(message)) + message)
 
 
-def _receive(connection: socket.socket, deadline: float | None = None) -> bytes:
+def _receive(connection: socket.socket, deadline: float | None = None, most: int = sys.maxsize) -> bytes:
     """Raises EOFError where the other end is closed, TimeoutError behind the deadline, ValueError for garbage."""
     mark, length = _HEAD.unpack(_exactly(_HEAD.size, connection, deadline))
     if mark != _MARK:
         raise ValueError(f"it begins with {mark!r}")
+    if length > most:
+        raise ValueError(f"it has {length} bytes, more than {most}")
     return _exactly(length, connection, deadline)
 
 
@@ -212,6 +232,20 @@ def _left(deadline: float | None) -> float | None:
     if left <= 0:
         raise TimeoutError
     return left
+
+
+class _Answer(pickle.Unpickler):
+    """Reads plain data, this library's, and its errors and Python's."""
+
+    def find_class(self, module: str, name: str) -> object:
+        found = super().find_class(module, name) if module.partition(".")[0] in ("builtins", "skyasync") else None
+        if isinstance(found, type) and (issubclass(found, Exception) or is_dataclass(found)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no data")
+
+
+def _read(answer: bytes) -> Any:
+    return _Answer(io.BytesIO(answer)).load()
 
 
 @cache

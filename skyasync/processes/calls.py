@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
+from skyasync.errors import TransientError, UserError
+
 START_S = 120.0  # for a new process, and for what it imports before its first call
 GRACE_S = 1.0  # for a coroutine to end after it has been cancelled
 
@@ -80,14 +82,15 @@ class Worker(Protocol):
     def kill(self) -> None: ...
 
 
-def portable(error: BaseException) -> Exception:
-    """The error itself if it survives the way to another process, else one that says the same."""
+def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loads) -> Exception:
+    """The error itself if it survives the way to another process, which has ``loads``; else one that says the same."""
     try:
-        if isinstance(pickle.loads(pickle.dumps(error)), Exception):
+        if isinstance(loads(pickle.dumps(error)), Exception):
             return error  # type: ignore[return-value]
     except Exception:
         pass
-    stand_in = RuntimeError(f"{type(error).__qualname__}: {error}")
+    kind = next((kind for kind in (TransientError, UserError) if isinstance(error, kind)), RuntimeError)
+    stand_in = kind(f"{type(error).__qualname__}: {error}")
     for note in getattr(error, "__notes__", ()):
         stand_in.add_note(note)
     return stand_in

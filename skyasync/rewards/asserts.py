@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from skyasync.errors import UserError
@@ -49,6 +50,17 @@ class Split:
     check: str
     literal: object = ...
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether ``literal`` is compared without hashing: equal hashes, which a response can choose, take for ever."""
+        return _is_plain(self.literal)
+
+
+def _is_plain(literal: object) -> bool:
+    if isinstance(literal, list | tuple):
+        return all(map(_is_plain, literal))
+    return literal is None or isinstance(literal, str | bytes | int | float)
+
 
 def split(test: str) -> Split:
     """A test of one or more ``assert`` statements, with imports, assignments and calls between them.
@@ -59,7 +71,10 @@ def split(test: str) -> Split:
     shared: set[str] = set()  # the test's own constants that the code's process needs
     while True:
         splitter = _Splitter(test, shared)
-        found = splitter.split()
+        try:
+            found = splitter.split()
+        except RecursionError as error:
+            raise splitter.refused("is nested too deeply") from error
         if splitter.needed <= shared:
             return found
         shared |= splitter.needed
@@ -74,6 +89,7 @@ class _Splitter(ast.NodeTransformer):
         self._constants: set[str] = set()
         self._variables: set[str] = set()
         self._known = set(dir(builtins)) - _RUN_TEXT  # names that mean the same in both processes
+        self._imported: set[str] = set()  # other names of modules, which the code can replace
         self._steps: list[tuple[str, str]] = []
         self._values = 0
         self._check: list[ast.stmt] = []
@@ -82,11 +98,11 @@ class _Splitter(ast.NodeTransformer):
         try:
             body = ast.parse(self._test).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise self._refused(f"is no Python: {error}") from error
+            raise self.refused(f"is no Python: {error}") from error
         for statement in body:
             self._take(statement)
         if not any(isinstance(statement, ast.Assert) for statement in body):
-            raise self._refused("has no assert statement")
+            raise self.refused("has no assert statement")
         check = ast.unparse(ast.fix_missing_locations(ast.Module(self._check, [])))
         match self._check:
             case [ast.Assert(ast.Compare(ast.Subscript(ast.Name(name)), [ast.Eq()], [literal]))] if name == VALUES:
@@ -101,9 +117,12 @@ class _Splitter(ast.NodeTransformer):
             case ast.Import(names) | ast.ImportFrom(names=names):
                 self._send("do", statement)
                 modules = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [n.name for n in names]
+                imported = {(name.asname or name.name).partition(".")[0] for name in names}
                 if all(module.partition(".")[0] in _MODULES for module in modules):
-                    self._known |= {(name.asname or name.name).partition(".")[0] for name in names}
+                    self._known |= imported
                     self._check.append(statement)
+                else:
+                    self._imported |= imported
             case ast.Assert(test):
                 if not self._foreign(test):  # the code's function has a built-in one's name
                     self._known -= {
@@ -111,6 +130,11 @@ class _Splitter(ast.NodeTransformer):
                         for node in ast.walk(test)
                         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                     }
+                match test:
+                    case ast.Call(function, given) if _root(function) in self._imported and any(
+                        map(self._foreign, given)
+                    ):
+                        raise self._undecided(test)
                 judged = self.visit(test)
                 assert isinstance(judged, ast.expr)
                 self._check.append(ast.Assert(judged))
@@ -124,12 +148,16 @@ class _Splitter(ast.NodeTransformer):
                 self._known.discard(name)  # the code may change it
                 self._variables.add(name)
                 self._send("do", statement)
+            case ast.Expr(ast.Call(function) as value) if self._foreign(value) and _name(function).startswith("assert"):
+                if self._foreign(function):
+                    raise self._undecided(value)
+                self._check.append(ast.Expr(self.generic_visit(value)))  # type: ignore[arg-type]
             case ast.Expr(value) if self._foreign(value):
                 self._send("do", statement)
             case ast.Pass() | ast.Expr():
                 self._check.append(statement)
             case _:
-                raise self._refused(
+                raise self.refused(
                     f"has {_shown(ast.unparse(statement))}: beside assert statements it may have imports, assignments "
                     "to one name, and calls"
                 )
@@ -153,18 +181,19 @@ class _Splitter(ast.NodeTransformer):
                 return self._loop(node)
             case _ if isinstance(node, _THROUGH):
                 return self.generic_visit(node)
-            case ast.expr():
+            case ast.expr() if not isinstance(node, ast.Lambda):
                 self._send("value", node)
                 self._values += 1
                 return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
-        raise self._refused(f"has {_shown(ast.unparse(node))}, which cannot be split")
+        raise self.refused(f"has {_shown(ast.unparse(node))}, which cannot be split")
 
     def _is_given_a_function(self, call: ast.Call) -> bool:
-        """Whether the code's function itself is an argument, as of ``map``."""
-        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        """Whether the code's function itself is an argument, as of ``map``, or a function that calls it."""
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        return name in _OF_FUNCTIONS and any(
-            isinstance(each, ast.Name) and each.id not in self._known | self._variables for each in arguments
+        return _name(call.func) in _OF_FUNCTIONS and any(
+            (isinstance(each, ast.Name) and each.id not in self._known | self._variables)
+            or (isinstance(each, ast.Lambda) and self._foreign(each))
+            for each in arguments
         )
 
     def _loop(self, loop: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ast.AST:
@@ -178,7 +207,7 @@ class _Splitter(ast.NodeTransformer):
             return loop
         calls = isinstance(loop.elt, ast.Call) and self._foreign(loop.elt.func) and not self._foreign(outer)
         if not calls or len(loop.generators) > 1 or first.ifs or not isinstance(first.target, ast.Name):
-            raise self._refused(
+            raise self.refused(
                 "compares in a loop, where what is expected cannot be told from what is given: write an assert "
                 "statement for each item"
             )
@@ -188,24 +217,46 @@ class _Splitter(ast.NodeTransformer):
         return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
 
     def _send(self, kind: str, node: ast.AST) -> None:
+        bound = _bound(node)
+        for each in ast.walk(node):
+            if isinstance(each, ast.Compare) and self._foreign(each, bound):
+                raise self._undecided(each)
         self.needed |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & self._constants
         self._steps.append((kind, ast.unparse(node)))
 
-    def _foreign(self, node: ast.AST) -> bool:
-        """Whether a name in it is the code's."""
-        names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-        bound = {each.id for each in names if isinstance(each.ctx, ast.Store)}
-        bound |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-        return any(each.id not in self._known | bound for each in names)
+    def _foreign(self, node: ast.AST, bound: Collection[str] = ()) -> bool:
+        """Whether a name in it is the code's; ``bound``: names that what is around it binds."""
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return not names <= self._known and bool(names - self._known - _bound(node) - set(bound))
 
-    def _refused(self, why: str) -> UserError:
+    def _undecided(self, node: ast.AST) -> UserError:
+        return self.refused(
+            f"leaves it to the code's process to decide {_shown(ast.unparse(node))}, and the code can change that: "
+            "write an assert statement that compares what a call returns"
+        )
+
+    def refused(self, why: str) -> UserError:
         return UserError(f"reward function code_tests: the test {_shown(self._test)} {why}")
+
+
+def _bound(node: ast.AST) -> set[str]:
+    stored = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return stored | {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+
+
+def _name(function: ast.expr) -> str:
+    return str(getattr(function, "id", getattr(function, "attr", "")))
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return _name(node)
 
 
 def _is_class(function: ast.expr) -> bool:
     """Whether it is called like one."""
-    name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-    return str(name)[:1].isupper()
+    return _name(function)[:1].isupper()
 
 
 def _shown(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from skyasync.errors import UserError
 from skyasync.rewards import sandbox
 from skyasync.rewards.asserts import Split, split
 from skyasync.rewards.registry import REWARDS, checking
-from skyasync.rewards.sandbox_program import from_plain
+from skyasync.rewards.sandbox_program import plain
 
 SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it
 SECONDS_PER_TEST = 2.0
@@ -53,7 +54,7 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
     checks = [
         (number, {"check": wanted.check, "values": answers[number]["values"]})
         for number, wanted in enumerate(expected[: len(answers)])
-        if isinstance(wanted, Split) and wanted.literal is ... and isinstance(answers[number].get("values"), list)
+        if isinstance(wanted, Split) and not wanted.is_plain and isinstance(answers[number].get("values"), list)
     ]
     if checks:  # in a process that has not run the code
         left = max(1.0, SECONDS - (time.monotonic() - started))
@@ -75,26 +76,32 @@ def code_of(response: str) -> str:
 def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
     """What the sandbox is asked for each test, and what is expected of its answer."""
     said = _parsed(label)
-    found: list[tuple[dict[str, Any], Any]] = []
-    if isinstance(said, dict) and _are_pairs(said.get("inputs"), said.get("outputs")):
-        pairs, name = list(zip(said["inputs"], said["outputs"], strict=True)), said.get("fn_name")
-        if name:
-            try:
-                found = [({"call": name, "arguments": _list(i)}, json.loads(json.dumps(o))) for i, o in pairs]
-            except (ValueError, TypeError) as error:
-                raise UserError(f"reward function code_tests: the tests of {name} are no JSON: {error}") from error
-        else:
-            found = [({"stdin": _text(given)}, _text(wanted)) for given, wanted in pairs]
-    elif isinstance(said, list) and all(isinstance(line, str) for line in said):
-        splits = [split(line) for line in said]
-        found = [({"steps": each.steps}, each) for each in splits]
+    try:
+        found = _tests(said)
+    except (ValueError, TypeError, RecursionError) as error:
+        whose = said.get("fn_name") if isinstance(said, dict) else None
+        raise UserError(
+            f"reward function code_tests: the tests of {whose or 'a program'} are no JSON: {error}"
+        ) from error
     if not found:
-        shown = repr(label) if len(repr(label)) <= 80 else f"{repr(label)[:77]}..."
         raise UserError(
             f"reward function code_tests needs tests in the row's label: {{inputs: [...], outputs: [...]}} (with "
-            f"fn_name for a function), or a list of assert statements; found {shown}"
+            f"fn_name, a text, for a function), or a list of assert statements; found {reprlib.repr(label)}"
         )
     return found
+
+
+def _tests(said: object) -> list[tuple[dict[str, Any], Any]]:
+    """Raises ValueError, TypeError or RecursionError for what is no JSON."""
+    if isinstance(said, dict) and _are_pairs(said.get("inputs"), said.get("outputs")):
+        pairs, name = list(zip(said["inputs"], said["outputs"], strict=True)), said.get("fn_name")
+        if not name:
+            return [({"stdin": _text(given)}, _text(wanted)) for given, wanted in pairs]
+        if isinstance(name, str):
+            return [({"call": name, "arguments": _plain(_list(given))}, _plain(wanted)) for given, wanted in pairs]
+    elif isinstance(said, list) and all(isinstance(line, str) for line in said):
+        return [({"steps": each.steps}, each) for each in map(split, said)]
+    return []
 
 
 def run(
@@ -113,7 +120,7 @@ def right(answer: dict[str, Any], expected: object) -> bool:
             return False
         if isinstance(expected, Split):
             (value,) = answer["values"]
-            return expected.literal is not ... and bool(from_plain(value) == expected.literal)
+            return expected.is_plain and bool(value == plain(expected.literal))
         if "printed" in answer:
             return isinstance(expected, str) and _lines(answer["printed"]) == _lines(expected)
         return bool(answer["returned"] == expected)
@@ -127,7 +134,7 @@ def _parsed(label: object) -> object:
     try:
         found: object = json.loads(label)
         return found
-    except ValueError:
+    except (ValueError, RecursionError):
         return [label] if "assert" in label else label
 
 
@@ -140,6 +147,13 @@ def _list(given: object) -> list[Any]:
     if isinstance(given, str):
         return [json.loads(line) for line in given.split("\n") if line.strip()]
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _plain(given: object) -> object:
+    found: object = json.loads(json.dumps(given))
+    if sandbox.is_deep(found):
+        raise ValueError(f"a value has more than {sandbox.DEEPEST} levels")
+    return found
 
 
 def _text(given: object) -> str:

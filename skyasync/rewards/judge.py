@@ -43,9 +43,11 @@ class Judge:
         """The function's score; for what it raises see ``Apart.call``, ``Unjudged`` being ``NoAnswerError``."""
         if function not in self._loaded:
             self.load(name, function)
-        with self._pool.alone() as process:
-            score: Score = process.call(f"reward function {name}", function, arguments, limit_s)
-            return score
+        while True:
+            with self._pool.alone() as process:
+                if process.is_quiet:
+                    score: Score = process.call(f"reward function {name}", function, arguments, limit_s)
+                    return score
 
     def close(self) -> None:
         """Kill the processes. The next call starts others."""

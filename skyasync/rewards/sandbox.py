@@ -40,6 +40,7 @@ from skyasync.rewards import sandbox_program
 AUTOMATIC = ("bubblewrap", "landlock")  # in order; the others are for the user to choose
 MEMORY_MB = 1024
 MOST_THREADS = 64
+START_S = 10.0  # for Python and its walls, before the code has begun
 LOOK_S = 0.05  # between two looks at the process
 DEEPEST = 200  # levels of an answer's JSON
 SLACK = 1 << 20  # bytes of answers beyond those that right ones take
@@ -159,7 +160,12 @@ def _answer(line: bytes, size: int) -> dict[str, Any]:
         return {"error": f"no answer: {error}"}
     if not isinstance(found, dict):
         return {"error": "no answer"}
-    level: list[object] = [found]
+    return {"error": "too deep an answer"} if is_deep(found) else found
+
+
+def is_deep(found: object) -> bool:
+    """Whether it has more than ``DEEPEST`` levels of JSON's lists and objects."""
+    level = [found]
     for _ in range(DEEPEST):
         level = [
             item
@@ -167,7 +173,7 @@ def _answer(line: bytes, size: int) -> dict[str, Any]:
             if isinstance(each, list | dict)
             for item in (each.values() if isinstance(each, dict) else each)
         ]
-    return {"error": "too deep an answer"} if level else found
+    return bool(level)
 
 
 def _is_server(where: str) -> bool:
@@ -188,7 +194,7 @@ def _command(backend: str) -> list[str]:
 
 
 def _from_process(command: list[str], task: str, most: int, lines: int, seconds: float) -> bytes:
-    """What it writes, until that is enough, too much or too late; then it is gone."""
+    """What it writes, until that is enough, too much or too late (from its first line on); then it is gone."""
     try:
         with tempfile.TemporaryFile() as given:
             given.write(task.encode())
@@ -199,7 +205,7 @@ def _from_process(command: list[str], task: str, most: int, lines: int, seconds:
             )  # fmt: skip
     except OSError as error:
         raise TransientError(f"the code's sandbox did not start: {error}") from error
-    output, missing, deadline = bytearray(), lines, time.monotonic() + seconds
+    output, missing, deadline = bytearray(), lines, time.monotonic() + START_S
     with process, selectors.DefaultSelector() as selector:
         assert process.stdout is not None
         pipe = process.stdout.fileno()
@@ -214,6 +220,8 @@ def _from_process(command: list[str], task: str, most: int, lines: int, seconds:
                 if selector.select(min(LOOK_S, deadline - now)):
                     if not (chunk := os.read(pipe, 1 << 16)):
                         break
+                    if missing == lines and b"\n" in chunk:
+                        deadline = time.monotonic() + seconds
                     output += chunk
                     missing -= chunk.count(b"\n")
         finally:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import struct
 import subprocess
+import sys
 import threading
 import time
+
+from skyasync.errors import TransientError
 
 
 class Unreadable:
@@ -17,8 +21,25 @@ class Unreadable:
         return int, ("not a number",)
 
 
+class RunsWhereItIsRead:
+    """What a function may put into its answer."""
+
+    def __init__(self, function, *arguments):
+        self.run = function, arguments
+
+    def __reduce__(self):
+        return self.run
+
+
 class Own(BaseException):
     pass
+
+
+class HangsWhereItIsRead(TransientError):
+    def __init__(self, mark):
+        super().__init__(mark)
+        if sys.argv[0] != "-c":  # in the process that has asked
+            time.sleep(1000)
 
 
 def behave(what, mark, payload=b""):
@@ -50,6 +71,20 @@ def behave(what, mark, payload=b""):
         return lambda: mark
     elif what == "return what cannot be read":
         return Unreadable()
+    elif what == "return what exits":
+        return RunsWhereItIsRead(sys.exit, 3)
+    elif what == "return what ends":
+        return RunsWhereItIsRead(os._exit, 3)
+    elif what == "raise what hangs":
+        raise HangsWhereItIsRead(mark)
+    elif what == "start a program and end":
+        os.system("sleep 1000 &")
+        os._exit(3)
+    elif what == "say too much":
+        for handle in _sockets():
+            os.write(handle, struct.pack("!4sQ", b"call", 1 << 40))
+            while True:
+                os.write(handle, b"x" * (1 << 20))
     elif what in ("garbage", "close"):
         for handle in _sockets():
             os.close(handle) if what == "close" else os.write(handle, payload or b"\0" * 7)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from skyasync.errors import TransientError
 from skyasync.processes.apart import Apart, NoAnswerError
 from skyasync.processes.pool import Pool
 from skyasync.testing.chaos.family import marked
@@ -24,7 +25,10 @@ ENDS, SLACK_S = 30.0, 10.0  # limits of a call that ends; seconds that a busy ma
 ANSWERS = ("", "fork", "fork and stay")
 HANGS = ("hang", "stop", "start a child and hang")
 FAILS = {  # what else may come of a call
-    **{what: NoAnswerError for what in (*HANGS, "exit", "end", "return what cannot be read", "garbage", "close")},
+    **{what: NoAnswerError for what in (*HANGS, "exit", "end", "return what cannot be read", "garbage", "close",
+                                    "return what exits", "return what ends", "start a program and end",
+                                    "say too much")},
+    "raise what hangs": TransientError,
     "interrupt": RuntimeError, "raise": ZeroDivisionError, "raise its own": RuntimeError,
     "return what cannot travel": (AttributeError, pickle.PicklingError),
 }  # fmt: skip
@@ -84,6 +88,18 @@ def test_every_answer_belongs_to_its_own_call_and_comes_within_the_limit(pool, a
             assert isinstance(answer, FAILS[what])
             if what in ("raise", "raise its own"):
                 assert str(number) in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("start a program and end", "it ended its process"),
+        ("say too much", "it has 1099511627776 bytes"),
+        ("return what exits", "sys.exit is no data"),
+    ],
+)
+def test_an_answer_that_cannot_be_taken_is_not_waited_for(pool, what, why):
+    assert why in str(ask(pool, what, 1))
 
 
 def test_what_an_ended_call_has_started_ends_with_it(pool, mark):

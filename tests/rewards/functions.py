@@ -56,6 +56,16 @@ async def raises_its_own_timeout(response):
     raise TimeoutError("the server said so")
 
 
+def leaves_later(response):
+    threading.Timer(0.1, os._exit, [3]).start()
+    return 1.0
+
+
+def leaves_a_thread(response):
+    threading.Thread(target=time.sleep, args=[1000]).start()
+    return {"reward": 0.0, "process": os.getpid()}
+
+
 def hangs(response):
     if "hang" in response:
         time.sleep(1000)

@@ -56,6 +56,9 @@ def test_a_call_that_must_equal_a_literal_is_sent_alone(given: object, wanted: o
         ("import pickle\nassert pickle.loads(f(1)) == 99", ["import pickle", "pickle.loads(f(1))"]),
         ("assert eval(f(1)) == 99", ["eval(f(1))"]),
         ("x = [99]\nx.sort()\nassert f(1) == x", ["f(1)"]),
+        ("assert f(lambda x: x > 1) == 99", ["f(lambda x: x > 1)"]),
+        ("assert list(map(lambda x: f(x), [1])) == [99]", ["map(lambda x: f(x), [1])"]),
+        ("import numpy\nnumpy.testing.assert_allclose(f(1), 99)\nassert g(1) == 99", ["import numpy", "f(1)", "g(1)"]),
     ],
 )
 def test_what_is_expected_stays_behind(test: str, sent: list[str]) -> None:
@@ -76,9 +79,30 @@ def test_what_is_expected_stays_behind(test: str, sent: list[str]) -> None:
         "f(1)",
         "assert (",
         "assert " + "(" * 9999,
+        "assert " + "not " * 500 + "f(1)",
+        "assert f(1)" + ".a" * 900,
     ],
 )
 def test_what_cannot_be_told_apart_is_refused_in_a_line(test: str) -> None:
     with pytest.raises(UserError, match=r"reward function code_tests: the test '") as raised:
         split(test)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "ok = f(1) == 99\nassert ok",
+        "assert (ok := f(1) == 99)",
+        "assert (lambda: f(1) == 99)()",
+        "assert all(map(lambda pair: f(pair[0]) == pair[1], [(1, 99)]))",
+        "x = f(1)\nok = x in [99]\nassert ok",
+        "import torch\nassert torch.allclose(f(1), torch.tensor([99.0]))",
+        "from torch import equal\nassert equal(f(1), 99)",
+        "import torch\ntorch.testing.assert_close(f(1), 99)\nassert f(2)",
+        "self.assertEqual(f(1), 99)\nassert f(2)",
+    ],
+)
+def test_no_verdict_is_left_to_the_process_of_the_code(test: str) -> None:
+    with pytest.raises(UserError, match="leaves it to the code's process to decide"):
+        split(test)

@@ -124,6 +124,34 @@ def test_tests_of_a_function_that_are_no_json_are_refused_in_a_line(tests: Any) 
         code_tests("def f(x): return x", {"fn_name": "f", **tests})
 
 
+NESTED: list[Any] = []
+for _ in range(5000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        {"fn_name": "f", "inputs": [[NESTED]], "outputs": [1]},
+        {"fn_name": "f", "inputs": [[1]], "outputs": [NESTED]},
+        {"fn_name": "f", "inputs": [[1]], "outputs": [json.loads("[" * 250 + "]" * 250)]},
+        {"fn_name": "f", "inputs": ["[" * 5000 + "]" * 5000], "outputs": [1]},
+        {"fn_name": "f", "inputs": [[{1, 2}]], "outputs": [1]},
+        {"fn_name": "f", "inputs": [[{(1, 2): 3}]], "outputs": [1]},
+        {"fn_name": "f", "inputs": [[10**5000]], "outputs": [1]},
+        {"fn_name": ["f"], "inputs": [[1]], "outputs": [1]},
+        {"inputs": [NESTED], "outputs": ["1"]},
+        {"inputs": ["1"], "outputs": [10**5000]},
+        '{"inputs": ["1"], "outputs": ' + "[" * 100_000,
+        NESTED,
+    ],
+)
+def test_tests_that_are_no_plain_data_are_refused_in_a_line(label: Any) -> None:
+    with pytest.raises(UserError, match=r"reward function code_tests.*tests") as raised:
+        code_tests("def f(x): return x", label)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
 def test_the_last_block_counts_or_all_of_the_text() -> None:
     assert code_of("```python\na\n```\n or better\n```py\nb\n```") == "b\n"
     assert code_of("print(1)") == "print(1)"

@@ -40,19 +40,28 @@ def test_a_process_is_kept_until_it_is_lost(judge):
     assert process(judge) != first
 
 
+def test_what_a_call_has_left_to_happen_is_no_verdict_on_the_next(judge):
+    first = process(judge)
+    assert judge.call("l", named("leaves_later"), {"response": ""}, 5.0).reward == 1.0
+    soon(lambda: not lives(first))
+    assert process(judge) != first
+
+
 def test_a_module_that_cannot_be_loaded_is_an_error_and_not_a_lost_verdict(judge, tmp_path):
     (tmp_path / "leaving.py").write_text("import os\nos._exit(1)\ndef f(response): ...\n")
     with pytest.raises(UserError, match="cannot be loaded: it ended its process"):
         judge.call("f", portable(len, f"{tmp_path}/leaving.py:f"), {"response": ""}, 5.0)
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_the_process_ends_with_the_one_that_started_it(busy):
+@pytest.mark.parametrize(("first", "busy"), [("process", False), ("leaves_a_thread", False), ("process", True)])
+def test_the_process_ends_with_the_one_that_started_it(first, busy):
     program = (
         "import os, threading\n"
         "from skyasync.rewards.judge import Judge\n"
-        "from tests.rewards.test_judge import named, process\n"
-        "judge = Judge(); print(process(judge), flush=True)\n"
+        "from tests.rewards.test_judge import named\n"
+        "judge = Judge()\n"
+        f"score = judge.call('p', named({first!r}), {{'response': ''}}, 5.0)\n"
+        "print(int(score.metrics['process']), flush=True)\n"
         f"if {busy}: judge.call('h', named('holds_the_interpreter'), {{'response': 'hang'}}, 0.4)\n"
         "else: input()"
     )

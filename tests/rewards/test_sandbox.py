@@ -163,6 +163,29 @@ def test_right_code_passes_every_kind_of_assert_test(backend: str) -> None:
     assert judged(program.replace("return x", "return [x]"), tests, backend)["passed"] == pytest.approx(8 / len(tests))
 
 
+@confined
+@pytest.mark.parametrize("wanted", ["[41]", "{41}", "{41: [1]}"])
+def test_values_of_equal_hashes_take_no_time_of_the_process_that_judges(wanted: str, backend: str, short: None) -> None:
+    items = "[i * ((1 << 61) - 1) for i in range(1, 30000)]"
+    program = (
+        "import json, os\n"
+        f"for value in ({{'set': {items}}}, {{'dict': [[i, 0] for i in {items}]}}):\n"
+        "    os.write(3, json.dumps({'values': [value]}, separators=(',', ':')).encode() + b'\\n')\n"
+    )
+    before = time.process_time()
+    assert judged(program, [f"assert f(1) == {wanted}"], backend)["reward"] == 0.0
+    assert judged(program, [f"assert f(1) == {wanted}"] * 2, backend)["reward"] == 0.0
+    assert time.process_time() - before < 1.5
+
+
+@confined
+def test_the_codes_time_begins_when_it_may_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = sandbox._command
+    monkeypatch.setattr(sandbox, "_command", lambda where: ["sh", "-c", 'sleep 1.2; exec "$@"', "sh", *begin(where)])
+    (answer,) = sandbox.run(backend, "print(1)", [{"stdin": ""}], [0], 1.0, 1.0)
+    assert answer == {"printed": "1\n"}
+
+
 # What is outside
 
 
