@@ -71,6 +71,8 @@ INPUTS = [
     (["generator.backend=vllm", "generator.engine_kwargs.enable_chunked_prefill=true"], "chunked_prefill=true", "GPU"),
     (["generator.backend=vllm", "generator.engine_kwargs.block_size=16"], "block_size=16 needs GPUs", "block_size=32"),
     (["generator.weight_sync_backend=nccl", "generator.backend=vllm"], "nccl needs GPUs", "shared_memory"),
+    (["trainer.placement.policy_num_gpus_per_node=4096"], "4097 processes", "policy_num_gpus_per_node=4096"),
+    (["generator.num_inference_engines=4096"], "4097 processes", "num_inference_engines=4096"),
     (["generator.weight_sync_backend=cuda_ipc", "generator.backend=vllm"],
      "cuda_ipc", "trainer.placement.colocate_all=true"),
     (["generator.backend=vllm", "trainer.placement.colocate_all=true"], "colocate_all=true", "CPU"),
