@@ -73,7 +73,7 @@ def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[
 
 
 def _report(folder: RunDirectory, since: float) -> None:
-    """Show what the run has reached, if it has logged anything after ``since``: it may have ended before its first step."""
+    """Show what the run has reached, if it has logged anything since then: it may have ended before its first step."""
     from skyasync.observe import jsonl
     from skyasync.observe.plots import plot_reward
     from skyasync.observe.summary import print_summary
