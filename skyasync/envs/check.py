@@ -17,6 +17,7 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import NonFiniteRewardError, unknown
 
+STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
@@ -34,7 +35,7 @@ def check_prompt(start: object, *, raw: bool) -> Conversation | str:
 def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
     """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
     if not isinstance(output, Mapping):
-        raise NonsenseError(f"step must return a dictionary; it returned {_shown(output)}")
+        raise NonsenseError(f"step must return a dictionary; it returned {_shown(output)}: {STEP_FORM}")
     if missing := [name for name in ("observations", "reward", "done") if name not in output]:
         raise NonsenseError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
     observations = _said(output["observations"], "step's observations", raw)

@@ -19,7 +19,7 @@ from typing import Any
 
 from skyasync.errors import UserError, nearest
 from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.forms import BY_NAME, as_known_to, form_by, looks_at_tokens, parameter_names, returns_nothing
+from skyasync.rewards.forms import BY_NAME, as_known_to, form_by, looks_at_tokens, parameter_names, wrong_return
 from skyasync.rewards.judge import Judge, Unjudged, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call, call_async
@@ -54,9 +54,9 @@ class Member:
         unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unnamed:
             raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
-        if returns_nothing(found):
+        if wrong := wrong_return(found):
             raise UserError(
-                f"reward function {reference!r} returns nothing: return a number, or a mapping with 'reward'"
+                f"reward function {reference!r} returns {wrong}: return a number, or a mapping with 'reward'"
             )
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

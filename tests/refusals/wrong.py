@@ -164,5 +164,9 @@ PARTS = [
      "needs 'trainer_state'", "the row gives: question, answer, "),
     ([f"environment.env_class={HERE}:Stepless"], "Stepless", "step(action)"),
     ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, HalfAnEngine"),
+    ([f"environment.env_class={HERE}:Gymnastic"], "step returns a tuple", "a dictionary with observations, reward and"),
+    (["environment.env_class=tests.refusals.parts:Gymnastic"], "step returns a tuple", "a dictionary"),
+    ([f"environment.reward_funcs=[{HERE}:with_info]", "environment.env_class=reward"],
+     "with_info' returns a tuple", "return a number, or a mapping"),
     ([f"environment.reward_funcs=[{HERE}:no_number]", "environment.env_class=reward"], "no_number", "return a number"),
 ]  # fmt: skip
