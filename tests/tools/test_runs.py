@@ -44,7 +44,7 @@ def test_the_settings_that_differ_are_shown_and_runs_are_sorted_by_a_metric(
     for name, lr in (("first", 1e-3), ("second", 3e-4)):
         config = folder / name / "config.yaml"
         plan = "/home/someone/with/a/long/path/to/my_plans/replaying.py:Replaying"
-        others = f"  seed: 3\n  policy:\n    optimizer_config:\n      lr: {lr}\n  epochs: {int(lr * 1e4)}\n"
+        others = f"  seed: 3\n  policy:\n    optimizer_config:\n      lr: {lr}\n  epochs: {round(lr * 1e4)}\n"
         config.write_text(f"trainer:\n  plan: {plan}\n{others}")
         (folder / name / "origins.json").write_text(json.dumps({LR: "command line"}))
     monkeypatch.setenv("COLUMNS", "120")
