@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 _LONGEST = 400  # characters of a headline
+WHILE_PLAYING = "while playing the episode"  # begins the note of an error in one
 
 
 class UserError(Exception):
@@ -54,7 +55,8 @@ class MissingVLLMError(MissingExtraError):
 
 
 def headline(error: BaseException) -> str:
-    """An error that may have come from another process, in one line: the first one's kind and what it says."""
+    """An error that may have come from another process, in one line: the first one's kind, what it says, and in which
+    episode."""
     seen = error
     while isinstance(cause := getattr(seen, "cause", None), BaseException):  # Ray's errors carry the original
         seen = cause
@@ -63,7 +65,9 @@ def headline(error: BaseException) -> str:
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
     kind = type(seen).__name__
-    return text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
+    said = text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
+    notes = (note for note in getattr(seen, "__notes__", ()) if note.startswith(WHILE_PLAYING))
+    return ", ".join([said, *notes])
 
 
 def nearest(name: str, options: Iterable[str], count: int = 3) -> list[str]:

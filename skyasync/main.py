@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
 from skyasync.errors import RayEndedError, Terminated, UserError, headline
-from skyasync.observe.run_dir import shown
+from skyasync.observe.run_dir import RunDirectory, shown
 
 if TYPE_CHECKING:
     from skyasync.experiment import BasePPOExp
@@ -82,12 +82,18 @@ def _run(experiment: BasePPOExp) -> dict[str, float] | None:
         run_dir = experiment.run_dir
         if run_dir is None or not run_dir.error.is_file():
             raise
-        said = run_dir.secrets.hide_all(headline(error))
-        print(f"error: {said} (the traceback: {shown(run_dir.error)})", file=sys.stderr)
-        if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
-            sys.stdout.flush()
-            os._exit(1)
-        raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+        end_with(error, run_dir)
+
+
+def end_with(error: Exception, folder: RunDirectory) -> NoReturn:
+    """End the program with one line, which names where the traceback and the processes' logs are."""
+    said = folder.secrets.hide_all(headline(error))
+    logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
+    print(f"error: {said} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
+    if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
+        sys.stdout.flush()
+        os._exit(1)
+    raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 
 def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:

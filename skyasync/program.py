@@ -63,17 +63,22 @@ def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[
         experiment.gpus = gpus
         if line := chosen_backend(experiment.cfg, gpus=gpus):
             print(line)
+        since = experiment.began_s or 0.0
         try:
-            return run_in_controller(experiment, logs)
+            metrics = run_in_controller(experiment, logs)
+            since = 0.0  # a resumed run may have had nothing left to do
+            return metrics
         finally:
-            _report(folder)
+            _report(folder, since)
 
 
-def _report(folder: RunDirectory) -> None:
+def _report(folder: RunDirectory, since: float) -> None:
+    """Show what the run has reached, if it has logged anything since then: it may have ended before its first step."""
+    from skyasync.observe import jsonl
     from skyasync.observe.plots import plot_reward
     from skyasync.observe.summary import print_summary
 
-    if folder.metrics.exists():  # the run may have ended before its first step
+    if any(row.get("time", 0.0) >= since for row in jsonl.read_rows(folder.metrics)):
         plot_reward(folder.metrics, folder.reward_plot)
         print_summary(folder.metrics)
         print(f"run folder: {shown(folder.path)}")

@@ -30,6 +30,7 @@ STRAGGLERS_S = 0.6  # Ray looks at its files twice as often
 
 _BAR = re.compile(r"\d+%\|.*\||\[\d+:\d\d<.*(it/s|s/it)|\bLoading .*: +\d+%")
 _LIBRARY = re.compile(r"^\S*/(site|dist)-packages/\S+:\d+: \w*Warning: |^/usr/lib/\S+:\d+: \w*Warning: ")
+_MODELS = re.compile(r"^Loading weights$|^Failed to load CPU gemm_4bit_forward ")  # of transformers, of bitsandbytes
 _RAY = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z] \d+ \d+\] |^\[W\d+ .*\.cpp:\d+\] ")
 _FAILED = re.compile(r"Traceback|\b\w*(Error|Exception)\b|\bFatal\b|SIG[A-Z]{3,}|Segmentation|Aborted")
 
@@ -106,7 +107,7 @@ class ProcessLogs:
             self._warned.discard(key)
             if _LIBRARY.search(line):
                 self._warned.add(key)
-            elif not source and not _BAR.search(line) and not _RAY.search(line):
+            elif not source and not any(noise.search(line) for noise in (_BAR, _MODELS, _RAY)):
                 kept.append(line)
         return kept
 

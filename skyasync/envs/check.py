@@ -1,7 +1,7 @@
 """What an environment says, checked before anyone believes it.
 
 Invariant: behind these functions an observation is text of bounded length, a reward and a metric are finite floats,
-``done`` is a bool; everything else is a ``NonsenseError`` that says what was found.
+``done`` is a bool; everything else is a ``InvalidEnvOutputError`` that says what was found.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import NonFiniteRewardError, unknown
 
+STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 
-class NonsenseError(ValueError):
+class InvalidEnvOutputError(ValueError):
     """An environment returned something that it must not."""
 
 
 def check_prompt(start: object, *, raw: bool) -> Conversation | str:
     """The first element of what ``init`` returned, as messages (or, if ``raw``, as text)."""
     if not isinstance(start, tuple) or len(start) != 2:
-        raise NonsenseError(f"init must return (conversation, info); it returned {_shown(start)}")
+        raise InvalidEnvOutputError(f"init must return (conversation, info); it returned {_shown(start)}")
     return _said(start[0], "init's conversation", raw)
 
 
 def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
     """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
     if not isinstance(output, Mapping):
-        raise NonsenseError(f"step must return a dictionary; it returned {_shown(output)}")
+        raise InvalidEnvOutputError(f"step must return a dictionary; it returned {_shown(output)}: {STEP_FORM}")
     if missing := [name for name in ("observations", "reward", "done") if name not in output]:
-        raise NonsenseError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
+        raise InvalidEnvOutputError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
     observations = _said(output["observations"], "step's observations", raw)
     chars = len(observations) if isinstance(observations, str) else sum(map(_chars, observations))
     if chars > most_chars:
-        raise NonsenseError(
+        raise InvalidEnvOutputError(
             f"the observation has {chars:,} characters; environment.max_observation_chars={most_chars} allows no more"
         )
     return {
@@ -53,17 +54,21 @@ def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
 
 def check_metrics(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
-        raise NonsenseError(f"get_metrics must return a dictionary; it returned {_shown(metrics)}")
+        raise InvalidEnvOutputError(f"get_metrics must return a dictionary; it returned {_shown(metrics)}")
     return {str(name): _number(value, f"the metric {name}") for name, value in metrics.items()}
 
 
 def _said(messages: object, what: str, raw: bool) -> Conversation | str:
     if raw:
         if not isinstance(messages, str):
-            raise NonsenseError(f"{what} must be text, since the environment has raw_text; found {_shown(messages)}")
+            raise InvalidEnvOutputError(
+                f"{what} must be text, since the environment has raw_text; found {_shown(messages)}"
+            )
         return messages
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
-        raise NonsenseError(f"{what} must be a list of messages with a role and a content; found {_shown(messages)}")
+        raise InvalidEnvOutputError(
+            f"{what} must be a list of messages with a role and a content; found {_shown(messages)}"
+        )
     return messages
 
 
@@ -75,11 +80,11 @@ def _is_message(message: object) -> bool:
 def _sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
     for name in changes:
         if name not in SAMPLING:
-            raise NonsenseError(unknown("name in step's sampling_params", str(name), SAMPLING))
+            raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
     try:
         settled = SamplingParams(**changes)
     except (TypeError, ValueError, AttributeError) as error:
-        raise NonsenseError(f"step's sampling_params: {error}") from None
+        raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
     return {name: getattr(settled, name) for name in changes}
 
 
@@ -91,7 +96,7 @@ def _chars(message: Mapping[str, Any]) -> int:
 
 def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else NonsenseError
+        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else InvalidEnvOutputError
         raise kind(f"{what} is {_shown(value)}; it must be a finite number")
     return float(value)
 
@@ -102,7 +107,7 @@ def _flag(value: object) -> bool:
             return bool(value)
     except ValueError:  # an array
         pass
-    raise NonsenseError(f"done is {_shown(value)}; it must be true or false")
+    raise InvalidEnvOutputError(f"done is {_shown(value)}; it must be true or false")
 
 
 def _shown(value: object) -> str:

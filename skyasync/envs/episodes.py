@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypedDict, cast
 
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnv, Conversation, Seen
-from skyasync.envs.check import NonsenseError, check_metrics, check_prompt, check_step
+from skyasync.envs.check import InvalidEnvOutputError, check_metrics, check_prompt, check_step
 from skyasync.envs.registry import EnvFactory
 from skyasync.errors import NonFiniteRewardError, TransientError
 from skyasync.processes.calls import Answer, Call, portable
@@ -209,7 +209,7 @@ def _has_async_methods(env_class: object) -> bool:
 
 def _told(caught: BaseException, episode: str) -> Exception:
     """What an environment raised, as its caller is told."""
-    if isinstance(caught, NonsenseError):
+    if isinstance(caught, InvalidEnvOutputError):
         error: Exception = ValueError(f"the environment of {episode}: {caught}")
     elif isinstance(caught, NonFiniteRewardError):
         error = NonFiniteRewardError(f"the environment of {episode}: {caught}")

@@ -18,10 +18,11 @@ from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.endpoint.parsers import VLLM, check_parsers
 from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
 from skyasync.envs.base import BaseTextEnv
+from skyasync.envs.check import STEP_FORM
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.observe import TRACKERS
-from skyasync.preflight.references import check_reference, lacks
+from skyasync.preflight.references import check_reference, lacks, returns_tuples
 from skyasync.registry import Registry
 from skyasync.rewards.registry import REWARDS
 from skyasync.rollout.answers import reader
@@ -94,6 +95,8 @@ def check_environment(name: str) -> None:
         check_reference(name, "environment")
         if lacks(name, BaseTextEnv, "step"):
             raise UserError(f"environment {name!r} does not define step(action)")
+        if returns_tuples(name, "step"):
+            raise UserError(f"environment {name!r}: step returns a tuple: {STEP_FORM}")
     elif name not in ENVS.names():
         raise UserError(unknown("environment", name, ENVS.names()))
     else:

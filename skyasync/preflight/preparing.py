@@ -29,7 +29,7 @@ from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
-from skyasync.preflight.devices import without_gpus
+from skyasync.preflight.devices import check_cores, without_gpus
 from skyasync.preflight.folders import check_folders, check_resuming
 from skyasync.preflight.judges import check_judges
 from skyasync.preflight.parts import check_parts, plans_named_by
@@ -104,6 +104,7 @@ def _check_engines(experiment: Unprepared) -> None:
     cfg = experiment.cfg
     if without_gpus(cfg.ray.address):
         engine_config(cfg, gpus=False)
+        check_cores(cfg, experiment.roles())
     if cfg.generator.engines:
         folder = cfg.generator.weight_sync_dir
         check_servers(cfg.generator.engines, experiment.engine_config(), folder, backend(cfg))

@@ -42,6 +42,21 @@ def lacks(reference: str, base: type, method: str) -> bool:
     return False
 
 
+def returns_tuples(reference: str, method: str) -> bool:
+    """Whether every ``return`` of a class's own method is written as a tuple; false if only running tells."""
+    module, _, name = reference.rpartition(":")
+    try:
+        source = _source(module, reference)
+    except (UserError, ValueError):  # a module without a file, such as a program's own
+        return False
+    for owner in ast.parse(source.read_bytes()).body if source else ():
+        if isinstance(owner, ast.ClassDef) and owner.name == name:
+            methods = (node for node in owner.body if getattr(node, "name", "") == method)
+            returned = [node.value for found in methods for node in ast.walk(found) if isinstance(node, ast.Return)]
+            return bool(returned) and all(isinstance(value, ast.Tuple) for value in returned)
+    return False
+
+
 def _source(module: str, what: str) -> Path | None:
     if module.endswith(".py"):
         return python_file(module, what)

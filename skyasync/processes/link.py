@@ -26,7 +26,7 @@ class ProcessLostError(RuntimeError):
     """The process that worked on it is gone; which of its calls is to blame is unknown."""
 
 
-class LoadingLostError(ProcessLostError, UserError):
+class WorkerStartError(ProcessLostError, UserError):
     """The process has ended while it loaded something: what it loads may be to blame, or whoever ended it."""
 
 
@@ -62,7 +62,7 @@ class Link:
         """Have the process load something, once.
 
         Raises:
-            UserError: if it is not ready within ``START_S``; a ``LoadingLostError`` if it ends.
+            UserError: if it is not ready within ``START_S``; a ``WorkerStartError`` if it ends.
             Exception: what loading raised.
         """
         if name not in self._loaded:
@@ -96,7 +96,7 @@ class Link:
             who = f"the process that runs {self._what}"
             if isinstance(error, TimeoutError) and timer.expired():
                 raise UserError(f"{who} was not ready within {START_S:g} s") from error
-            raise LoadingLostError(f"{who} ended while it was loading: {error}") from error
+            raise WorkerStartError(f"{who} ended while it was loading: {error}") from error
         if problem is not None:
             raise problem
 

@@ -42,7 +42,7 @@ class UnansweredError(Exception):
     tried = False
 
 
-class PassingError(Exception):
+class TemporaryServerError(Exception):
     """One try has failed, and another may not. ``after_s``: what the server asks to wait; ``busy``: it is there."""
 
     def __init__(self, message: str, after_s: float = 0.0, *, busy: bool = False) -> None:
@@ -90,7 +90,7 @@ class ChatServer:
         for number in range(judge.retries + 1):
             try:
                 return await self._try(self._body(messages), judge.timeout_s)
-            except PassingError as error:
+            except TemporaryServerError as error:
                 problem = str(error)
                 if number < judge.retries:
                     pause_s = min(2.0**number * random.uniform(0.75, 1.25), LONGEST_PAUSE_S)
@@ -109,7 +109,7 @@ class ChatServer:
         body = self._body([{"role": "user", "content": "Answer with the number 1."}])
         try:
             await self._try(body, self._judge.timeout_s)
-        except PassingError as error:
+        except TemporaryServerError as error:
             if not error.busy:
                 raise UserError(f"{where}: {self._url} does not answer: {error}") from error
         except UnansweredError as error:
@@ -138,10 +138,12 @@ class ChatServer:
                 return self._content(said)
         except TimeoutError as error:
             if not timer.expired():
-                raise PassingError(self._hidden(f"{error or 'timeout'}")) from None
-            raise PassingError(f"no answer within {limit_s:g} s (environment.judges.{self._name}.timeout_s)") from None
+                raise TemporaryServerError(self._hidden(f"{error or 'timeout'}")) from None
+            raise TemporaryServerError(
+                f"no answer within {limit_s:g} s (environment.judges.{self._name}.timeout_s)"
+            ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise PassingError(self._hidden(str(error) or type(error).__name__)) from None
+            raise TemporaryServerError(self._hidden(str(error) or type(error).__name__)) from None
 
     def _open(self) -> aiohttp.ClientSession:
         """Made where it is used: it belongs to the event loop that runs then."""
@@ -158,7 +160,7 @@ class ChatServer:
             return
         problem = f"status {status}: {self._shown(said)}"
         if status in _PASSING or status >= 500:
-            raise PassingError(problem, float(after) if after.isdecimal() else 0.0, busy=status in _BUSY)
+            raise TemporaryServerError(problem, float(after) if after.isdecimal() else 0.0, busy=status in _BUSY)
         if status in _FOR_GOOD:
             where = f"environment.judges.{self._name}"
             hint = {404: f"{where}.base_url, {where}.model"}.get(status, f"{where}.api_key_env")
@@ -170,7 +172,7 @@ class ChatServer:
             message = json.loads(said)["choices"][0]["message"]
             content = message["content"]
         except (ValueError, LookupError, TypeError):
-            raise PassingError(f"this is no chat completion: {self._shown(said)}") from None
+            raise TemporaryServerError(f"this is no chat completion: {self._shown(said)}") from None
         if isinstance(content, list):
             content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
         return str(content or "")

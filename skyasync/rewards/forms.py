@@ -40,13 +40,17 @@ def parameter_names(function: Callable[..., object]) -> frozenset[str]:
     return frozenset(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
 
 
-def returns_nothing(function: Callable[..., object]) -> bool:
-    """Whether every way out of it returns None, as the way past its last line does."""
+def wrong_return(function: Callable[..., object]) -> str:
+    """What every way out of it returns, if that is nothing (as the way past its last line does) or a tuple; else ""."""
     code = getattr(function, "__code__", None)
     steps = list(dis.get_instructions(code)) if code else []
     ends = [place for place, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
     values = [steps[end] if steps[end].opname == "RETURN_CONST" else steps[end - 1] for end in ends]
-    return bool(values) and all(step.opname.endswith("_CONST") and step.argval is None for step in values)
+    constants = [step.argval if step.opname.endswith("_CONST") else ... for step in values]
+    if values and all(constant is None for constant in constants):
+        return "nothing"
+    tuples = [s.opname == "BUILD_TUPLE" or isinstance(c, tuple) for s, c in zip(values, constants, strict=True)]
+    return "a tuple" if tuples and all(tuples) else ""
 
 
 @cache

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyasync.processes.apart import Apart
-from skyasync.processes.apart import NoAnswerError as Unjudged
 from skyasync.processes.pool import Pool
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call
-
-__all__ = ["Judge", "Unjudged", "portable"]
 
 JUDGES = 8  # processes at most: a response that takes its whole limit must not hold up all others
 
@@ -40,7 +37,7 @@ class Judge:
         self._loaded[function] = f"reward function {name}"
 
     def call(self, name: str, function: bytes, arguments: dict[str, Any], limit_s: float) -> Score:
-        """The function's score; for what it raises see ``Apart.call``, ``Unjudged`` being ``NoAnswerError``."""
+        """The function's score; for what it raises see ``Apart.call``."""
         if function not in self._loaded:
             self.load(name, function)
         while True:

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 from skyasync.config.judges import JudgeConfig, is_text
 from skyasync.errors import UserError, nearest
+from skyasync.processes.apart import NoAnswerError
 from skyasync.rewards.chat_server import Messages, UnansweredError
-from skyasync.rewards.judge import Judge, Unjudged
+from skyasync.rewards.judge import Judge
 from skyasync.rewards.score import Score
 from skyasync.rewards.verdicts import Reader, adjusted, known_to_judge, question
 
@@ -140,7 +141,7 @@ class LLMJudge:
         name, arguments = f"judge:{self._name}", {"text": said}
         try:
             return await asyncio.to_thread(self._parsing.call, name, self._reader.portable, arguments, READ_S)
-        except Unjudged as problem:
+        except NoAnswerError as problem:
             log.warning("the parser of judge %s: %s", self._name, problem)
             return None
 

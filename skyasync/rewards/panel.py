@@ -18,9 +18,10 @@ from functools import cache, lru_cache
 from typing import Any
 
 from skyasync.errors import UserError, nearest
+from skyasync.processes.apart import NoAnswerError
 from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.forms import BY_NAME, as_known_to, form_of, parameter_names, returns_nothing
-from skyasync.rewards.judge import Judge, Unjudged, portable
+from skyasync.rewards.forms import BY_NAME, as_known_to, form_of, parameter_names, wrong_return
+from skyasync.rewards.judge import Judge, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call, call_async
 
@@ -55,9 +56,9 @@ class Member:
         unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unnamed:
             raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
-        if returns_nothing(found):
+        if wrong := wrong_return(found):
             raise UserError(
-                f"reward function {reference!r} returns nothing: return a number, or a mapping with 'reward'"
+                f"reward function {reference!r} returns {wrong}: return a number, or a mapping with 'reward'"
             )
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -133,7 +134,7 @@ def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -
     for member, running in zip(members, started, strict=True):
         try:
             scores.append(_verdict(member, running, known, limit_s))
-        except Unjudged as problem:
+        except NoAnswerError as problem:
             log.warning("reward function %s gave no verdict: %s", member.name, problem)
             scores.append(Score(0.0, unjudged=True))
         except UserError:
@@ -151,7 +152,7 @@ def _verdict(member: Member, running: Future[Score] | None, known: Mapping[str, 
         except TimeoutError:
             if running.done():
                 raise  # the function's own
-            raise Unjudged(f"it kept its event loop for more than {limit_s:g} s") from None
+            raise NoAnswerError(f"it kept its event loop for more than {limit_s:g} s") from None
     arguments = member.arguments(known)
     if member.quick:
         return call(member.name, member.function, arguments)
@@ -166,7 +167,7 @@ def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[S
         except TimeoutError:
             if not timer.expired():
                 raise  # the function's own
-            raise Unjudged(f"it did not return within {limit_s:g} s") from None
+            raise NoAnswerError(f"it did not return within {limit_s:g} s") from None
 
     return asyncio.run_coroutine_threadsafe(limited(), _loop())
 

@@ -20,7 +20,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation, Seen
 from skyasync.envs.pool import EnvPool
-from skyasync.errors import NonFiniteRewardError, UserError
+from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
 from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
@@ -43,7 +43,6 @@ from skyasync.together import together
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 
-_WHILE = "while playing the episode"
 PLAYS = 3  # of an episode whose environment's process is lost: another one may have ended it
 
 
@@ -153,8 +152,8 @@ class EpisodeGenerator(TrajectoryGenerator):
                 return without_number(trajectory, error)
             if isinstance(error, GivenUpError):
                 return give_up(trajectory, self._rules, error, self._chat.prompt(prompt))
-            if not any(note.startswith(_WHILE) for note in getattr(error, "__notes__", ())):  # many may share it
-                error.add_note(f"{_WHILE} {identity}")
+            if not any(note.startswith(WHILE_PLAYING) for note in getattr(error, "__notes__", ())):  # many may share it
+                error.add_note(f"{WHILE_PLAYING} {identity}")
             raise
         if self._rules.on_error != "raise":
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes

@@ -1,19 +1,26 @@
 """Engines and environments without workers: prompts are played, nothing is trained.
 
 Invariant: what is played is what a run of the same settings would play in its first step (prompts, chat template,
-sampling, environments, engines), by the same parts. Nothing is left running, and no run folder is made.
+sampling, environments, engines), by the same parts. Nothing is left running, and no run folder is made; an error leaves
+its traceback and the processes' logs in a temporary folder, which its line names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from traceback import format_exception
 from typing import Any
+from uuid import uuid4
 
 from skyasync.config.evaluation import eval_sources
 from skyasync.config.schema import Config
+from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
 from skyasync.experiment import BasePPOExp
+from skyasync.main import end_with
+from skyasync.observe.run_dir import RunDirectory
 from skyasync.preflight.data import check_data
 from skyasync.preflight.judges import check_judges
 from skyasync.preflight.parts import check_parts
@@ -57,16 +64,32 @@ class Playing(BasePPOExp):
         return found[:most] if most else found
 
     def play(self, prompts: Sequence[Prompt], *, held_out: bool, progress: Progress | None = None) -> list[Group]:
-        """Start the engines, play, and end them; groups in the order of the prompts."""
+        """Start the engines, play, and end them; groups in the order of the prompts. An error ends the program."""
+        from skyasync.cluster.logs import ProcessLogs, last_words
         from skyasync.cluster.placement import release
         from skyasync.cluster.ray_cluster import cluster
 
-        with cluster(self.cfg, roles=self.roles()) as gpus:
-            self.gpus = gpus
-            try:
-                return asyncio.run(self._play(prompts, held_out, progress))
-            finally:
-                release(self.placement_name)
+        folder = RunDirectory(tempfile.gettempdir(), f"skyasync-{uuid4().hex[:8]}")
+        folder.secrets = Secrets.of(self.cfg)
+        logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
+        try:
+            with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
+                self.gpus = gpus
+                try:
+                    groups = asyncio.run(self._play(prompts, held_out, progress))
+                finally:
+                    release(self.placement_name)
+        except UserError:
+            folder.discard()
+            raise
+        except Exception as error:
+            folder.save_error("".join(format_exception(error)) + last_words(logs, error))
+            end_with(error, folder)
+        except KeyboardInterrupt:
+            folder.discard()
+            raise
+        folder.discard()
+        return groups
 
     async def _play(self, prompts: Sequence[Prompt], held_out: bool, progress: Progress | None) -> list[Group]:
         cfg, groups = self.cfg, list[Group]()

@@ -99,7 +99,11 @@ VERBS: dict[str, Verb] = {
         needs=True,
     ),
     "runs": Verb(
-        "skyasync.tools.runs:runs", "list the runs of a folder", ("--json", "--help"), settings=False, runs=True
+        "skyasync.tools.runs:runs",
+        "list the runs of a folder",
+        ("--sort", "--json", "--help"),
+        settings=False,
+        runs=True,
     ),
     "engines": Verb(
         "skyasync.tools.engines:engines",

@@ -26,7 +26,7 @@ from skyasync.weight_sync.delta import Changes, changes, put
 from skyasync.weight_sync.digests import digest, digests_of
 from skyasync.weight_sync.kinds import Kinds, kinds_of
 from skyasync.weight_sync.shared_memory import ABOUT, read_digests, read_weights, write_weights
-from skyasync.weight_sync.update import OtherWeightsError
+from skyasync.weight_sync.update import WeightMismatchError
 
 MOST = 0.5  # of the bytes of all weights: changes that take more are not worth comparing
 
@@ -128,7 +128,7 @@ class KeptWeights:
         """All weights by a file, of the whole or of changes, and the digests by which the caller is to prove them.
 
         Raises:
-            OtherWeightsError: for changes of other weights than are kept; nothing has been done then.
+            WeightMismatchError: for changes of other weights than are kept; nothing has been done then.
         """
         about, digests = read_about(path), read_digests(path)
         if not about.base:
@@ -139,7 +139,7 @@ class KeptWeights:
             self._keep(weights)
         else:
             if about.base != self._content:
-                raise OtherWeightsError(f"changes of other weights ({about.base}) than are kept ({self._content})")
+                raise WeightMismatchError(f"changes of other weights ({about.base}) than are kept ({self._content})")
             self._content = ""
             put_changes(path, self._kept)
         self._content = content_of(digests)

@@ -44,8 +44,8 @@ from skyasync.together import together
 from skyasync.weight_sync.by_tokens import ByTokens
 from skyasync.weight_sync.gaps import FLOAT32, Rounding, Scores, gap
 from skyasync.weight_sync.update import (
-    OtherWeightsError,
     TakerDiedError,
+    WeightMismatchError,
     WeightsMovedError,
     WeightSyncError,
     WeightUpdate,
@@ -175,7 +175,7 @@ class WeightSync:
             async with together() as both:
                 both.start(self.source.send_weights(update))
                 taken = both.start(self.destination.update_weights(update))
-        except OtherWeightsError:
+        except WeightMismatchError:
             return await self._whole(update)
         except TakerDiedError as error:  # which the others wait for
             self._lost = hasattr(self.source, "give_up_sync") and self.source.give_up_sync(error)

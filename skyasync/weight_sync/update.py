@@ -26,7 +26,7 @@ class WeightSyncError(RuntimeError):
     """An engine does not hold, or does not compute, what the trainer does."""
 
 
-class OtherWeightsError(WeightSyncError):
+class WeightMismatchError(WeightSyncError):
     """An engine was sent changes of weights that it does not hold; it is as it was."""
 
 
@@ -81,10 +81,10 @@ class Held:
         """Before an update: until ``settle`` nobody knows what the engine holds.
 
         Raises:
-            OtherWeightsError: for changes of other weights; nothing has been done then.
+            WeightMismatchError: for changes of other weights; nothing has been done then.
         """
         if update.base and update.base != self.content:
-            raise OtherWeightsError(
+            raise WeightMismatchError(
                 f"version {update.version} was sent as changes of weights ({update.base}) that the engine does not "
                 f"hold ({self.content or 'it has been given none'})"
             )

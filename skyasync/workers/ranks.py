@@ -74,7 +74,7 @@ class _Rank:
         return Identity.mine()
 
 
-class RankSilentError(RuntimeError):
+class HeartbeatTimeoutError(RuntimeError):
     """A rank's process gives no sign of life."""
 
 
@@ -139,7 +139,7 @@ class RankGroup:
     @property
     def lost(self) -> BaseException | None:
         """The error by which a rank's process was found to be dead, if one was."""
-        found = isinstance(self._failure, ray.exceptions.RayActorError | RankSilentError)
+        found = isinstance(self._failure, ray.exceptions.RayActorError | HeartbeatTimeoutError)
         return self._failure if found else None
 
     @property
@@ -175,7 +175,7 @@ class RankGroup:
     def give_up(self, reason: str, cause: BaseException | None = None) -> None:
         """They wait for somebody who will not come, and cannot be told: end them, as if they had died."""
         if self._failure is None:
-            error = RankSilentError(f"the {self._role.name}'s processes were ended: {reason}")
+            error = HeartbeatTimeoutError(f"the {self._role.name}'s processes were ended: {reason}")
             error.__cause__ = cause
             self._fail(error)
 
@@ -193,7 +193,7 @@ class RankGroup:
                 if waiting and any(task.exception() for task in finished):
                     # A rank whose process died makes the others' collectives fail at once: learn of both.
                     await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
-        except RankSilentError as error:
+        except HeartbeatTimeoutError as error:
             self._fail(error)
             raise
         finally:
@@ -226,13 +226,13 @@ class RankGroup:
                 await self._check_pulse(rank, actor)
 
     async def _check_pulse(self, rank: int, actor: Any) -> None:
-        """Raises RankSilentError if the last one is overdue."""
+        """Raises HeartbeatTimeoutError if the last one is overdue."""
         now = time.monotonic()
         asked, answer = self._pulses.get(rank, (now, None))
         if answer is not None and not answer.done() and now - asked > self._silence_s:
             await asyncio.wait({answer}, timeout=OWN_DELAY_S)
             if not answer.done():
-                raise RankSilentError(
+                raise HeartbeatTimeoutError(
                     f"rank {rank} of the {self._role.name} gave no sign of life for {self._silence_s:g} s "
                     f"(trainer.heartbeat_timeout_s)"
                 )

@@ -63,6 +63,8 @@ def test_what_users_code_prints_is_shown_as_it_was_printed_and_engines_are_quiet
 
 def test_bars_and_warnings_of_libraries_are_in_the_file_alone(logs: ProcessLogs, shown: Shown) -> None:
     noise = [
+        "Loading weights",
+        "Failed to load CPU gemm_4bit_forward from kernels-community: no module. Please make sure you already ...",
         "Loading weights:  50%|█████     | 1/2 [00:00<00:00,  9.1it/s]",
         "/v/lib/python3.11/site-packages/torch/a.py:12: UserWarning: old",
         "  warnings.warn(",

@@ -63,6 +63,28 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         goes_on_from(saved[-1], train)
 
 
+@pytest.mark.parametrize(("verb", "process"), [("train", "gcs_server"), ("rollout", "raylet/raylet")])
+def test_ctrl_c_while_ray_starts_is_one_line(
+    verb: str, process: str, skyasync: list[str], tmp_path: Path, models: dict[str, str]
+) -> None:
+    output, mark = tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
+    held_out = "data.val_data=tests.end_to_end.parts:train_prompts"
+    with output.open("w") as terminal:
+        program = subprocess.Popen(
+            [*skyasync, verb, *arguments(held_out, runs=tmp_path, model=models["tied"])],
+            env={**outside_environment(), "MARK": mark}, cwd=Path(__file__).parents[2],
+            stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hears_ctrl_c,
+        )  # fmt: skip
+    try:
+        wait_until(lambda: any(process in line for line in leftovers.of_processes(mark)), program, output)
+        os.killpg(program.pid, signal.SIGINT)
+        assert program.wait(timeout=30) in (STATUS, -signal.SIGINT), output.read_text()  # which is the same in a shell
+    finally:
+        program.kill()
+    assert output.read_text().splitlines() == ["stopped"]
+    assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
+
+
 IN_TIME, LATE = 30.0, 0.001  # of seconds that a run has to save itself
 STOPPED = [
     pytest.param("fully_async", IN_TIME, id="fully_async"),

@@ -108,6 +108,17 @@ def of_trl(completions: Any, **kwargs: Any) -> Any:
     return [0.0]
 
 
+class Gymnastic(BaseTextEnv):
+    def step(self, action: str) -> Any:
+        if action:
+            return action, 1.0, True, False, {}
+        return "", 0.0, True, False, {}
+
+
+def with_info(response: str) -> Any:
+    return 1.0, {"length": len(response)}
+
+
 def no_number(response: str) -> None: ...
 
 

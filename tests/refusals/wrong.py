@@ -71,6 +71,8 @@ INPUTS = [
     (["generator.backend=vllm", "generator.engine_kwargs.enable_chunked_prefill=true"], "chunked_prefill=true", "GPU"),
     (["generator.backend=vllm", "generator.engine_kwargs.block_size=16"], "block_size=16 needs GPUs", "block_size=32"),
     (["generator.weight_sync_backend=nccl", "generator.backend=vllm"], "nccl needs GPUs", "shared_memory"),
+    (["trainer.placement.policy_num_gpus_per_node=4096"], "4097 processes", "policy_num_gpus_per_node=4096"),
+    (["generator.num_inference_engines=4096"], "4097 processes", "num_inference_engines=4096"),
     (["generator.weight_sync_backend=cuda_ipc", "generator.backend=vllm"],
      "cuda_ipc", "trainer.placement.colocate_all=true"),
     (["generator.backend=vllm", "trainer.placement.colocate_all=true"], "colocate_all=true", "CPU"),
@@ -162,5 +164,9 @@ PARTS = [
      "needs 'trainer_state'", "the row gives: question, answer, "),
     ([f"environment.env_class={HERE}:Stepless"], "Stepless", "step(action)"),
     ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, HalfAnEngine"),
+    ([f"environment.env_class={HERE}:Gymnastic"], "step returns a tuple", "a dictionary with observations, reward and"),
+    (["environment.env_class=tests.refusals.parts:Gymnastic"], "step returns a tuple", "a dictionary"),
+    ([f"environment.reward_funcs=[{HERE}:with_info]", "environment.env_class=reward"],
+     "with_info' returns a tuple", "return a number, or a mapping"),
     ([f"environment.reward_funcs=[{HERE}:no_number]", "environment.env_class=reward"], "no_number", "return a number"),
 ]  # fmt: skip

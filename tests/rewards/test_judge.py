@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.rewards.judge import Judge, Unjudged, portable
+from skyasync.processes.apart import NoAnswerError
+from skyasync.rewards.judge import Judge, portable
 from tests.rewards import functions
 
 HERE = "tests.rewards.functions"
@@ -34,7 +35,7 @@ def process(judge):
 def test_a_process_is_kept_until_it_is_lost(judge):
     first = process(judge)
     assert process(judge) == first
-    with pytest.raises(Unjudged, match=r"did not return within 0.3 s"):
+    with pytest.raises(NoAnswerError, match=r"did not return within 0.3 s"):
         judge.call("h", named("hangs"), {"response": "hang"}, 0.3)
     assert not Path(f"/proc/{first}").exists()
     assert process(judge) != first

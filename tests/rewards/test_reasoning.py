@@ -2,8 +2,9 @@
 
 import pytest
 
+from skyasync.processes.apart import NoAnswerError
 from skyasync.rewards import REWARDS
-from skyasync.rewards.judge import Judge, Unjudged, portable
+from skyasync.rewards.judge import Judge, portable
 from skyasync.rewards.reasoning import rows
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def test_a_scorer_that_runs_the_answer_loses_no_more_than_the_judges_process():
     def call(response):
         return judge.call("reasoning_gym", function, {"response": response, "reasoning_gym": row["reasoning_gym"]}, 5.0)
 
-    with pytest.raises(Unjudged, match="ended its process"):
+    with pytest.raises(NoAnswerError, match="ended its process"):
         call("__import__('os')._exit(0)")
     assert call(row["label"]).reward == 1.0
     judge.close()

@@ -35,6 +35,32 @@ def test_runs_are_listed_with_their_state(folder: Path, capsys: pytest.CaptureFi
     assert "first" in out and "no_run" not in out
 
 
+LR = "trainer.policy.optimizer_config.lr"
+
+
+def test_the_settings_that_differ_are_shown_and_runs_are_sorted_by_a_metric(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, lr in (("first", 1e-3), ("second", 3e-4)):
+        config = folder / name / "config.yaml"
+        plan = "/home/someone/with/a/long/path/to/my_plans/replaying.py:Replaying"
+        others = f"  seed: 3\n  policy:\n    optimizer_config:\n      lr: {lr}\n  epochs: {round(lr * 1e4)}\n"
+        config.write_text(f"trainer:\n  plan: {plan}\n{others}")
+        (folder / name / "origins.json").write_text(json.dumps({LR: "command line"}))
+    monkeypatch.setenv("COLUMNS", "120")
+    command(["runs", "--sort=reward/mean", str(folder)])
+    first, second = (line.strip() for line in capsys.readouterr().out.splitlines() if "Replaying" in line)
+    assert first.startswith("first") and "lr=0.001 epochs=10" in first and "0.300" in first
+    assert second.startswith("second") and "lr=0.0003 epochs=3" in second and "seed" not in second
+    command(["runs", "--json", str(folder)])
+    assert {run["name"]: run["differs"][LR] for run in json.loads(capsys.readouterr().out)} == {
+        "first": "0.001", "second": "0.0003",
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        command(["runs", "--sort", "reward/meen", str(folder)])
+    assert "did you mean 'reward/mean'" in capsys.readouterr().err
+
+
 def test_the_list_is_there_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with told(folder / "first"):
         pass

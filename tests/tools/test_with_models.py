@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skyasync import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.__main__ import command
 from skyasync.errors import UserError
 from skyasync.examples.tiny.model import build
@@ -116,6 +119,32 @@ def test_prompts_are_played_without_a_run_folder(
     assert [episode["id"] for episode in episodes] == [f"e0-i{row}-r{n}" for row in (0, 1) for n in range(3)]
     assert all(episode["segments"][0]["kind"] == "prompt" for episode in episodes)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("verb", ["rollout", "evaluate"])
+def test_an_environment_that_raises_is_one_line_that_names_the_episode_and_where_the_traceback_is(
+    verb: str, ray_session: None, model: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = arguments(f"environment.env_class={__name__}:Unfinished", VAL, runs=tmp_path / "runs", model=model)
+    with pytest.raises(SystemExit) as ended:
+        command([verb, "--prompts=2", *settings])
+    assert ended.value.code == 1
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.out + shown.err and "Loading weights" not in shown.out + shown.err
+    last = shown.err.splitlines()[-1]
+    found = re.fullmatch(
+        r"error: NotImplementedError: to be written, while playing the episode \S+-i\d+-r\d+ "
+        r"\(the traceback: (\S+)/error.txt(; logs: \1/logs)?\)",
+        last,
+    )
+    assert found, last
+    assert "raise NotImplementedError" in Path(found[1], "error.txt").read_text()
+
+
+class Unfinished(BaseTextEnv):
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        raise NotImplementedError("to be written")
 
 
 def test_prompts_are_shown_without_starting_anything(model: str, tmp_path: Path, capsys: Any) -> None:

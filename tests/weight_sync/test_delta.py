@@ -11,7 +11,7 @@ from skyasync.weight_sync.delta import PIECE, Changes, changes, put
 from skyasync.weight_sync.digests import digest
 from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights, write_weights
-from skyasync.weight_sync.update import Held, OtherWeightsError, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import Held, WeightMismatchError, WeightSyncError, WeightUpdate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool]
 SHARES = [0.0, 0.001, 0.06, 0.07, 0.5, 0.95, 1.0]
@@ -115,7 +115,7 @@ def test_an_engine_that_holds_something_else_refuses_changes_and_takes_the_whole
     sender, engine, late = ChangedWeights(), KeptWeights(), KeptWeights()
     engine.read(publish(sender, weights).path)
     changed = publish(sender, step(weights, 0.01))
-    with pytest.raises(OtherWeightsError):
+    with pytest.raises(WeightMismatchError):
         late.read(changed.path)
     whole = sender.fall_back()
     assert late.read(whole.path)[1] == engine.read(changed.path)[1]
@@ -135,10 +135,10 @@ def test_a_file_says_what_it_is_of_and_its_digests_are_of_the_weights(weights):
 def test_an_engine_knows_what_it_holds_only_after_an_update():
     held, whole = Held(), WeightUpdate(1, "shared_memory", {}, content="x")
     changed = WeightUpdate(2, "shared_memory", {}, content="y", base="x")
-    with pytest.raises(OtherWeightsError, match="given none"):
+    with pytest.raises(WeightMismatchError, match="given none"):
         held.receive(changed)
     held.receive(whole)
     held.settle(whole)
     held.receive(changed)
-    with pytest.raises(OtherWeightsError):
+    with pytest.raises(WeightMismatchError):
         held.receive(changed)

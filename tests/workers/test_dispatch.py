@@ -20,7 +20,7 @@ from skyasync.weight_sync.lent import Borrower
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
-from skyasync.workers.ranks import RankSilentError, WorkerPlacement, row_costs, split_for_ranks
+from skyasync.workers.ranks import HeartbeatTimeoutError, WorkerPlacement, row_costs, split_for_ranks
 from tests.end_to_end.leftovers import lives, none_soon
 from tests.workers.conftest import config_for, make_batch
 
@@ -220,7 +220,7 @@ async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_co
     try:
         pids = await dispatch._policy.call("ready")
         os.kill(pids[1], how)
-        with pytest.raises(ray.exceptions.RayActorError if how == signal.SIGKILL else RankSilentError) as failure:
+        with pytest.raises(ray.exceptions.RayActorError if how == signal.SIGKILL else HeartbeatTimeoutError) as failure:
             await update(dispatch, make_batch(groups=4))
         assert dispatch.lost == ("policy", failure.value)
         assert none_soon(lambda: [str(pid) for pid in pids if lives(pid)]) == [], "one that hangs is ended too"

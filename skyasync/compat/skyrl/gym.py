@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from skyasync import envs
 from skyasync.envs.base import BaseTextEnvStepOutput, Conversation
-from skyasync.envs.check import NonsenseError
+from skyasync.envs.check import InvalidEnvOutputError
 from skyasync.envs.registry import Foreign, env_factory, register
 
 __all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "ConversationType", "Env", "ToolGroup", "make", "register", "tool"]
@@ -130,7 +130,7 @@ class _Episode:
     def step(self, action: str) -> Foreign:
         output = super().step(action)  # type: ignore[misc]
         if isinstance(output, Mapping) and output.get("postprocessed_action") not in (None, action):
-            raise NonsenseError(
+            raise InvalidEnvOutputError(
                 "step returned a postprocessed_action that is not the action: the model is trained on the tokens that "
                 "it wrote, which are never made again from text"
             )

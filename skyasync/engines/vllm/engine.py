@@ -239,7 +239,7 @@ class VLLMEngine:
 
         Raises:
             ValueError: for a backend other than the one the engine was started with.
-            OtherWeightsError: for changes of weights that the engine does not hold; it goes on as before.
+            WeightMismatchError: for changes of weights that the engine does not hold; it goes on as before.
         """
         own = self.config.weight_sync_backend
         if update.backend not in ((own, "shared_memory") if own == "cuda_ipc" else (own,)):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
-from skyasync.envs.check import NonsenseError
+from skyasync.envs.check import InvalidEnvOutputError
 from skyasync.envs.registry import ENVS, Foreign
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
@@ -59,7 +59,7 @@ class GemEnv(BaseTextEnv):
         self.turns += 1
         told = self._env.step(self._action(action))
         if not isinstance(told, tuple) or len(told) not in (4, 5):
-            raise NonsenseError(
+            raise InvalidEnvOutputError(
                 f"step must return (observation, reward, terminated, truncated, info), as in gem and gymnasium; it "
                 f"returned {told!r:.80}"
             )

@@ -24,7 +24,7 @@ from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent, takes_sampling
 from skyasync.envs.adapters.openrlhf_names import awaited, new_instance, number, refuse_images
 from skyasync.envs.base import BaseTextEnv
-from skyasync.envs.check import SAMPLING, NonsenseError
+from skyasync.envs.check import SAMPLING, InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
@@ -48,7 +48,7 @@ class OpenRLHFAgent(BaseTextEnv):
 
     Raises:
         UserError: if the file is missing or defines no agent.
-        NonsenseError: for a step that returns neither form.
+        InvalidEnvOutputError: for a step that returns neither form.
     """
 
     raw_text: ClassVar[bool] = True
@@ -153,9 +153,13 @@ def _as_mapping(answer: Any) -> Mapping[str, Any]:
         reward, state, done, *extra = answer
         answer = {"rewards": reward, "next_state": state, "done": done, "extra_logs": extra[0] if extra else {}}
     if not isinstance(answer, Mapping):
-        raise NonsenseError(f"step must return (reward, next state, done, extra) or a dictionary; found {answer!r:.80}")
+        raise InvalidEnvOutputError(
+            f"step must return (reward, next state, done, extra) or a dictionary; found {answer!r:.80}"
+        )
     if missing := [name for name in ("rewards", "done") if name not in answer]:
-        raise NonsenseError(f"step's dictionary lacks {', '.join(missing)}; it has: {', '.join(map(str, answer))}")
+        raise InvalidEnvOutputError(
+            f"step's dictionary lacks {', '.join(missing)}; it has: {', '.join(map(str, answer))}"
+        )
     return answer
 
 
@@ -165,17 +169,17 @@ def _feedback(said: Mapping[str, Any], read: str) -> str:
     if name is None:
         if said["done"]:
             return ""
-        raise NonsenseError(f"step's dictionary has none of {', '.join(FEEDBACK)}, and the episode is not done")
+        raise InvalidEnvOutputError(f"step's dictionary has none of {', '.join(FEEDBACK)}, and the episode is not done")
     text = said[name]
     if not isinstance(text, str):
-        raise NonsenseError(f"step's {name} must be text; found {text!r:.80}")
+        raise InvalidEnvOutputError(f"step's {name} must be text; found {text!r:.80}")
     if name == "environment_feedback":
         return text
     if text.startswith(read):
         return text[len(read) :]
     if said["done"]:
         return ""  # nothing is read after it
-    raise NonsenseError(
+    raise InvalidEnvOutputError(
         f"step's {name} must begin with the state and the action as they were: the model goes on from the tokens that "
         f"it has read and written"
     )

@@ -15,7 +15,7 @@ import inspect
 from copy import deepcopy
 from typing import Any
 
-from skyasync.envs.check import NonsenseError
+from skyasync.envs.check import InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES
 
 Foreign = Any  # objects of the user's file or of its libraries
@@ -168,9 +168,9 @@ def names() -> dict[str, dict[str, Foreign]]:
 
 
 def refuse_images(images: Foreign) -> None:
-    """Raises ``NonsenseError`` if there are any: they would be dropped without a word."""
+    """Raises ``InvalidEnvOutputError`` if there are any: they would be dropped without a word."""
     if images is not None and len(images):
-        raise NonsenseError(NO_IMAGES)
+        raise InvalidEnvOutputError(NO_IMAGES)
 
 
 async def new_instance(agent_class: Foreign) -> Foreign:

@@ -206,7 +206,7 @@ def _phases(rows: Sequence[Row], names: Iterable[str]) -> Chart:
     return Chart(
         "Seconds per step",
         tuple(lines if found else ()),
-        says="The longest phases; those that overlap add up to more than the step.",
+        says="The longest phases; they nest and overlap, and add up to more than the step.",
     )
 
 

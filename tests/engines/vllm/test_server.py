@@ -33,7 +33,7 @@ from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import remove_weights
-from skyasync.weight_sync.update import OtherWeightsError, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError, WeightUpdate
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.engines.vllm.models import perturb, publish, token_logprobs
@@ -395,7 +395,7 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
         bases.append(bool(file.base))
         if number == 3:
             engine._held.content = "other"
-            with pytest.raises(OtherWeightsError):
+            with pytest.raises(WeightMismatchError):
                 await engine.update_weights(handed(file))
             remove_weights(file.path)
             file = changed.fall_back()

@@ -3,7 +3,7 @@
 import pytest
 
 from skyasync.envs import make, register
-from skyasync.envs.check import NonsenseError
+from skyasync.envs.check import InvalidEnvOutputError
 from skyasync.errors import MissingExtraError, UserError
 
 
@@ -43,7 +43,9 @@ def test_a_step_of_another_form_is_told():
     register("wrong", Wrong)
     env = make("wrong")
     env.init([])
-    with pytest.raises(NonsenseError, match=r"step must return \(observation, reward, terminated, truncated, info\)"):
+    with pytest.raises(
+        InvalidEnvOutputError, match=r"step must return \(observation, reward, terminated, truncated, info\)"
+    ):
         env.step("a")
 
 

@@ -8,7 +8,7 @@ import pytest
 from skyasync import BasePPOExp
 from skyasync.config import load_config
 from skyasync.envs.adapters.openrlhf import PATH_KEY, OpenRLHFAgent, settle_agent_file
-from skyasync.envs.check import NonsenseError
+from skyasync.envs.check import InvalidEnvOutputError
 from skyasync.errors import UserError
 
 FUNCTION_WITH_TUPLE = """
@@ -123,7 +123,7 @@ def test_a_step_may_change_how_the_next_action_is_sampled(agent):
 def test_a_step_in_no_known_form_is_told(returned, problem, agent):
     env = agent(f"async def step(state, action, label, **kwargs):\n    return {returned}\n")
     asyncio.run(env.init("question"))
-    with pytest.raises(NonsenseError, match=problem):
+    with pytest.raises(InvalidEnvOutputError, match=problem):
         asyncio.run(env.step("answer"))
 
 
