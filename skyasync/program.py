@@ -6,7 +6,11 @@ was started leaves no folder.
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from traceback import format_exception
 from typing import Protocol
 
@@ -14,6 +18,7 @@ from skyasync.config.schema import Config
 from skyasync.controller import Experiment, run_in_controller
 from skyasync.engines.settings import chosen_backend
 from skyasync.engines.wanted import FILE as ENGINES_FILE
+from skyasync.errors import Terminated
 from skyasync.observe.claim import release
 from skyasync.observe.run_dir import RunDirectory, shown
 from skyasync.restarting import Restarting, Run
@@ -57,7 +62,7 @@ def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[
     experiment.restarting = Restarting(experiment, folder.path)
     (folder.path / ENGINES_FILE).unlink(missing_ok=True)  # of a run that was killed
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
-    with cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
+    with _terminated(), cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
         begun.append(True)
         folder.error.unlink(missing_ok=True)  # of the command before
         experiment.gpus = gpus
@@ -70,6 +75,24 @@ def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[
             return metrics
         finally:
             _report(folder, since)
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """Of SIGTERM Ray makes status 15, from its start on: that is a run that was terminated, as later on.
+
+    Behind Ray's end its handler is taken away.
+    """
+    before, here = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    except SystemExit as end:
+        if end.code != signal.SIGTERM:
+            raise
+        raise Terminated from None
+    finally:
+        if here and before is not None:  # None: not of Python
+            signal.signal(signal.SIGTERM, before)
 
 
 def _report(folder: RunDirectory, since: float) -> None:

@@ -2,7 +2,7 @@
 
 Pure: it is given what was seen. Invariant: a verdict without complaints means that every prompt in the ledger ended
 once, that steps are numbered from 1 without a gap, that nothing of the run lives on, and that the run did not end by
-itself but by an error that an event explains (``Kind.ends``).
+itself but by an error that an event explains (``Kind.ends``), and computed with nothing that was damaged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 
 from skyasync.state.ledger import audit
 from skyasync.testing.chaos.events import Event
-from skyasync.testing.chaos.orders import MISSED_S
+from skyasync.testing.chaos.orders import MISSED_S, USED
 
 NAMED = 5  # of what is wrong, by name
 STEPS_SEEN = 3  # behind an event, for what it cost
@@ -136,6 +136,12 @@ def unexplained(seen: Seen) -> list[str]:
     """Endings that no event explains, in words."""
     why = explained(seen)
     return [f"the run ended by itself after {e.at:.0f} s: {e}" for e in seen.endings if e not in why]
+
+
+def unnoticed(seen: Seen) -> list[str]:
+    """Damage that engines computed with, and that did not end the run, in words."""
+    why, used = explained(seen).values(), [strike for strike in seen.strikes if strike.hit.endswith(USED)]
+    return [f"event {s.event.number} was not noticed: {s.event.kind}, {s.hit}" for s in used if s not in why]
 
 
 def table(seen: Seen) -> list[str]:

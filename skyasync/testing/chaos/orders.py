@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SKYASYNC_CHAOS"  # in the environment of the run's processes: the folder
+USED = ", which the engines took"  # what was damaged has not been noticed in its sync
 MISSED_S = 20.0  # what is done at once has so long to find its moment
 
 
@@ -40,6 +41,10 @@ class Orders:
         """By the order's number: what it met."""
         return {int(row["number"]): str(row["what"]) for row in _read(self._taken)}
 
+    def tell(self, order: Order, what: str) -> None:
+        """What it met; what is told last holds."""
+        _append(self._taken, {"number": order.number, "what": what})
+
     def now(self, kind: str, what: str, *, once: bool = False) -> Order | None:
         """The order of this kind that holds now, if there is one; ``what`` it meets is written down."""
         orders = [Order(**row) for row in _read(self._given) if row["kind"] == kind]
@@ -49,7 +54,7 @@ class Orders:
         before = self.taken()
         fresh = [order for order in due if order.number not in before]
         if fresh:
-            _append(self._taken, {"number": fresh[0].number, "what": what})
+            self.tell(fresh[0], what)
             return fresh[0]
         return None if once else due[0]
 

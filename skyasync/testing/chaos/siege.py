@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyasync.observe.jsonl import read_rows
@@ -196,7 +196,9 @@ class Siege:
             self.seen.endings.append(Ending(self._began, self.now, f"at SIGTERM: {how}", self._error()))
         self._look(at_once=True)
         self._settle_orders(last=True)
-        self.seen.strikes.sort(key=lambda strike: strike.event.number)
+        taken = self._orders.taken()  # of which more may have been told since
+        met = [replace(strike, hit=taken.get(strike.event.number, strike.hit)) for strike in self.seen.strikes]
+        self.seen.strikes = sorted(met, key=lambda strike: strike.event.number)
         self.seen.seconds = self.now
 
     # ---------------------------------------------------------------- what is seen

@@ -12,16 +12,16 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from skyasync.experiment import BasePPOExp
-from skyasync.testing.chaos.orders import VARIABLE, Orders
+from skyasync.testing.chaos.orders import USED, VARIABLE, Order, Orders
 
 if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer
-    from skyasync.weight_sync.update import WeightUpdate
 
 Method = Callable[..., Any]
+WRITING = ("lend", "publish", "publish_changes", "publish_adapter")  # by a rank, where engines read it
 
 
 class Struck(BasePPOExp):
@@ -37,14 +37,18 @@ def take_orders(orders: Orders) -> None:
     """From here on this process's parts are struck."""
     from skyasync.engines.ray_engine import RayEngine
     from skyasync.processes.on_ray import RayHost
+    from skyasync.weight_sync.sync import WeightSync
     from skyasync.workers.dispatch import RayWorkerDispatch
+    from skyasync.workers.ranks import RankGroup
 
     _change(RayEngine, "progress", lambda own: _lossy(own, orders, "a heartbeat of an engine"))
     _change(RayEngine, "generate", lambda own: _late(own, orders, "answers of an engine"))
     _change(RayHost, "exchange", lambda own: _lossy(own, orders, "a message of an environment process"))
     _change(RayWorkerDispatch, "save", lambda own: _full(own, orders))
     _change(RayWorkerDispatch, "begin_save", lambda own: _full(own, orders))
-    _change(RayWorkerDispatch, "publish_weights", lambda own: _flipping(own, orders))
+    flips = _Flips(orders)
+    _change(WeightSync, "sync", flips.in_sync)
+    _change(RankGroup, "call", flips.behind_writing)
 
 
 def _change(owner: type, name: str, made: Callable[[Method], Method]) -> None:
@@ -84,16 +88,33 @@ def _full(own: Method, orders: Orders) -> Method:
     return save
 
 
-def _flipping(own: Method, orders: Orders) -> Method:
-    @wraps(own)
-    async def publish(self: object, version: int) -> WeightUpdate:
-        update: WeightUpdate = await own(self, version)
-        path = update.info.get("path")
-        if path and (order := orders.now("flip-bit", f"the weights of version {version}", once=True)):
-            flip_bit(Path(path), order.pick, bare="kinds" in update.info)
-        return update
+class _Flips:
+    """Flips a bit between the writing of weights and the first look at them; says so if the engines took them then."""
 
-    return publish
+    def __init__(self, orders: Orders) -> None:
+        self._orders, self._order, self._of = orders, cast(Order | None, None), "weights"
+
+    def in_sync(self, own: Method) -> Method:
+        @wraps(own)
+        async def sync(weights: object, version: int, *args: object, **options: object) -> None:
+            self._order, self._of = None, f"the weights of version {version}"
+            await own(weights, version, *args, **options)
+            if self._order is not None:
+                self._orders.tell(self._order, self._of + USED)
+
+        return sync
+
+    def behind_writing(self, own: Method) -> Method:
+        @wraps(own)
+        async def call(group: object, method: str, *args: object) -> list[Any]:
+            ranks: list[Any] = await own(group, method, *args)
+            if method in WRITING and (order := self._orders.now("flip-bit", self._of, once=True)):
+                self._order, said = order, ranks[0]
+                lent = isinstance(said, dict)
+                flip_bit(Path(said["path"] if lent else getattr(said, "path", said)), order.pick, bare=lent)
+            return ranks
+
+        return call
 
 
 def flip_bit(file: Path, pick: float, *, bare: bool = False) -> None:

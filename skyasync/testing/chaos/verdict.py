@@ -13,7 +13,17 @@ from statistics import median
 from typing import Any
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.testing.chaos.accounts import Seen, costs, table, unexplained, unlike, usual_s, wrong_prompts, wrong_steps
+from skyasync.testing.chaos.accounts import (
+    Seen,
+    costs,
+    table,
+    unexplained,
+    unlike,
+    unnoticed,
+    usual_s,
+    wrong_prompts,
+    wrong_steps,
+)
 
 SUMMARY, RECORD = "chaos.md", "chaos.json"
 SCORE = "eval/score"
@@ -23,7 +33,7 @@ def complaints(seen: Seen, folder: Path) -> list[str]:
     """What is wrong, in words; nothing if the run has come through."""
     steps = [int(row["step"]) for row in read_rows(folder / "metrics.jsonl")]
     ledger = read_rows(folder / "ledger.jsonl")
-    found = unexplained(seen) + wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
+    found = unexplained(seen) + unnoticed(seen) + wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
     if not seen.steps:
         found.append("no step was finished")
     if seen.ended.startswith("given up"):
