@@ -79,7 +79,7 @@ class StreamedPrompts(Sequence[Prompt]):
             return Block(prompts, Mark(mark.epoch, mark.block + 1, behind, self._source.given))
         if mark.epoch == 0 and behind == 0:
             raise UserError("data.train_data has no rows whose prompt is short enough (trainer.max_prompt_length)")
-        log.info("pass %d over data.train_data has ended: %d prompts so far", mark.epoch + 1, behind)
+        log.debug("pass %d over data.train_data has ended: %d prompts so far", mark.epoch + 1, behind)
         return Block(prompts, Mark(mark.epoch + 1, 0, behind, (0,) * len(mark.given)))
 
     def __len__(self) -> int:
