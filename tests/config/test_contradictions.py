@@ -140,7 +140,7 @@ NOT_READ = ["trainer.algorithm.off_policy_correction=none", "trainer.allow_uncor
         (["trainer.algorithm.preset=ppo", "trainer.placement.critic_num_gpus_per_node=2"],
          ["trainer.placement.critic_num_gpus_per_node=2", "trainer.placement.colocate_policy_critic=true"]),
         (["trainer.algorithm.preset=ppo", "trainer.critic.backbone=shared", "trainer.critic.model.dtype=bfloat16"],
-         ["trainer.critic.model.dtype=bfloat16", "trainer.critic.backbone=shared has none", "its default, auto"]),
+         ["trainer.critic.model.dtype=bfloat16", "trainer.critic.backbone=shared has none", "its default is auto"]),
         (["trainer.algorithm.preset=ppo", "trainer.critic.backbone=shared", "trainer.critic.model.path=a/b"],
          ["trainer.critic.model.path=a/b", "trainer.critic.backbone=own"]),
         (["trainer.algorithm.preset=ppo", "trainer.critic.backbone=shared",

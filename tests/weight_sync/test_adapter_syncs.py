@@ -123,8 +123,12 @@ def test_a_file_of_adapters_is_what_was_written_or_refused(model):
     ("key", "value", "line"),
     [
         ("weight_sync_backend", "nccl", "goes by a file"),
-        ("weight_sync_mode", "delta", "two ways of sending less"),
-        ("engines", ["http://127.0.0.1:8000"], "needs generator.backend=transformers|vllm; found vllm_server"),
+        ("weight_sync_mode", "delta", "both send less than all weights"),
+        (
+            "engines",
+            ["http://127.0.0.1:8000"],
+            "needs generator.backend=transformers (supported backends: transformers, vllm); found vllm_server",
+        ),
     ],
 )
 def test_what_cannot_take_adapters_is_refused_by_the_key(key, value, line):
