@@ -119,7 +119,7 @@ class Restarting:
         if run.parts.revival is not None:
             run.parts.revival.write_to(timeline)
         run.parts.attach(trainer, timeline)
-        log.warning("the workers are back after %.1f s", timeline.now() - began)
+        log.info("the workers are back after %.1f s", timeline.now() - began)
         return trainer
 
     def lost_controller(self, step: int, error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skyasync.config.generation import BETWEEN_GPUS
-from skyasync.config.sampling import backend
+from skyasync.config.sampling import backend, supported
 from skyasync.config.schema import Config
 from skyasync.config.values import written
 from skyasync.registry import resolve_reference
@@ -40,13 +40,13 @@ def check_engine(cfg: Config) -> Iterator[str]:
     if size > 1 and not can["tensor_parallel"]:
         able = _with("tensor_parallel")
         yield (
-            f"generator.inference_engine_tensor_parallel_size={size} needs generator.backend={able}: an "
+            f"generator.inference_engine_tensor_parallel_size={size} needs {able}: an "
             f"engine of generator.backend={engine} runs on one device"
         )
     if generator.weight_sync_mode == "delta" and not can["takes_changes"]:
         able = _with("takes_changes")
         yield (
-            f"generator.weight_sync_mode=delta needs generator.backend={able}: generator.backend={engine} "
+            f"generator.weight_sync_mode=delta needs {able}: generator.backend={engine} "
             f"does not say that it takes changes alone (takes_changes)"
         )
     elif generator.weight_sync_mode == "delta" and way in BETWEEN_GPUS:
@@ -57,7 +57,7 @@ def check_engine(cfg: Config) -> Iterator[str]:
     if way not in ("auto", *can["weight_sync"]):
         able = _with("weight_sync", way)
         yield (
-            f"generator.weight_sync_backend={way} needs generator.backend={able}: with generator.backend="
+            f"generator.weight_sync_backend={way} needs {able}: with generator.backend="
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
         )
 
@@ -73,7 +73,7 @@ def check_adapters(cfg: Config) -> Iterator[str]:
     key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
     if not can["takes_adapters"]:
         able = _with("takes_adapters")
-        yield f"{key} needs generator.backend={able}; found {engine}: set trainer.policy.lora.sync=merged"
+        yield f"{key} needs {able}; found {engine}: set trainer.policy.lora.sync=merged"
     elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
         yield (
             f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend={engine} "
@@ -100,7 +100,7 @@ def check_restart(cfg: Config) -> Iterator[str]:
     if not ENGINES.about(engine).can["hands_back"]:
         able = _with("hands_back")
         yield (
-            f"{key} needs generator.backend={able}: generator.backend={engine} cannot give weights back as "
+            f"{key} needs {able}: generator.backend={engine} cannot give weights back as "
             f"they were sent; leave it at checkpoint"
         )
     if cfg.trainer.policy.lora.rank:
@@ -140,7 +140,7 @@ def check_router_replay(cfg: Config) -> Iterator[str]:
     if not ENGINES.about(engine).can["returns_experts"]:
         able = _with("returns_experts")
         yield (
-            f"{key} needs generator.backend={able}: generator.backend={engine} does not say which experts it "
+            f"{key} needs {able}: generator.backend={engine} does not say which experts it "
             f"chose (returns_experts): set trainer.policy.router_replay=none"
         )
     if policy.torch_compile:
@@ -162,13 +162,13 @@ def check_engine_kwargs(cfg: Config) -> Iterator[str]:
         able = _with("options")
         yield (
             f"generator.engine_kwargs={written(options)} has no effect: generator.backend={engine} takes no arguments "
-            f"of its own, as generator.backend={able} does"
+            f"of its own, as {able} does"
         )
 
 
 def _with(capability: str, among: str = "") -> str:
-    """The built-in engines that have it (or ``among`` what they have of it), as one would choose them."""
+    """The built-in engines that have it (or ``among`` what they have of it), for a message."""
     from skyasync.engines.protocol import ENGINES
 
     has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
-    return "|".join(name for name, found in has.items() if (among in found if among else found))
+    return supported([name for name, found in has.items() if (among in found if among else found)])

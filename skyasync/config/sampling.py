@@ -6,7 +6,7 @@ Invariant: each line names its keys and the way out; nothing here imports torch 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -103,6 +103,12 @@ def _check_mirrored(sampling: SamplingConfig, reads_behaviour: str) -> Iterator[
         )
 
 
+def supported(backends: Sequence[str]) -> str:
+    """Engines that can do what another cannot, as one would choose them."""
+    others = f" (supported backends: {', '.join(backends)})" if len(backends) > 1 else ""
+    return f"generator.backend={backends[0]}{others}"
+
+
 def _check_engine(cfg: Config, group: str, sampling: SamplingConfig) -> Iterator[str]:
     """Settings that the chosen engine does not have, and another one has."""
     from skyasync.engines.protocol import ENGINES
@@ -112,13 +118,15 @@ def _check_engine(cfg: Config, group: str, sampling: SamplingConfig) -> Iterator
     can = ENGINES.about(engine).can
     foreign = (rare - set(can["sampling"])) | set(can["lacks"])
     for name in _used(sampling, tuple(sorted(foreign))):
-        able = "|".join(
-            other
-            for other, about in others.items()
-            if name not in about.can["lacks"] and (name in about.can["sampling"] or name not in rare)
+        able = supported(
+            [
+                other
+                for other, about in others.items()
+                if name not in about.can["lacks"] and (name in about.can["sampling"] or name not in rare)
+            ]
         )
         yield (
-            f"generator.{group}.{name} needs generator.backend={able}: the {engine} engine does not have it; leave it "
+            f"generator.{group}.{name} needs {able}: the {engine} engine does not have it; leave it "
             f"empty, or use that one"
         )
 

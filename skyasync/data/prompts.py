@@ -82,7 +82,10 @@ class PromptStream:
             UserError: if the mark is of a stream with another order.
         """
         if mark:
-            raise UserError("the checkpoint is of a run with data.streaming=true, whose order this one does not have")
+            raise UserError(
+                "the checkpoint was saved with data.streaming=true, which orders prompts differently: set "
+                "data.streaming=true, or start from scratch with trainer.resume_mode=none"
+            )
 
     @property
     def rows(self) -> int:

@@ -79,7 +79,7 @@ class StreamedPrompts(Sequence[Prompt]):
             return Block(prompts, Mark(mark.epoch, mark.block + 1, behind, self._source.given))
         if mark.epoch == 0 and behind == 0:
             raise UserError("data.train_data has no rows whose prompt is short enough (trainer.max_prompt_length)")
-        log.info("pass %d over data.train_data has ended: %d prompts so far", mark.epoch + 1, behind)
+        log.debug("pass %d over data.train_data has ended: %d prompts so far", mark.epoch + 1, behind)
         return Block(prompts, Mark(mark.epoch + 1, 0, behind, (0,) * len(mark.given)))
 
     def __len__(self) -> int:
@@ -148,7 +148,10 @@ class BlockStream(PromptStream):
         mark = next((m for m in self._marks if (m.epoch, m.block) == wanted), self._marks[-1])
         found = next((p for p in self._block(mark).prompts if p.id.row == identity.row), None)
         if found is None or (mark.epoch, mark.block) != wanted:
-            raise UserError(f"data.train_data has no prompt {identity} any more, which a checkpoint has rollouts of")
+            raise UserError(
+                f"the checkpoint has rollouts of prompt {identity}, which data.train_data no longer contains: restore "
+                f"the data, or start from scratch with trainer.resume_mode=none"
+            )
         return self._named(found, identity.epoch)
 
     def mark(self, position: int) -> list[int]:

@@ -146,7 +146,7 @@ class Membership(TrainerCallback):
         self._revival.listen(index)
         self.joined += 1
         took = self._now() - began
-        log.warning("engine %s has joined after %.1f s, with the weights of version %d", name, took, update.version)
+        log.info("engine %s has joined after %.1f s, with the weights of version %d", name, took, update.version)
 
     async def _leave(self, name: str) -> None:
         index, routes = self._places[name], self._client.roster.routes
@@ -157,7 +157,7 @@ class Membership(TrainerCallback):
         handed = await self._client.let_go(index, LEAVING_S)
         del self._places[name]
         self.left += 1
-        log.warning("engine %s has left; %d requests go on at the others", name, handed)
+        log.info("engine %s has left; %d requests go on at the others", name, handed)
         await asyncio.gather(self._client.engines[index].shutdown(), return_exceptions=True)
 
     def _tell(self, line: str) -> None:

@@ -193,7 +193,7 @@ class Revival(TrainerCallback):
             f"engine {index} is replaced", "engines", since, self._timeline.now(), error=headline(error),
             requests=loss.requests, tokens_known=loss.tokens,
         )  # fmt: skip
-        log.warning("engine %d is back after %.1f s, with the weights of version %d", index, took, version)
+        log.info("engine %d is back after %.1f s, with the weights of version %d", index, took, version)
 
     async def _replace(self, index: int) -> int:
         """End what is left of an engine and start the next one in its place; the version of its weights."""

@@ -121,13 +121,14 @@ class ProgressRecorder:
 
 class _Warnings(logging.Handler):
     def __init__(self, recorder: ProgressRecorder) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._recorder = recorder
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Python prints what nobody handles; with this handler somebody does, so it prints in Python's place."""
+        """Prints what no other handler does, as Python prints warnings that have no handler at all."""
         try:
-            self._recorder.warn(record.getMessage())
+            if record.levelno >= logging.WARNING:
+                self._recorder.warn(record.getMessage())
             if logging.lastResort is not None and not self._others(logging.getLogger(record.name)):
                 logging.lastResort.handle(record)
         except Exception:
@@ -143,10 +144,14 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def warnings_to(recorder: ProgressRecorder) -> Iterator[None]:
-    """The library's warnings inside are told to the recorder too, beside whoever prints them."""
+    """The library's messages inside are printed, those of information too; the recorder counts the warnings."""
     logger, handler = logging.getLogger("skyasync"), _Warnings(recorder)
+    former = logger.level
+    if former == logging.NOTSET:  # else the user has chosen
+        logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(former)

@@ -27,7 +27,9 @@ def check_axes(parallel: ParallelConfig, path: str, key: str) -> None:
     kinds = sorted(set(shape.get("layer_types") or ()) - _ATTENDING)
     if kinds:
         key = f"{_CONTEXT}={context} splits sequences" if context > 1 else f"{_TENSOR}={tensor} splits heads"
-        raise UserError(f"{key}, and {path} has layers of another kind than attention ({kinds[0]}): set it to 1")
+        raise UserError(
+            f"{key}, but {path} has {kinds[0]} layers, which cannot be split: only attention layers can. Set it to 1"
+        )
     for name in (_HEADS, _KEYS, *_EXPERTS) if tensor > 1 else ():
         _check_divides(f"{_TENSOR}={tensor}", tensor, shape.get(name), name, path)
     if context > 1 and parallel.context_kind == "ulysses":

@@ -56,8 +56,8 @@ def prompt_text(name: str, judge: JudgeConfig) -> str:
         close = nearest(path.name, [beside.name for beside in path.parent.glob("*") if beside.is_file()], count=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(
-            f"environment.judges.{name}.prompt={judge.prompt}: there is no such file{hint} (a prompt that is written "
-            f"here has a placeholder in braces)"
+            f"environment.judges.{name}.prompt={judge.prompt}: there is no such file{hint} (to write the prompt itself "
+            f"here, include a placeholder such as {{response}})"
         )
     return path.read_text(encoding="utf-8")
 

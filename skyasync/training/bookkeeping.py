@@ -142,10 +142,10 @@ class Bookkeeping:
             )  # fmt: skip
             return
         self.restore(kept)
-        log.warning("%d finished groups of that checkpoint will be trained as they are", len(kept.groups))
+        log.info("%d finished groups of that checkpoint will be trained as they are", len(kept.groups))
         if kept.begun and isinstance(self._generator, TrajectoryGenerator):
             written = sum(len(action.tokens) for each in kept.begun for action in each.actions)
-            log.warning("%d episodes of it go on from the %d tokens that they had", len(kept.begun), written)
+            log.info("%d episodes of it go on from the %d tokens that they had", len(kept.begun), written)
 
     def restore(self, kept: saved.Kept) -> None:
         """These prompts are open, and their groups given back as they are asked for."""

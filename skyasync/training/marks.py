@@ -123,7 +123,7 @@ class Marks:
             log.warning("no engine holds weights as new as those of step %d, from which the run goes on", loaded)
             return None
         if version == loaded:
-            log.warning("the engines hold version %d, as the workers do: what was rolled out since is kept", version)
+            log.info("the engines hold version %d, as the workers do: what was rolled out since is kept", version)
         mark = former.marks[version]
         self._saving.stand_at(mark.state)
         self._book.restore(former.kept(mark.place))

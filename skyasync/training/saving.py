@@ -251,9 +251,9 @@ class Saving:
         changes = check_recorded(folder, self._config)
         state = load_state(folder, seed=self._cfg.seed, dataset_size=self._prompts.rows, data=self._prompts.digest)
         self._prompts.go_on(state.stream)
-        log.warning("going on from %s, behind step %d", folder, state.step)
+        log.info("going on from %s, behind step %d", folder, state.step)
         for line in changes:
-            log.warning("changed since that checkpoint: %s", line)
+            log.info("changed since that checkpoint: %s", line)
         return state
 
     def state(self) -> TrainState:

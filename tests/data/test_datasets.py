@@ -179,8 +179,8 @@ def test_a_row_that_nothing_could_judge_is_told_before_the_run(row, more, line):
 @pytest.mark.parametrize(
     "metric, row, known",
     [("exact_match", {}, True), ("exact_match/spread", {}, True), ("mine/exact_match", {"domain": "mine"}, True),
-     ("exact_mach", {}, False), ("gsm8k", {"reward_funcs": ["gsm8k"]}, True),
-     ("exact_match", {"reward_funcs": ["gsm8k"]}, False)],
+     ("exact_mach", {}, False), ("multiple_choice", {"reward_funcs": ["multiple_choice"]}, True),
+     ("exact_match", {"reward_funcs": ["multiple_choice"]}, False)],
 )  # fmt: skip
 def test_a_metric_that_no_reward_function_reports_is_told_before_the_run(metric, row, known):
     cfg = load_config(["trainer.policy.model.path=a/b", REWARD, f"trainer.algorithm.dynamic_sampling.metric={metric}",

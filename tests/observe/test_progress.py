@@ -138,12 +138,16 @@ def test_the_recorder_says_what_limits_the_speed_and_keeps_the_newest_sample_and
     assert (report.warnings, report.warning) == (2, "second")
 
 
-def test_warnings_of_the_library_are_told_and_still_printed(capsys):
+def test_warnings_of_the_library_are_told_and_still_printed(capsys, monkeypatch):
     recorder, other = ProgressRecorder(), logging.getLogger("skyasync.anything")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of pytest
     with warnings_to(recorder):
         other.warning("the disk is %s", "full")
-        other.info("nothing")
+        other.info("engine 3 has joined")
         logging.getLogger("somebody").warning("else")
+        before = capsys.readouterr().err
     other.warning("behind it")
+    other.info("nothing")
     report = recorder.report()
     assert (report.warnings, report.warning) == (1, "the disk is full")
+    assert before.splitlines()[:2] == ["the disk is full", "engine 3 has joined"], "information is no warning"

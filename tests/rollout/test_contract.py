@@ -95,8 +95,8 @@ def without_prompt():
 @pytest.mark.parametrize(
     ("played", "message"),
     [
-        ([], "expected 1, got 0"),
-        ([trajectory(action([3]), row=5)], "expected e0-i0-r0, got"),
+        ([], "expected 1, got 0; the first difference is at index 0, expected e0-i0-r0"),
+        ([trajectory(action([3]), row=5)], "expected e0-i0-r0, got e0-i5-r0"),
         ([trajectory(Segment("action", [3], [-math.inf], [0]))], "e0-i0-r0: log-probabilities of generated tokens"),
         ([without_prompt()], "e0-i0-r0: the prompt has no tokens"),
     ],

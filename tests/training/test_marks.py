@@ -132,6 +132,7 @@ def test_a_step_whose_weights_no_engine_has_taken_is_made_again_with_its_batch_a
 def test_with_a_checkpoint_of_the_same_step_its_weights_and_moments_are_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "skyasync")
     first = one(tmp_path, RayPPOTrainer, trainer__ckpt_interval=1)
     first.faults["update", 4] = DEATH
     dies(first)

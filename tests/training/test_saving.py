@@ -27,8 +27,13 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in folder.iterdir())
 
 
+@pytest.fixture(autouse=True)
+def information(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "skyasync")
+
+
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
     assert not any("\n" in line for line in found)
     return found
 

@@ -124,7 +124,11 @@ def test_a_file_of_adapters_is_what_was_written_or_refused(model):
     [
         ("weight_sync_backend", "nccl", "goes by a file"),
         ("weight_sync_mode", "delta", "both send less than all weights"),
-        ("engines", ["http://127.0.0.1:8000"], "needs generator.backend=transformers|vllm; found vllm_server"),
+        (
+            "engines",
+            ["http://127.0.0.1:8000"],
+            "needs generator.backend=transformers (supported backends: transformers, vllm); found vllm_server",
+        ),
     ],
 )
 def test_what_cannot_take_adapters_is_refused_by_the_key(key, value, line):
