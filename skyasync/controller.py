@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.cleanup import afterwards
 from skyasync.cluster.logs import ProcessLogs, last_words
-from skyasync.cluster.ray_cluster import ended
+from skyasync.cluster.ray_cluster import await_end, ended
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.errors import RayEndedError, Terminated, UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
@@ -227,11 +227,16 @@ def run_in_controller(experiment: Experiment, logs: ProcessLogs) -> dict[str, fl
 
 def _comes_again(experiment: Experiment, seen: int, error: ray.exceptions.RayError) -> bool:
     """Whether the controller's process has died and another may take its place; ``seen`` is the last step it told."""
+    restarting = experiment.restarting
+    return _has_died(error) and restarting is not None and restarting.lost_controller(max(seen, 0), error)
+
+
+def _has_died(error: ray.exceptions.RayError) -> bool:
+    """It is the controller's process that has died; of a part's the controller has lived to tell."""
     import ray
 
-    of_a_part = isinstance(error, ray.exceptions.RayTaskError)  # which the controller lived to tell
-    died = isinstance(error, ray.exceptions.RayActorError) and not of_a_part
-    return died and experiment.restarting is not None and experiment.restarting.lost_controller(max(seen, 0), error)
+    of_a_part = isinstance(error, ray.exceptions.RayTaskError)
+    return isinstance(error, ray.exceptions.RayActorError) and not of_a_part
 
 
 def _raise_told(experiment: Experiment, logs: ProcessLogs, error: ray.exceptions.RayError) -> NoReturn:
@@ -259,6 +264,10 @@ def _run(
         revived = experiment.restarting is not None and experiment.restarting.possible
         _watch(running, Pulse(controller.report, process, trainer.heartbeat_timeout_s if revived else 0.0), view)
         return ray.get(running)
+    except ray.exceptions.RayActorError as error:
+        if _has_died(error):
+            await_end()  # nothing is asked of a Ray that ends: it would answer late, or end this process
+        raise
     except KeyboardInterrupt:
         if heard.is_set():  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
             raise Terminated(_saved_in_time(controller, trainer)) from None

@@ -10,8 +10,10 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from traceback import format_exception
+from types import FrameType
 from typing import Protocol
 
 from skyasync.config.schema import Config
@@ -62,7 +64,8 @@ def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[
     experiment.restarting = Restarting(experiment, folder.path)
     (folder.path / ENGINES_FILE).unlink(missing_ok=True)  # of a run that was killed
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
-    with _terminated(), cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
+    with _terminated() as hear, cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
+        hear()
         begun.append(True)
         folder.error.unlink(missing_ok=True)  # of the command before
         experiment.gpus = gpus
@@ -78,21 +81,26 @@ def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[None]:
-    """Of SIGTERM Ray makes status 15, from its start on: that is a run that was terminated, as later on.
+def _terminated() -> Iterator[Callable[[], object]]:
+    """SIGTERM ends what is inside as Ctrl-C does, from the call of what is yielded on; before, it is Ray's own.
 
-    Behind Ray's end its handler is taken away.
+    Ray's, which its start installs, make status 15 of it, and abort a program that has not ended 3 s later.
     """
     before, here = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
     try:
-        yield
+        yield partial(signal.signal, signal.SIGTERM, _terminate) if here else bool
     except SystemExit as end:
         if end.code != signal.SIGTERM:
             raise
+        signal.alarm(0)
         raise Terminated from None
     finally:
         if here and before is not None:  # None: not of Python
             signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _report(folder: RunDirectory, since: float) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +32,7 @@ W = TypeVar("W", bound=Watchdog | None)
 
 _AGENT = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in a raylet's log
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
+ENDING_S = 1.0  # from the death of what a raylet takes along to its own end, which took 0.1 s where it was measured
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
 
 
@@ -85,6 +87,13 @@ def start_on_loopback(
             runtime_env=runtime_env, _temp_dir=os.path.join(watchdog.folder, "ray"),
         )  # fmt: skip
     watchdog.note()
+
+
+def await_end() -> None:
+    """A process that the raylet had started has died: a raylet that ends takes them along, and is gone soon after."""
+    deadline = time.monotonic() + ENDING_S
+    while not ended() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def ended() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from skyasync.observe.status import read_status
 from tests import warm
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment
@@ -143,3 +145,29 @@ def wait_until(reached: Callable[[], bool], program: subprocess.Popen[bytes], ou
     while not reached():
         assert program.poll() is None and time.monotonic() < deadline, output.read_text()
         time.sleep(0.1)
+
+
+BEFORE_IT_LISTENS = """
+import signal
+from skyasync import program
+from skyasync.cluster.watchdog import Watchdog
+PLACE = lambda *parts: signal.raise_signal(signal.SIGTERM)
+from skyasync.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("place", ["Watchdog.note", "program.run_in_controller"])
+def test_sigterm_between_rays_start_and_the_controllers_is_told_as_at_any_other_time(
+    place: str, tmp_path: Path, models: dict[str, str]
+) -> None:
+    """Ray has handlers of its own then."""
+    command = [sys.executable, "-c", BEFORE_IT_LISTENS.replace("PLACE", place)]
+    program = subprocess.run(
+        [*command, *arguments(STREAMED[0], runs=tmp_path, model=models["tied"])],
+        env=outside_environment(), cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (program.returncode, program.stderr.splitlines()[-1:]) == (143, ["terminated by SIGTERM"]), program.stderr
+    if place == "program.run_in_controller":
+        assert read_status(tmp_path / "run").state == "stopped"
+        assert "SIGTERM received" not in program.stderr
