@@ -19,6 +19,8 @@ proven twice; a proof that fails is an error, never a log line.
 | fault                                | found by digests                    | found by the probe                   |
 |--------------------------------------|-------------------------------------|--------------------------------------|
 | a bit flipped on the way             | in this sync                        | if it matters                        |
+| one flipped later, in what engines   | never: the next sync writes anew    | if it matters, when it next runs     |
+| compute on                           |                                     |                                      |
 | two tensors swapped                  | in this sync                        | when it next runs                    |
 | a stale layer; in vLLM, an output    | in this sync if an element differs  | when it next runs, once the layer is |
 | layer that its embedding left behind | (vLLM: one of those that are looked | so far behind that it moves the gap  |

@@ -21,6 +21,7 @@ from skyasync.testing.chaos.accounts import (
     wrong_steps,
 )
 from skyasync.testing.chaos.events import FOREVER, Event
+from skyasync.testing.chaos.orders import USED
 from skyasync.testing.chaos.verdict import complaints, summary
 
 
@@ -88,6 +89,16 @@ def test_a_run_that_ends_by_itself_is_wrong_by_name_unless_an_event_explains_its
     assert f"- {wrong}" in lines
     assert f"| - | 13 s | the run ended by itself | status 1, {DEFECT} | by no event: wrong |" in lines
     assert f"| - | 61 s | the run ended by itself | status 1, {FLIPPED} | by event 2 |" in lines
+
+
+def test_a_flipped_bit_that_engines_took_is_wrong_unless_it_ends_the_run(tmp_path: Path) -> None:
+    seen = Seen(steps=[(10.0, 1), (70.0, 2)], ended="the command was done")
+    hits = [f"the weights of version 1{USED}", f"the weights of version 2{USED}", "the weights of version 3"]
+    seen.strikes = [Strike(Event(n, 10.0 * n, "flip-bit"), 10.0 * n, hit) for n, hit in enumerate(hits, start=1)]
+    seen.endings = [Ending(0.0, 12.0, "status 1", FLIPPED)]
+    assert complaints(seen, tmp_path) == [
+        "event 2 was not noticed: flip-bit, the weights of version 2, which the engines took"
+    ]
 
 
 @given(
