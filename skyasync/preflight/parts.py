@@ -95,7 +95,7 @@ def check_environment(name: str) -> None:
         check_reference(name, "environment")
         if lacks(name, BaseTextEnv, "step"):
             raise UserError(f"environment {name!r} does not define step(action)")
-        if returns_tuples(name, "step"):
+        if returns_tuples(name, BaseTextEnv, "step"):
             raise UserError(f"environment {name!r}: step returns a tuple: {STEP_FORM}")
     elif name not in ENVS.names():
         raise UserError(unknown("environment", name, ENVS.names()))

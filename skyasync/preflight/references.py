@@ -37,24 +37,28 @@ def lacks(reference: str, base: type, method: str) -> bool:
     source = _source(module, reference)
     for node in ast.parse(source.read_bytes()).body if source else ():
         if isinstance(node, ast.ClassDef) and node.name == name:
-            bases = [ast.unparse(parent).rpartition(".")[2] for parent in node.bases]
-            return bases == [base.__name__] and method not in set(_defined(node.body))
+            return _bases(node) == [base.__name__] and method not in set(_defined(node.body))
     return False
 
 
-def returns_tuples(reference: str, method: str) -> bool:
-    """Whether every ``return`` of a class's own method is written as a tuple; false if only running tells."""
+def returns_tuples(reference: str, base: type, method: str) -> bool:
+    """Whether every ``return`` of a method is written as a tuple, in a class that is only a ``base``; false if only
+    running tells."""
     module, _, name = reference.rpartition(":")
     try:
         source = _source(module, reference)
     except (UserError, ValueError):  # a module without a file, such as a program's own
         return False
     for owner in ast.parse(source.read_bytes()).body if source else ():
-        if isinstance(owner, ast.ClassDef) and owner.name == name:
+        if isinstance(owner, ast.ClassDef) and owner.name == name and _bases(owner) == [base.__name__]:
             methods = (node for node in owner.body if getattr(node, "name", "") == method)
             returned = [node.value for found in methods for node in ast.walk(found) if isinstance(node, ast.Return)]
             return bool(returned) and all(isinstance(value, ast.Tuple) for value in returned)
     return False
+
+
+def _bases(owner: ast.ClassDef) -> list[str]:
+    return [ast.unparse(parent).rpartition(".")[2] for parent in owner.bases]
 
 
 def _source(module: str, what: str) -> Path | None:

@@ -163,7 +163,7 @@ PARTS = [
     ([f"environment.reward_funcs=[{HERE}:asks_for_the_trainer]", "environment.env_class=reward"],
      "needs 'trainer_state'", "the row gives: question, answer, "),
     ([f"environment.env_class={HERE}:Stepless"], "Stepless", "step(action)"),
-    ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, HalfAnEngine"),
+    ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, Gymnastic"),
     ([f"environment.env_class={HERE}:Gymnastic"], "step returns a tuple", "a dictionary with observations, reward and"),
     (["environment.env_class=tests.refusals.parts:Gymnastic"], "step returns a tuple", "a dictionary"),
     ([f"environment.reward_funcs=[{HERE}:with_info]", "environment.env_class=reward"],
