@@ -30,7 +30,7 @@ class SamplingConfig(Settings):
 
     max_generate_length: int = key(256, "Most tokens per response.", low=1, high=INT32)
     min_tokens: int = key(0, "Fewest tokens per response.", low=0, high=INT32)
-    temperature: float = key(1.0, "Sampling temperature; 0 is greedy.", low=0.01, high=2.0, also=(0.0,))
+    temperature: float = key(1.0, "Sampling temperature; 0 is greedy.", low=0.01, high=100.0, also=(0.0,))
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", above=0.0, high=1.0)
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1 is off.", low=-1, high=INT32)
     min_p: float = key(0.0, "Leave out tokens less likely than this times the likeliest.", low=0.0, high=1.0)
@@ -75,7 +75,7 @@ class EvalSamplingConfig(SamplingConfig):
     """What is null is as in ``sampling_params``; read it through ``skyasync.config.sampling.evaluation``."""
 
     temperature: float | None = key(  # type: ignore[assignment]
-        0.0, "Sampling temperature; 0 is greedy, null as in training.", low=0.01, high=2.0, also=(0.0,)
+        0.0, "Sampling temperature; 0 is greedy, null as in training.", low=0.01, high=100.0, also=(0.0,)
     )
 
 

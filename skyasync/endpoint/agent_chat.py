@@ -63,16 +63,16 @@ class AgentChat:
 def conversation(messages: list[Message], tools: Tools) -> list[str]:
     """What a template sees, as comparable items: the tools, then each message. Ids of tool calls are left out, and
     reasoning: programs need not send it back."""
-    return [json.dumps(tools, sort_keys=True), *(_comparable(message) for message in messages)]
+    return [json.dumps(tools, sort_keys=True), *(comparable(message) for message in messages)]
 
 
-def thoughts(messages: list[Message]) -> dict[int, str]:
-    """Digests of the reasoning of the messages, by their places in the conversation."""
-    said = {place: m["reasoning_content"] for place, m in enumerate(messages, 1) if m.get("reasoning_content")}
+def thoughts(messages: list[Message], first: int = 1) -> dict[int, str]:
+    """Digests of the reasoning of the messages, by their places in the conversation, where the tools are in front."""
+    said = {place: m["reasoning_content"] for place, m in enumerate(messages, first) if m.get("reasoning_content")}
     return {place: sha256(json.dumps(thought).encode()).hexdigest() for place, thought in said.items()}
 
 
-def _comparable(message: Message) -> str:
+def comparable(message: Message) -> str:
     seen = {name: value for name, value in message.items() if name not in ("tool_call_id", "reasoning_content")}
     if calls := seen.get("tool_calls"):
         seen["tool_calls"] = [call["function"] for call in calls]

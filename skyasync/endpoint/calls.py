@@ -21,19 +21,20 @@ from functools import cached_property
 
 from skyasync.arrays import Ints, ints
 from skyasync.config.sampling import UNMIRRORED, unmirrored
-from skyasync.endpoint.agent_chat import AgentChat, conversation, thoughts
+from skyasync.endpoint.agent_chat import AgentChat, comparable, conversation, thoughts
 from skyasync.endpoint.forms.inner import Answer, Choice, Request, RequestError
 from skyasync.endpoint.news import EVERY_S, News
 from skyasync.endpoint.parsers.reader import Reader
 from skyasync.endpoint.recorder import Call
-from skyasync.endpoint.session import Session
+from skyasync.endpoint.session import INLINE, Session
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
 from skyasync.rollout.types import action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
 FREE_BYTES, BYTES_PER_TOKEN = 2**20, 16  # of a request to a model: text takes about 4 bytes a token
-INLINE = 16 * 1024  # characters whose tokens take milliseconds; a thread makes those of longer conversations
+LONG_REPLY = 1024  # tokens that are read in milliseconds; a thread reads longer replies
+MOST_LISTED = 2**18  # tokens of one answer that are told with their log-probabilities or ids: about 200 bytes each
 LOOKING = 0.1  # most of the time that may go into reading what a reply says while it is made
 
 
@@ -107,6 +108,10 @@ class Calls:
             raise self._no_room(f"{len(prompt)} tokens")
         asked = request.asked
         requests = session.requests(prompt, asked, room)
+        listed = sum(request.sampling.max_tokens for request in requests)
+        if (asked.logprobs or asked.token_ids) and listed > MOST_LISTED:
+            problem = f"an answer of up to {listed} tokens (n times max_tokens) is too long for logprobs or token ids"
+            raise RequestError(f"{problem}: these may have {MOST_LISTED}", "n")
         shown = prompt.tolist() if asked.token_ids else None
         identity = f"{prefix}-{requests[0].request_id}"
         answer = Answer(identity, asked.model, int(time.time()), len(prompt), 0, shown)
@@ -181,7 +186,7 @@ class OneCall:
             await asyncio.wait(tasks)
         finally:
             await _ended(tasks)
-        return self._complete(tasks)
+        return await self._complete(tasks)
 
     async def looks(self) -> AsyncGenerator[list[Choice], None]:
         """What is certain of every choice, again and again; the last time they are complete. Raises as ``answered``."""
@@ -194,13 +199,13 @@ class OneCall:
                 if not news.done() or all(task.done() for task in tasks):
                     continue
                 began = time.perf_counter()
-                found = self._look(tasks, news.result())
+                found = await self._look(tasks, news.result())
                 spent = time.perf_counter() - began
                 if found:
                     yield found
                 if spent > EVERY_S * LOOKING:  # a long reply: the event loop has others to serve
                     await asyncio.wait(pending, timeout=spent / LOOKING, return_when=asyncio.ALL_COMPLETED)
-            yield self._complete(tasks)
+            yield await self._complete(tasks)
         finally:
             self.settle()
             self.session.streams.discard(self)
@@ -215,14 +220,16 @@ class OneCall:
     def _asked(self) -> list[asyncio.Task[GenerationOutput]]:
         return [asyncio.create_task(self.calls.client.generate(request)) for request in self.requests]
 
-    def _look(self, tasks: list[asyncio.Task[GenerationOutput]], heard: dict[str, GenerationOutput]) -> list[Choice]:
+    async def _look(
+        self, tasks: list[asyncio.Task[GenerationOutput]], heard: dict[str, GenerationOutput]
+    ) -> list[Choice]:
         for index, (task, request) in enumerate(zip(tasks, self.requests, strict=True)):
             output = heard.get(request.request_id)
             if output is not None and len(output.token_ids) and not task.done():
-                self._told[index] = output, self._choice(index, output, done=False)
+                self._told[index] = output, await self._choice(index, output, done=False)
         return [choice for _, choice in self._told.values()]
 
-    def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[Choice]:
+    async def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[Choice]:
         results = [asyncio.CancelledError() if t.cancelled() else t.exception() or t.result() for t in tasks]
         for result in results:
             if isinstance(result, RequestFailedError):
@@ -234,7 +241,7 @@ class OneCall:
         if len(outputs) < len(tasks) or any(o.finish_reason == "abort" or not len(o.token_ids) for o in outputs):
             raise RequestError("the engine has ended this call", code="aborted", status=503)
         self.answer = replace(self.answer, completion_tokens=sum(len(output.token_ids) for output in outputs))
-        choices = [self._choice(index, output, done=True) for index, output in enumerate(outputs)]
+        choices = [await self._choice(index, output, done=True) for index, output in enumerate(outputs)]
         self._record(outputs, choices)
         return choices
 
@@ -243,16 +250,26 @@ class OneCall:
             return
         self._recorded = True
         request = self.request
+        messages = request.messages
+        asked, thought = conversation(messages, request.tools), thoughts(messages)  # once for all choices
         for output, choice in zip(outputs, choices, strict=True):
             action = action_of(output, [])
             call = Call(self.prompt, action, output.finish_reason or "stop", self.answer.id)
-            messages = [*request.messages, choice.message]
-            led_to = conversation(messages, request.tools) if request.prompt is None else ()
-            self.session.recorder.record(call, led_to, thoughts(messages))
+            led_to = [*asked, comparable(choice.message)] if request.prompt is None else ()
+            self.session.recorder.record(call, led_to, thought | thoughts([choice.message], len(asked)))
         if request.begun is not None:
-            self.session.store(self.answer.id, [*request.begun, choices[0].message])
+            stored = [*request.begun, choices[0].message]
+            said = sum(map(len, asked)) + sum(len(message.get("reasoning_content", "")) for message in stored)
+            self.session.store(self.answer.id, stored, said + len(choices[0].text))
 
-    def _choice(self, index: int, output: GenerationOutput, *, done: bool) -> Choice:
+    async def _choice(self, index: int, output: GenerationOutput, *, done: bool) -> Choice:
+        """What a reply says; others have a turn before the next one is read."""
+        if len(output.token_ids) > LONG_REPLY:
+            return await asyncio.to_thread(self._read, index, output, done=done)
+        await asyncio.sleep(0)
+        return self._read(index, output, done=done)
+
+    def _read(self, index: int, output: GenerationOutput, *, done: bool) -> Choice:
         request, parser = self.request, self.calls.reader.tools
         said = self.calls.reader.read(
             output.token_ids,

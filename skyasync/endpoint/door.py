@@ -4,7 +4,9 @@ Invariant: a connection holds nothing for longer than it may without asking some
 of its beginning (``IDLE_S`` of the answer before), its body within ``BODY_S``. There are never so many connections that
 the process has no descriptors left for the run. A body is never inflated, and that of a refused request is not kept.
 On the loopback a request must name the machine by its address or as localhost (a page that a browser shows, whose
-server's name leads to the loopback, names that), and nowhere may it come from another's page.
+server's name leads to the loopback, names that), and nowhere may it come from another's page. Where all places are
+taken, the connection that has waited longest without a key of ours gives way to a new one: strangers shut nobody out. A
+flood of connections is let in bit by bit, and what is no HTTP is answered without a word in the run's logs.
 
 | who waits           | for what              | woken by                                 |
 |---------------------|-----------------------|------------------------------------------|
@@ -15,6 +17,8 @@ server's name leads to the loopback, names that), and nowhere may it come from a
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import resource
 import socket
 from collections.abc import Iterator
@@ -22,6 +26,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from skyasync.endpoint.forms.inner import RequestError
@@ -31,8 +36,11 @@ HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
 BODY_S = 60.0
 LINGER_S = 1.0  # for what a refused request still sends, so that it hears why: it is thrown away as it comes
+ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some milliseconds
+log = logging.getLogger(__name__)
+log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 #: Of aiohttp's runner: nothing is inflated, least of all what a refused request still sends.
-UNREAD: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S}
+UNREAD: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S, "logger": log}
 KEPT_DESCRIPTORS = 512  # for everything else in this process
 
 
@@ -46,6 +54,7 @@ class Door:
     def __init__(self, most: int = 0) -> None:
         self._most = most or most_connections()
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
+        self._strangers: dict[_Connection, None] = {}  # that nothing is answered to, in the order of their coming
         self._server: asyncio.Server | None = None
         self.loopback = False
 
@@ -56,7 +65,10 @@ class Door:
         make: Any = runner.server  # of a runner that is set up
         where: dict[str, Any] = {"host": host or None, "port": port} if sock is None else {"sock": sock}
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self, make()), backlog=backlog, **where)
+        self._server = await loop.create_server(lambda: _Connection(self, make()), backlog=ACCEPTED_AT_ONCE, **where)
+        for listening in self._server.sockets:  # as many as asyncio accepts at once are too few to wait
+            with socket.socket(fileno=os.dup(listening.fileno())) as again:
+                again.listen(backlog)
         address, number = self._server.sockets[0].getsockname()[:2]
         self.loopback = is_loopback(address)
         return int(number)
@@ -74,13 +86,22 @@ class Door:
 
     def admit(self, connection: _Connection, transport: asyncio.BaseTransport) -> bool:
         if len(self._open) >= self._most:
-            return False
+            if not self._strangers:
+                return False
+            next(iter(self._strangers)).hang_up()
         self._open[transport] = connection
+        self._strangers[connection] = None
         return True
 
     def forget(self, transport: asyncio.BaseTransport | None) -> None:
-        if transport is not None:
-            self._open.pop(transport, None)
+        if transport is not None and (connection := self._open.pop(transport, None)) is not None:
+            self._strangers.pop(connection, None)
+
+    def know(self, request: web.Request) -> None:
+        """The request has a key of ours: its connection keeps its place."""
+        connection = self._open.get(request.transport) if request.transport else None
+        if connection is not None:
+            connection.known = True
 
     @contextmanager
     def answering(self, request: web.Request) -> Iterator[None]:
@@ -92,6 +113,7 @@ class Door:
         connection = self._open.get(request.transport) if request.transport else None
         if connection is not None:
             connection.limit(None)
+            self._strangers.pop(connection, None)
         try:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
             if problem := stranger(host, origin, loopback=self.loopback):
@@ -100,6 +122,8 @@ class Door:
         finally:
             if connection is not None:
                 connection.limit(IDLE_S)
+                if not connection.known and request.transport in self._open:
+                    self._strangers[connection] = None
 
 
 class _Connection(asyncio.Protocol):
@@ -109,16 +133,18 @@ class _Connection(asyncio.Protocol):
         self._door, self._inner = door, inner
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.known = False
 
     def limit(self, seconds: float | None) -> None:
         """Hang up after that time; None: not at all."""
         if self._timer is not None:
             self._timer.cancel()
         late = self._transport is not None and seconds is not None
-        self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self._hang_up) if late else None
+        self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self.hang_up) if late else None
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         if self._transport is not None:
+            self._door.forget(self._transport)
             self._transport.abort()
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401  (narrower than the base's)

@@ -6,18 +6,19 @@ the stream, in its form. Who hangs up ends the call, and what had been told is r
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import json
 from collections.abc import Iterable
 from contextlib import aclosing, suppress
 
 from aiohttp import web
 
-from skyasync.endpoint.calls import OneCall
+from skyasync.endpoint.calls import LONG_REPLY, OneCall
 from skyasync.endpoint.door import body as read_body
-from skyasync.endpoint.forms.inner import Event, Form, RequestError
+from skyasync.endpoint.forms.inner import Event, Form, RequestError, from_json
 
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_ENCODER = json.JSONEncoder()
 
 
 async def body_of(request: web.Request) -> dict[str, object]:
@@ -27,15 +28,10 @@ async def body_of(request: web.Request) -> dict[str, object]:
         RequestError: if it is none.
     """
     said = await read_body(request)
-    collecting = gc.isenabled()
-    gc.disable()  # of a body that is all lists it would look through everything again and again
     try:
-        body = json.loads(said)
+        body = from_json(said)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
-    finally:
-        if collecting:
-            gc.enable()
     if not isinstance(body, dict):
         raise RequestError("the request's body must be a JSON object")
     return body
@@ -45,7 +41,13 @@ async def send(request: web.Request, call: OneCall, form: Form) -> web.StreamRes
     """Make the call, and answer it in its form."""
     if not call.request.asked.stream:
         choices = await call.answered()
-        return web.json_response(form.whole(call.request, call.answer, choices))
+        if call.answer.completion_tokens <= LONG_REPLY:
+            return web.json_response(form.whole(call.request, call.answer, choices))
+        # a thread encodes it, in Python: json.dumps would hold up the event loop all the same
+        text = await asyncio.to_thread(
+            lambda: "".join(_ENCODER.iterencode(form.whole(call.request, call.answer, choices)))
+        )
+        return web.Response(text=text, content_type="application/json")
     sent = _Sent(request)
     stream = form.stream(call.request)
     ended = set[int]()
@@ -55,6 +57,7 @@ async def send(request: web.Request, call: OneCall, form: Form) -> web.StreamRes
                 if not sent.begun:
                     await sent.send(stream.begin(call.answer))
                 for choice in choices:
+                    await asyncio.sleep(0)  # others have a turn
                     if choice.index not in ended:
                         await sent.send(stream.go_on(choice))
                         ended |= {choice.index} if choice.finish_reason else set()

@@ -186,6 +186,7 @@ class Endpoint:
             raise RequestError(problem, code="invalid_api_key", status=401)
         task = asyncio.current_task()
         assert task is not None
+        self._door.know(request)
         session.handlers.add(task)
         try:
             yield session
@@ -200,15 +201,17 @@ class Endpoint:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         form = FORMS[request.path]
         with self.entered(request) as session:
-            asked = form.read(await body_of(request), session)
-            call = await self._calls.open(session, asked, form.prefix, size=len(await request.read()))
+            async with session.reads(request.content_length):
+                asked = form.read(await body_of(request), session)
+                call = await self._calls.open(session, asked, form.prefix, size=len(await request.read()))
             return await send(request, call, form)
 
     async def _count(self, request: web.Request) -> web.Response:
         """How many tokens a prompt of Anthropic's form has."""
         with self.entered(request) as session:
-            asked = _MESSAGES.read_prompt(await body_of(request), session)
-            prompt = await self._calls.prompt(session, asked, size=len(await request.read()))
+            async with session.reads(request.content_length):
+                asked = _MESSAGES.read_prompt(await body_of(request), session)
+                prompt = await self._calls.prompt(session, asked, size=len(await request.read()))
             return web.json_response({"input_tokens": len(prompt)})
 
 

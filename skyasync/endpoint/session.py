@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.rollout.types import TrajectoryId
 
 MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
+STORED_CHARACTERS = 32 * 1024**2  # of all these conversations together
+INLINE = 16 * 1024  # bytes or characters read in milliseconds; of longer requests an episode has one read at a time
 
 
 class OpenCall(Protocol):
@@ -45,6 +48,8 @@ class Session:
         self.api_key = secrets.token_urlsafe(32)
         self.recorder = Recorder()
         self.conversations: dict[str, list[Message]] = {}
+        self._stored: dict[str, int] = {}  # characters of these
+        self._reading = asyncio.Lock()
         self.tokenising = asyncio.Lock()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.handlers: set[asyncio.Task[Any]] = set()
@@ -69,11 +74,16 @@ class Session:
             for choice, seed in enumerate(seeds)
         ]
 
-    def store(self, answer: str, conversation: list[Message]) -> None:
+    def reads(self, size: int | None) -> AbstractAsyncContextManager[object]:
+        """Within, a request of so many bytes is read (None: nobody knows). Long ones wait their turn unread."""
+        return nullcontext() if size is not None and size <= INLINE else self._reading
+
+    def store(self, answer: str, conversation: list[Message], characters: int) -> None:
         """Let a later request name the answer, in place of the oldest that could be named."""
-        if len(self.conversations) >= MOST_STORED:
-            del self.conversations[next(iter(self.conversations))]
-        self.conversations[answer] = conversation
+        self.conversations[answer], self._stored[answer] = conversation, characters
+        while len(self._stored) > MOST_STORED or sum(self._stored.values()) > STORED_CHARACTERS:
+            oldest = next(iter(self._stored))
+            del self.conversations[oldest], self._stored[oldest]
 
     def settle(self) -> None:
         """Record what the program has been told of answers that are still streamed: it may have read enough."""

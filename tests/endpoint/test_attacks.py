@@ -22,10 +22,11 @@ from aiohttp.compression_utils import ZLibDecompressor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.endpoint import recorder, sending
+from skyasync.endpoint import calls, recorder, sending
 from skyasync.endpoint.agent_chat import AgentChat
-from skyasync.endpoint.calls import INLINE
-from skyasync.endpoint.session import MOST_STORED, Session
+from skyasync.endpoint.calls import OneCall
+from skyasync.endpoint.forms import inner
+from skyasync.endpoint.session import INLINE, MOST_STORED, STORED_CHARACTERS, Session
 from tests.endpoint.served import HELLO, Scripted, entered, real_endpoint, scripted, url
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -170,7 +171,7 @@ async def test_an_attack_is_answered_and_the_next_request_too(
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [
-        ({"Content-Encoding": "gzip"}, gzip.compress(json.dumps(CHAT).encode()), 415),
+        ({"Content-Encoding": "gzip"}, gzip.compress(json.dumps(CHAT).encode(), mtime=0), 415),
         ({"Content-Encoding": "br"}, b"x", 415),
         ({"Content-Type": "application/json; charset=punycode"}, json.dumps(CHAT).encode(), 200),
         ({"Content-Type": "application/json; charset=hex"}, b"\xff" * 9, 400),
@@ -235,10 +236,94 @@ async def test_the_collector_of_garbage_does_not_walk_through_a_body(
         collecting.append(gc.isenabled())
         return loads(said)
 
-    monkeypatch.setattr(sending.json, "loads", watched)
+    monkeypatch.setattr(inner.json, "loads", watched)
     async with real.http.post(f"{url(real.endpoint)}/completions", data="[" + "[]," * 1000 + "[]]") as answer:
         assert answer.status == 400
     assert (collecting, gc.isenabled()) == ([False], True)
+
+
+async def test_nor_through_the_arguments_of_a_call(real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    collecting = list[bool]()
+    loads = json.loads
+
+    def watched(said: Any) -> Any:
+        collecting.append(gc.isenabled())
+        return loads(said)
+
+    monkeypatch.setattr(inner.json, "loads", watched)
+    call = {"function": {"name": "f", "arguments": "[[],[]]"}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, *HELLO]
+    assert (await ask(real, "chat/completions", {**CHAT, "messages": messages}))[0] == 200
+    assert collecting[:2] == [False, False]
+
+
+async def test_a_long_request_is_not_read_while_another_of_its_episode_is(real: SimpleNamespace) -> None:
+    long = {**CHAT, "metadata": {"x": "x" * INLINE}}
+    async with real.session.reads(None), asyncio.timeout(20):
+        waiting = asyncio.create_task(ask(real, "chat/completions", long))
+        assert (await ask(real, "chat/completions", CHAT))[0] == 200
+        assert not waiting.done()
+    assert (await waiting)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("long", [0, 2**20])
+async def test_reading_many_replies_does_not_hold_up_the_event_loop(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, long: int
+) -> None:
+    """Long ones are read in a thread; between two short ones others have a turn. The messages are looked at once."""
+    turns, seen, asked = 0, list[tuple[int, int]](), list[int]()
+    read, said = OneCall._read, calls.conversation
+
+    def reads(*arguments: Any, **options: Any) -> Any:
+        seen.append((threading.get_ident(), turns))
+        return read(*arguments, **options)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(calls, "LONG_REPLY", long)
+    monkeypatch.setattr(OneCall, "_read", reads)
+    monkeypatch.setattr(calls, "conversation", lambda *arguments: asked.append(1) or said(*arguments))
+    async with scripted(tokenizer, *["7"] * 5) as (client, session, _), aiohttp.ClientSession() as http:
+        going_on = asyncio.create_task(others())
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        body = {**CHAT, "n": 5, "stream": stream}
+        async with http.post(f"{client.base_url}chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+        going_on.cancel()
+        assert len(session.recorder.calls) == 5
+    assert asked == [1]
+    assert {thread == threading.get_ident() for thread, _ in seen} == {long > 0}
+    assert len({turn for _, turn in seen}) == 5 or not long
+
+
+async def test_a_long_answer_is_written_as_a_short_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[dict[str, Any]]()
+    for long in (2**20, 0):
+        monkeypatch.setattr(sending, "LONG_REPLY", long)
+        async with scripted(tokenizer, "7\u00e9") as (client, session, _), aiohttp.ClientSession() as http:
+            headers = {"Authorization": f"Bearer {session.api_key}"}
+            body = {**CHAT, "logprobs": True}
+            async with http.post(f"{client.base_url}chat/completions", json=body, headers=headers) as answer:
+                assert answer.content_type == "application/json"
+                said.append({**await answer.json(), "created": 0})
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("more", [{"logprobs": True}, {"return_token_ids": True}])
+async def test_what_is_told_of_each_token_has_a_bound(
+    real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(calls, "MOST_LISTED", 12)
+    for n, status in ((3, 200), (4, 400)):
+        found, said = await ask(real, "chat/completions", {**CHAT, **more, "n": n, "max_tokens": 4})
+        assert found == status, said
+    assert (await ask(real, "chat/completions", {**CHAT, "n": 4, "max_tokens": 4}))[0] == 200
 
 
 async def test_nothing_of_a_request_is_kept(real: SimpleNamespace) -> None:
@@ -253,10 +338,14 @@ async def test_nothing_of_a_request_is_kept(real: SimpleNamespace) -> None:
 async def test_stored_answers_of_an_episode_have_a_bound(tokenizer: Any) -> None:
     async with scripted(tokenizer) as (_, session, _):
         for number in range(MOST_STORED + 3):
-            session.store(f"resp-{number}", [])
+            session.store(f"resp-{number}", [], 1)
         assert len(session.conversations) == MOST_STORED
         assert "resp-2" not in session.conversations
         assert f"resp-{MOST_STORED + 2}" in session.conversations
+        session.store("long", [], STORED_CHARACTERS)
+        assert list(session.conversations) == ["long"]
+        session.store("longer", [], STORED_CHARACTERS + 1)
+        assert not session.conversations
 
 
 async def test_the_work_of_going_on_from_a_conversation_is_linear_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,12 +366,12 @@ async def test_one_episodes_long_requests_do_not_hold_up_those_of_others(
 ) -> None:
     """However many it sends, one of them waits in front of another episode's."""
     order = list[Session]()
-    calls = real.endpoint._calls
-    monkeypatch.setattr(calls, "_prompt", lambda session, request: order.append(session) or [1])
+    mine = real.endpoint._calls
+    monkeypatch.setattr(mine, "_prompt", lambda session, request: order.append(session) or [1])
     async with entered(real.endpoint) as (_, greedy), entered(real.endpoint) as (_, other):
         request = SimpleNamespace(prompt="x", messages=[])
-        waiting = [calls.prompt(greedy, request, 2**20) for _ in range(9)]
-        await asyncio.gather(*waiting, calls.prompt(other, request, 2**20))
+        waiting = [mine.prompt(greedy, request, 2**20) for _ in range(9)]
+        await asyncio.gather(*waiting, mine.prompt(other, request, 2**20))
     assert order.index(other) <= 1
 
 

@@ -134,8 +134,9 @@ async def test_strangers_cannot_take_the_descriptors_that_the_run_needs(
     endpoint._door._most = 3
     held = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(3)]
     await until(lambda: len(endpoint._door._open) == 3)
-    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-    assert await ended(reader) == b""
+    _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    assert await ended(held[0][0]) == b""
+    assert len(endpoint._door._open) == 3
     writer.close()
     for _, each in held:
         each.close()
@@ -143,6 +144,46 @@ async def test_strangers_cannot_take_the_descriptors_that_the_run_needs(
     async with aiohttp.ClientSession() as http, http.get(f"{url(endpoint)}/models") as answer:
         assert answer.status == 401
     assert Door().loopback is False
+
+
+async def test_strangers_shut_no_episode_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has shown a key keeps its connection, and who comes with one finds a place."""
+    monkeypatch.setattr(endpoint._door, "_most", 3)
+    async with entered(endpoint) as (_, session):
+        asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key: {session.api_key}\r\n\r\n".encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        held = list[Any]()
+        for strangers in (9, 9, 0):
+            writer.write(asked)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b"}]}")
+            held += [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(strangers)]
+        late, newcomer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        newcomer.write(asked)
+        assert (await late.readline()).startswith(b"HTTP/1.1 200")
+        assert len(endpoint._door._open) <= 3
+
+
+async def test_a_flood_of_connections_is_let_in_bit_by_bit(endpoint: Endpoint) -> None:
+    """All of them wait in the kernel, and the event loop has its turns."""
+    flood = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) for _ in range(300)]
+    known, most = len(endpoint._door._open), 0
+    while known < len(flood):
+        await asyncio.sleep(0)
+        known, most = len(endpoint._door._open), max(most, len(endpoint._door._open) - known)
+    assert most <= 2 * door.ACCEPTED_AT_ONCE
+    for each in flood:
+        each.close()
+    await until(lambda: not endpoint._door._open)
+
+
+async def test_what_is_no_http_fills_no_log(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    for said in (HEAD + b"X: " + b"x" * 9000 + b"\r\n\r\n", HEAD + b"Content-Length: -1\r\n\r\n"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        writer.write(said)
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    assert caplog.records == []
 
 
 async def test_an_episodes_answers_cannot_be_gone_on_from_with_anothers_key(tokenizer: Any) -> None:

@@ -100,6 +100,7 @@ def test_a_parser_raises_for_nothing_and_what_was_sure_stays(name: str, pieces: 
         ("deepseek_v3", DEEP[:18] + "<｜tool▁call▁begin｜>" * 30_000 + "<｜tool▁call▁end｜>" * 30_000),
         ("mistral", "[TOOL_CALLS]a" + " " * 200_000 + "x"),
         ("pythonic", "[f(a=" + "-" * 200_000 + "1)]"),
+        ("pythonic", "[" + "f(a=1)," * 30_000 + "]"),
     ],
 )
 def test_a_model_that_repeats_a_mark_for_ever_holds_nobody_up(name: str, text: str) -> None:

@@ -209,7 +209,7 @@ async def test_a_stop_string_ends_the_text_but_not_what_is_trained(tokenizer: An
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"temperature": 3}, "temperature"),
+        ({"temperature": 101}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n must be"),
         ({"n": 1000}, "at most 128"),

@@ -210,7 +210,7 @@ async def test_a_stream_that_cannot_begin_has_an_errors_status(tokenizer: Any) -
         with pytest.raises(openai.InternalServerError):
             await chat(client, HELLO, stream=True)
         with pytest.raises(openai.BadRequestError):
-            await chat(client, HELLO, stream=True, temperature=9)
+            await chat(client, HELLO, stream=True, temperature=101)
 
 
 async def test_no_stream_asks_an_engine_more_often_for_being_one_of_many(

@@ -7,13 +7,12 @@ answer are passed over.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from skyasync.config.keys import Key
-from skyasync.endpoint.forms.inner import Body, RequestError
+from skyasync.endpoint.forms.inner import Body, RequestError, from_json
 from skyasync.engines.protocol import LARGEST_BIAS, LIMITS, SamplingParams
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import nearest
@@ -139,7 +138,7 @@ def tool_call(name: object, arguments: object, identity: object, where: str) -> 
     if not isinstance(name, str):
         raise RequestError(f"{where} must have a name and arguments", where)
     with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it is
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = from_json(arguments) if isinstance(arguments, str) else arguments
     return {"id": str(identity or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

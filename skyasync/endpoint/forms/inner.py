@@ -5,6 +5,7 @@ Invariant: nothing here knows of any form.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +170,17 @@ class Form(Protocol):
     def whole(self, request: Request, answer: Answer, choices: Sequence[Choice]) -> Body: ...
     def stream(self, request: Request) -> Stream: ...
     def error(self, error: RequestError) -> Body: ...
+
+
+def from_json(said: str | bytes) -> Any:  # noqa: ANN401  (JSON)
+    """Raises ``ValueError`` or ``RecursionError`` for what is no JSON, or nested too deeply."""
+    collecting = gc.isenabled()
+    gc.disable()  # of what is all lists it would look through everything again and again
+    try:
+        return json.loads(said)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def outgoing(arguments: object) -> str:

@@ -163,13 +163,14 @@ class Pythonic(_Marked):
     """The whole reply is ``[name(argument=value), ...]``, as Python writes it: Llama 3.2 and 4, ToolACE."""
 
     marks = ("<|python_start|>", "<|python_end|>")
+    _LONGEST = 2**15  # characters: Python's own parser takes a tenth of a second for them, and holds up everything else
 
     def sure(self, text: str) -> str:
         return "" if text.lstrip()[:1] in ("[", "<", "") else text.rstrip()
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
         bare = text.strip().removeprefix(self.marks[0]).removesuffix(self.marks[1]).strip()
-        if not (bare.startswith("[") and bare.endswith("]")):
+        if not (bare.startswith("[") and bare.endswith("]")) or len(bare) > self._LONGEST:
             return text, []
         try:
             calls = list(self._calls(bare))
