@@ -170,7 +170,7 @@ def test_a_judges_files_are_found_before_anything_starts(tmp_path, monkeypatch):
     assert environment.judges["j"]["parser"] == f"{tmp_path}/mine.py:read"
     for wrong, line in (
         ("prompt=aks.txt", r"judges.j.prompt=.*aks.txt: there is no such file; did you mean 'ask.txt'"),
-        ("prompt='Rate it'", r"Rate it: there is no such file \(to write the prompt itself here, include a placeholder"),
+        ("prompt='Rate it'", r"Rate it: there is no such file \(to write the prompt itself here, include"),
         ("prompt=blind.txt", r"judges.j.prompt does not show the judge the response"),
         ("parser=mine.py:raed", "did you mean 'read'"),
     ):
