@@ -15,7 +15,7 @@ LIST = {
     for module, names in re.findall(r"^\| `(skyasync[\w.]*)` \| (.*) \|$", PAGE, flags=re.MULTILINE)
 }
 PACKAGES = ("skyasync", "skyasync.algorithms", "skyasync.config", "skyasync.envs", "skyasync.observe",
-            "skyasync.rewards", "skyasync.testing.chaos")  # fmt: skip
+            "skyasync.rewards")  # fmt: skip
 
 
 @pytest.mark.parametrize("module", PACKAGES)

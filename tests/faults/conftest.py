@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.testing.chaos.leftovers import temporary_files
+from tests.chaos.leaks import temporary_files
 from tests.end_to_end import leftovers
 from tests.end_to_end.conftest import models, train
 from tests.warm import TEMPORARY

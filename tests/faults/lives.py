@@ -18,9 +18,9 @@ from pathlib import Path
 from skyasync.observe.jsonl import read_rows
 from skyasync.plans import PLANS
 from skyasync.state.ledger import audit
-from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
-from skyasync.testing.chaos.leftovers import temporary_files
 from tests import warm
+from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
+from tests.chaos.leaks import temporary_files
 from tests.end_to_end import leftovers
 from tests.end_to_end.parts import DATASET_SIZE
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines
@@ -38,9 +38,9 @@ SETTINGS = (
 AS_IF_NOTHING_HAD_BEEN = ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean")
 PROGRAM = """
 from skyasync import main
-from tests.faults.deaths import Struck
+from tests.faults.deaths import FaultyExperiment
 
-class Mine(Struck):
+class Mine(FaultyExperiment):
     def __init__(self, cfg):
         super().__init__(cfg, POINTS)
 

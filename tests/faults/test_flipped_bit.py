@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.testing.chaos.orders import VARIABLE, Order, Orders
+from tests.chaos.channel import VARIABLE, Order, Orders
 from tests.end_to_end.runs import outside_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
@@ -29,7 +29,7 @@ def test_a_flipped_bit_ends_the_run_before_an_engine_computes_with_it(way: str, 
     settings = [*SETTINGS, f"trainer.runs_dir={tmp_path}"]
     settings += ["generator.weight_sync_mode=delta"] if way == "changes" else []
     program = subprocess.run(
-        [sys.executable, "-m", "skyasync.testing.chaos.program", *settings],
+        [sys.executable, "-m", "tests.chaos.program", *settings],
         env=outside_environment() | {VARIABLE: str(tmp_path)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     output = program.stdout + program.stderr

@@ -20,12 +20,12 @@ from skyasync.config.schema import Config
 from skyasync.plans import PLANS
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
-from skyasync.testing.chaos import virtual
-from skyasync.testing.chaos.events import FOREVER, Event
-from skyasync.testing.chaos.virtual import NAMES, Play
-from skyasync.testing.chaos.virtual_parts import Engine
-from skyasync.testing.chaos.virtual_ranks import Ranks
-from skyasync.testing.chaos.virtual_run import Command, Virtual
+from tests.chaos import simulation
+from tests.chaos.events import FOREVER, Event
+from tests.chaos.simulated_command import Command, Virtual
+from tests.chaos.simulated_processes import Engine
+from tests.chaos.simulated_ranks import Ranks
+from tests.chaos.simulation import NAMES, Play
 
 pytestmark = pytest.mark.fault
 
@@ -34,7 +34,7 @@ MOMENTS = ("rollout", "sync", "training", "saving")
 STRUCK = ("kill-engine", "freeze-engine", "kill-rank", "freeze-rank", "kill-environment", "freeze-environment")
 
 
-_drawn = virtual.settings_of
+_drawn = simulation.settings_of
 
 
 def settings(seed: int, plan: str) -> tuple[Config, int]:
@@ -68,8 +68,8 @@ class Seen:
 
 @pytest.fixture(scope="module", autouse=True)
 def same_settings() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patched, virtual._quiet():
-        patched.setattr(virtual, "settings_of", settings)
+    with pytest.MonkeyPatch.context() as patched, simulation._quiet():
+        patched.setattr(simulation, "settings_of", settings)
         yield
 
 
@@ -91,8 +91,8 @@ def looked_at(plan: str) -> Seen:
 
 def played(plan: str, events: list[Event]) -> Play:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(virtual, "schedule", lambda *_: events)
-        return virtual.play(SEED, plan)
+        patched.setattr(simulation, "schedule", lambda *_: events)
+        return simulation.play(SEED, plan)
 
 
 @pytest.mark.parametrize("kind", STRUCK)
@@ -114,14 +114,14 @@ def test_a_command_goes_on_with_what_a_killed_one_left_at_any_moment(plan: str, 
     chance = random.Random(plan)
     for copy in {*chance.sample(copies, POINTS), *chance.sample(saving, min(3, len(saving)))}:
         run_virtual(command(plan, copy).run())
-        assert virtual._audited(Play(plan, SEED), copy / "run") == [], copy.name
+        assert simulation._audited(Play(plan, SEED), copy / "run") == [], copy.name
     assert len(copies) > 2 * POINTS
 
 
 def command(plan: str, folder: Path) -> Command:
     cfg, rows = settings(SEED, plan)
     said = [[{"role": "user", "content": chr(97 + row)}] for row in range(rows)]
-    prompts = [Prompt(PromptId(0, row), words, virtual._env()) for row, words in enumerate(said)]
+    prompts = [Prompt(PromptId(0, row), words, simulation._env()) for row, words in enumerate(said)]
     return Command(cfg, type("Virtual", (Virtual, PLANS.find(plan)), {}), prompts, folder, seed=SEED)
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.status import FAILED, FINISHED, read_status
-from skyasync.testing.chaos.accounts import wrong_prompts, wrong_steps
-from skyasync.testing.chaos.family import Process, family
-from skyasync.testing.chaos.leftovers import leftovers
+from tests.chaos.audit import wrong_prompts, wrong_steps
+from tests.chaos.leaks import leftovers
+from tests.chaos.process_tree import Process, family
 from tests.end_to_end.runs import outside_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]

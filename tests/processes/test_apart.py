@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skyasync.errors import TransientError
 from skyasync.processes.apart import Apart, NoAnswerError
 from skyasync.processes.pool import Pool
-from skyasync.testing.chaos.family import marked
+from tests.chaos.process_tree import marked
 from tests.processes.functions import behave
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import pytest
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.engines.revival import Revival
-from skyasync.testing.chaos.virtual_parts import SYNC_S, Engine
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns
 from skyasync.weight_sync.update import WakePart, WeightUpdate
+from tests.chaos.simulated_processes import SYNC_S, Engine
 from tests.virtual_time import virtual_time
 
 SILENCE_S = 20.0

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from skyasync.testing.chaos.family import Process, family, marked, parts, read, target_of
+from tests.chaos.process_tree import Process, family, marked, parts, read, target_of
 
 TREE = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
 

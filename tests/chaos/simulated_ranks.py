@@ -14,8 +14,8 @@ from pathlib import Path
 
 from skyasync.state import manifest
 from skyasync.state.manifest import Sums
-from skyasync.testing.chaos.virtual_parts import SILENCE_S, Life
 from skyasync.weight_sync.update import WeightUpdate
+from tests.chaos.simulated_processes import SILENCE_S, Life
 
 TRAIN_S, PUBLISH_S, SAVE_S, START_S = 2.0, 0.5, 1.0, 15.0
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.testing.chaos.accounts import (
+from tests.chaos.audit import (
     Seen,
     costs,
     table,

@@ -19,7 +19,7 @@ from skyasync.config.load import exit_with
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.testing.chaos.events import KINDS, endless, weights_of
+from tests.chaos.events import KINDS, endless, weights_of
 
 #: What a run under chaos is given unless it says otherwise itself.
 SETTINGS = {
@@ -81,10 +81,10 @@ def added(cfg: Config, name: str, given: Sequence[str] = ()) -> list[str]:
 
 def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, float]) -> int:
     from skyasync.main import configuration
-    from skyasync.testing.chaos.leftovers import clean_up, leftovers
-    from skyasync.testing.chaos.orders import VARIABLE
-    from skyasync.testing.chaos.siege import Command, Siege, scratch_folder
-    from skyasync.testing.chaos.verdict import SUMMARY, complaints, summary, write
+    from tests.chaos.channel import VARIABLE
+    from tests.chaos.driver import Command, FaultDriver, scratch_folder
+    from tests.chaos.leaks import clean_up, leftovers
+    from tests.chaos.report import SUMMARY, complaints, summary, write
 
     own = options.program != ""
     cfg: Config = configuration(theirs)
@@ -96,19 +96,19 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
         weights = weights_of({name: 0.0 if KINDS[name].inside else weight for name, weight in weights.items()})
     folder = Path(cfg.trainer.runs_dir).expanduser().resolve() / cfg.trainer.run_name
     scratch = scratch_folder()
-    program = [options.program] if own else ["-m", "skyasync.testing.chaos.program"]
+    program = [options.program] if own else ["-m", "tests.chaos.program"]
     command = Command([sys.executable, *program, *arguments], folder, scratch)
     print("added:", *arguments[len(theirs) :], flush=True)
     events = endless(options.seed, options.every, weights)
-    siege = Siege(command, events, 60 * options.minutes, 60 * options.grace, say=_say)
+    driver = FaultDriver(command, events, 60 * options.minutes, 60 * options.grace, say=_say)
     signal.signal(signal.SIGTERM, _stop)
     try:
-        seen = siege.run()
-        seen.left = leftovers(siege.known.values(), f"{VARIABLE}={scratch}", scratch)
+        seen = driver.run()
+        seen.left = leftovers(driver.known.values(), f"{VARIABLE}={scratch}", scratch)
     finally:
-        clean_up(siege.known.values(), f"{VARIABLE}={scratch}")
+        clean_up(driver.known.values(), f"{VARIABLE}={scratch}")
         shutil.rmtree(scratch, ignore_errors=True)
-    folder = siege.folder
+    folder = driver.folder
     wrong = complaints(seen, folder)
     lines = summary(seen, folder, wrong)
     write(seen, folder, lines, wrong)
@@ -117,7 +117,7 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
 
 
 def _virtual(options: argparse.Namespace) -> int:
-    from skyasync.testing.chaos.virtual import play_all
+    from tests.chaos.simulation import play_all
 
     return play_all(options.schedules, options.seed, _say)
 
@@ -131,7 +131,7 @@ def _say(line: str) -> None:
     print(f"chaos: {line}", flush=True)
 
 
-def _value(cfg: Config, key: str) -> Any:  # noqa: ANN401  (a setting's)
+def _value(cfg: Config, key: str) -> Any:
     found: Any = cfg
     for name in key.split("."):
         found = getattr(found, name)
@@ -145,7 +145,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m skyasync.testing.chaos",
+        prog="python -m tests.chaos",
         usage="%(prog)s [options] -- key=value ...",
         description="Train with the settings behind --, and strike the run's processes at random moments.",
         epilog=f"kinds of events: {', '.join(KINDS)}",

@@ -23,11 +23,11 @@ from skyasync.observe.trackers import JsonlTracker, TrackerContext
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt
 from skyasync.simulate.parts import VirtualBatch
-from skyasync.testing.chaos.events import Event
-from skyasync.testing.chaos.virtual_parts import SILENCE_S, Engine, Host, Letters, Life
-from skyasync.testing.chaos.virtual_ranks import Disk, Ranks
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
+from tests.chaos.events import Event
+from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, Life
+from tests.chaos.simulated_ranks import Disk, Ranks
 
 if TYPE_CHECKING:
     from skyasync.workers.batch import TrainingBatch

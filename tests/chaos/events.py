@@ -29,7 +29,7 @@ class Kind:
         weight: how often, beside the others.
         passes: it has an end of its own.
         may_hang: it may also have none, since somebody sees to it.
-        inside: done by the run's own controller, which listens for it (``skyasync.testing.chaos.struck``).
+        inside: done by the run's own controller, which listens for it (``tests.chaos.fault_hooks``).
         ends: words of the error by which it may end the run; "" where the run has to go on.
     """
 

@@ -30,17 +30,17 @@ from skyasync.plans import PLANS
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.state.ledger import audit
-from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
-from skyasync.testing.chaos.events import KINDS, schedule
-from skyasync.testing.chaos.virtual_run import Command, Virtual
 from skyasync.trainer import RayPPOTrainer
+from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
+from tests.chaos.events import KINDS, schedule
+from tests.chaos.simulated_command import Command, Virtual
 
 NAMES = ("sync", "one_step_off", "streamed", "fully_async")
 CHAOS_S = 400.0  # of events; then the run is left alone
 LIMIT_S = 50_000.0
 LINGER_S = 2_000.0  # for tasks that wait for an answer to give up
 MOST_COMMANDS = 200
-#: What may end a command: processes that are struck while it starts, one after the other or for good, and flipped bits.
+#: What may end a command: processes hit by an event while it starts, one after the other or for good, and flipped bits.
 ENDS = re.compile(
     "^(EngineDied|RanksDied|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer|the checkpoint of step "
     "|the process that runs the environment was not ready"
@@ -168,7 +168,7 @@ def play_all(count: int, seed: int, say: Callable[[str], None]) -> int:
 
 
 def _env() -> str:
-    return "skyasync.testing.chaos.virtual_parts:Turns"
+    return "tests.chaos.simulated_processes:Turns"
 
 
 @contextmanager

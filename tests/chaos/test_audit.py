@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.testing.chaos.accounts import (
+from tests.chaos.audit import (
     Ending,
     Seen,
     Strike,
@@ -20,9 +20,9 @@ from skyasync.testing.chaos.accounts import (
     wrong_prompts,
     wrong_steps,
 )
-from skyasync.testing.chaos.events import FOREVER, Event
-from skyasync.testing.chaos.orders import USED
-from skyasync.testing.chaos.verdict import complaints, summary
+from tests.chaos.channel import USED
+from tests.chaos.events import FOREVER, Event
+from tests.chaos.report import complaints, summary
 
 
 def test_a_cost_is_how_much_later_than_usual_the_next_steps_were_finished():

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from skyasync.cluster.watchdog import private_folder
-from skyasync.testing.chaos.family import marked
-from skyasync.testing.chaos.leftovers import clean_up, temporary_files
-from skyasync.testing.chaos.siege import ENVIRONMENT, scratch_folder
+from tests.chaos.driver import ENVIRONMENT, scratch_folder
+from tests.chaos.leaks import clean_up, temporary_files
+from tests.chaos.process_tree import marked
 
 PROGRAM = """
 import os, subprocess, sys, time

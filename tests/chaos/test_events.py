@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.testing.chaos.command import SETTINGS, added
-from skyasync.testing.chaos.events import FOREVER, KINDS, schedule, weights_of
+from tests.chaos.command import SETTINGS, added
+from tests.chaos.events import FOREVER, KINDS, schedule, weights_of
 
 SEEDS = st.integers(0, 2**32 - 1)
 WEIGHTS = st.one_of(

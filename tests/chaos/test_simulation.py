@@ -1,4 +1,4 @@
-"""All plans under chaos on virtual time; ``python -m skyasync.testing.chaos --virtual --schedules 10000`` runs more."""
+"""All plans under chaos on virtual time; ``python -m tests.chaos --virtual --schedules 10000`` runs more."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from skyasync.testing.chaos.virtual import NAMES, WEIGHTS, play, play_all
 from skyasync.training.progress import Progress
+from tests.chaos.simulation import NAMES, WEIGHTS, play, play_all
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skyasync.experiment import BasePPOExp
-from skyasync.testing.chaos.orders import USED, VARIABLE, Order, Orders
+from tests.chaos.channel import USED, VARIABLE, Order, Orders
 
 if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer
@@ -24,7 +24,7 @@ Method = Callable[..., Any]
 WRITING = ("lend", "publish", "publish_changes", "publish_adapter")  # by a rank, where engines read it
 
 
-class Struck(BasePPOExp):
+class FaultyExperiment(BasePPOExp):
     """The experiment as it is, in a controller that takes orders."""
 
     def build(self) -> RayPPOTrainer:
@@ -57,7 +57,7 @@ def _change(owner: type, name: str, made: Callable[[Method], Method]) -> None:
 
 def _lossy(own: Method, orders: Orders, what: str) -> Method:
     @wraps(own)
-    async def call(self: object, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
+    async def call(self: object, *args: object) -> Any:
         if orders.now("drop-messages", what, once=True):
             await asyncio.Event().wait()  # nobody will ever hear of it
         if late := orders.now("delay-messages", what):
@@ -80,7 +80,7 @@ def _late(own: Method, orders: Orders, what: str) -> Method:
 
 def _full(own: Method, orders: Orders) -> Method:
     @wraps(own)
-    async def save(self: object, folder: Path) -> Any:  # noqa: ANN401  (what the method returns)
+    async def save(self: object, folder: Path) -> Any:
         if orders.now("fill-disk", f"the checkpoint {folder.name}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         return await own(self, folder)

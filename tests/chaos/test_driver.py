@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.testing.chaos.accounts import wrong_steps
-from skyasync.testing.chaos.events import Event
-from skyasync.testing.chaos.leftovers import clean_up, leftovers, temporary_files
-from skyasync.testing.chaos.orders import VARIABLE, Order, Orders
-from skyasync.testing.chaos.siege import Command, Siege
-from skyasync.testing.chaos.struck import flip_bit
+from tests.chaos.audit import wrong_steps
+from tests.chaos.channel import VARIABLE, Order, Orders
+from tests.chaos.driver import Command, FaultDriver
+from tests.chaos.events import Event
+from tests.chaos.fault_hooks import flip_bit
+from tests.chaos.leaks import clean_up, leftovers, temporary_files
 
 STEPS = 24
 RUN = f"""
@@ -66,7 +66,7 @@ def test_a_command_that_ends_by_itself_is_started_again_and_its_end_is_told(tmp_
     folder, scratch, said = tmp_path / "run", tmp_path / "scratch", list[str]()
     scratch.mkdir()
     command = Command([sys.executable, str(tmp_path / "run.py"), str(folder)], folder, scratch)
-    seen = Siege(command, iter([Event(1, 1e9, "kill-rank")]), seconds=60, grace_s=10, say=said.append).run()
+    seen = FaultDriver(command, iter([Event(1, 1e9, "kill-rank")]), seconds=60, grace_s=10, say=said.append).run()
     assert (seen.ended, len(seen.starts)) == ("the command was done", 2)
     assert [str(ending) for ending in seen.endings] == ["status 1, skyasync.errors.Of: a part"]
     assert "skyasync.errors.Of: a part" in seen.starts[1][1]
@@ -78,8 +78,8 @@ def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> No
     folder, scratch, said = tmp_path / "run", tmp_path / "scratch", list[str]()
     scratch.mkdir()
     command = Command([sys.executable, str(tmp_path / "run.py"), str(folder)], folder, scratch)
-    siege = Siege(command, events(), seconds=60, grace_s=10, say=said.append)
-    seen = siege.run()
+    driver = FaultDriver(command, events(), seconds=60, grace_s=10, say=said.append)
+    seen = driver.run()
     try:
         found = {strike.event.number: strike.hit.partition(" ")[0] for strike in seen.strikes}
         assert found == {1: "rank", 2: "driver", 3: "rank", 4: ""}, "nobody takes orders there"
@@ -88,8 +88,8 @@ def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> No
         assert seen.ended == "the command was done" and seen.steps[-1][1] == STEPS
         assert wrong_steps([row["step"] for row in read_rows(folder / "metrics.jsonl")]) == []
     finally:
-        clean_up(siege.known.values(), f"{VARIABLE}={scratch}")
-    assert leftovers(siege.known.values(), f"{VARIABLE}={scratch}", scratch) == []
+        clean_up(driver.known.values(), f"{VARIABLE}={scratch}")
+    assert leftovers(driver.known.values(), f"{VARIABLE}={scratch}", scratch) == []
     (scratch / "left").touch()
     assert temporary_files(scratch) == [f"temporary {scratch / 'left'}"]
 

@@ -26,10 +26,10 @@ from pathlib import Path
 
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.status import read_status
-from skyasync.testing.chaos.accounts import Ending, Seen, Strike, in_words
-from skyasync.testing.chaos.events import Event
-from skyasync.testing.chaos.family import Process, family, parts
-from skyasync.testing.chaos.orders import MISSED_S, VARIABLE, Order, Orders
+from tests.chaos.audit import Ending, Seen, Strike, in_words
+from tests.chaos.channel import MISSED_S, VARIABLE, Order, Orders
+from tests.chaos.events import Event
+from tests.chaos.process_tree import Process, family, parts
 
 TICK_S = 0.1
 LOOK_S = 1.0  # from one look at all processes to the next
@@ -56,7 +56,7 @@ class Command:
 
 
 @dataclass
-class Siege:
+class FaultDriver:
     """One run under chaos.
 
     Args:

@@ -1,1 +1,0 @@
-"""Tools for trying what a run of one's own survives."""
