@@ -21,8 +21,7 @@ from skyasync.controller import Experiment, run_in_controller
 from skyasync.engines.settings import chosen_backend
 from skyasync.engines.wanted import FILE as ENGINES_FILE
 from skyasync.errors import Terminated
-from skyasync.observe.claim import release
-from skyasync.observe.run_dir import RunDirectory, shown
+from skyasync.observe.run_dir import RunDirectory, shown, unlock_run
 from skyasync.restarting import Restarting, Run
 from skyasync.workers.roles import Role
 
@@ -54,7 +53,7 @@ def run(experiment: Prepared, folder: RunDirectory) -> dict[str, float] | None:
         raise
     finally:
         _make_page(experiment.cfg, folder)
-        release(folder.path)
+        unlock_run(folder.path)
 
 
 def _run(experiment: Prepared, folder: RunDirectory, begun: list[bool]) -> dict[str, float] | None:

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.observe.test_claim import holder
 
 from skyasync.config.paths import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.experiment import BasePPOExp
-from skyasync.observe.claim import release
+from skyasync.observe.run_dir import unlock_run
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.tools.runs import runs
-from tests.observe.test_claim import holder
 
 HERE = __name__
 ONE_PROMPT = [Prompt(PromptId(0, 0), [{"role": "user", "content": "x"}], "none")]
@@ -113,7 +113,7 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
         first.wait()
     OwnTokenizer(again(tmp_path)).prepare()
     assert "policy" in (folder / "config.yaml").read_text()
-    release(folder)
+    unlock_run(folder)
 
 
 def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):

@@ -14,8 +14,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from skyasync.observe.lines import Metrics, duration
-from skyasync.observe.progress import ProgressReport
-from skyasync.observe.sample import Sample
+from skyasync.observe.progress import ProgressReport, Sample
 
 BARS = "▁▂▃▄▅▆▇█"
 HOLDERS = ("controller", "workers", "engines", "environments")

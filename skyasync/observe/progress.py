@@ -15,12 +15,13 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import nan
+from typing import Any
 
 from skyasync.observe.lines import FORMATS, Metrics
-from skyasync.observe.sample import Sample
 from skyasync.observe.summary import limit, summarise
 from skyasync.observe.trackers import plain_metrics
 
@@ -155,3 +156,22 @@ def warnings_to(recorder: ProgressRecorder) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(former)
+
+
+SAMPLE_CHARS = 2000  # of a prompt and of a response: no terminal shows more
+
+
+@dataclass
+class Sample:
+    """A trajectory in short."""
+
+    step: int
+    prompt: str
+    response: str
+    reward: float
+
+    @classmethod
+    def of(cls, step: int, record: Mapping[str, Any]) -> Sample:
+        """From a record of ``samples.jsonl``."""
+        prompt, response = (str(record[name])[:SAMPLE_CHARS] for name in ("prompt", "response"))
+        return cls(step, prompt, response, nan if record["reward"] is None else float(record["reward"]))

@@ -1,14 +1,19 @@
-"""The folder of one run: who writes what where.
+"""The folder of one run, its files, and the lock of the one command that trains in it.
 
-Invariant: two runs never share a folder unless the second one says that it resumes the first. A resumed
-run replaces what the interrupted one had written beyond the point of resuming; nothing is doubled.
+Invariant: two runs never share a folder unless the second one resumes the first. A resumed run replaces what the
+interrupted run had written after the point of resuming; nothing is doubled.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
+import json
 import logging
+import os
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,7 +26,11 @@ from skyasync.observe import jsonl
 
 log = logging.getLogger(__name__)
 
-OWNER_ALONE = 0o700  # prompts, samples and weights are nobody else's to read
+OWNER_ALONE = 0o700  # prompts, samples and weights are private to the user
+LOCK = "lock"  # held by the one command that trains in the folder
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # raised by file systems without locks
+
+_locked: dict[Path, int] = {}  # descriptors of this process: closing a lock file anywhere would release the lock
 
 
 def default_run_name(plan: str) -> str:
@@ -30,7 +39,7 @@ def default_run_name(plan: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """As a person in the working folder would name it: from there if it is inside, else whole."""
+    """The path relative to the working folder if it is inside, else absolute."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
@@ -56,7 +65,7 @@ class RunDirectory:
         resume: use exactly ``name``, whether it exists or not.
 
     Attributes:
-        secrets: what is seen in none of its files.
+        secrets: replaced in every file of the run.
 
     Raises:
         UserError: for a name that is empty or leads out of ``root``.
@@ -65,10 +74,11 @@ class RunDirectory:
     def __init__(self, root: Path | str, name: str, *, resume: bool = False) -> None:
         root = check_name(root, name)
         self._new = not (resume and (root / name).exists())
-        self.path = _existing(root / name) if resume else _unused(root / name)
+        self.path = root / name if resume else _create_unused(root / name)
+        self.path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         self.secrets = Secrets()
-        self._rewound: set[Path] = set()  # files that go on behind the step at which this run began
-        self._ledger_due: list[tuple[int, Mapping[str, Any]]] = []  # not written yet, in the order of steps
+        self._rewound: set[Path] = set()  # files already cut back to the step at which this run began
+        self._ledger_due: list[tuple[int, Mapping[str, Any]]] = []  # not written yet, in step order
 
     @property
     def name(self) -> str:
@@ -84,7 +94,7 @@ class RunDirectory:
 
     @property
     def origins(self) -> Path:
-        """Which settings are whose; see ``skyasync.config.load.origins``."""
+        """Who has set each setting; see ``skyasync.config.load.origins``."""
         return self.path / "origins.json"
 
     @property
@@ -119,7 +129,7 @@ class RunDirectory:
         return self.path / "error.txt"
 
     def save_error(self, traceback: str) -> None:
-        """A disk that does not take it is a line: the error itself is on its way to the user."""
+        """A full disk costs a warning: the error itself still reaches the user."""
         try:
             self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
         except OSError as problem:
@@ -128,7 +138,7 @@ class RunDirectory:
             log.warning("%s was not written: %s", shown(self.error), problem)
 
     def discard(self) -> None:
-        """Take the folder away again, if it is new: the run has not begun."""
+        """Remove the folder, if it is new: the run has not started."""
         if self._new:
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -138,18 +148,17 @@ class RunDirectory:
 
     def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per record, ``step`` first."""
-        self._append(self.samples, step, map(self._hide, records))
+        hide = self.secrets.hide
+        hidden = ({k: hide(v) if isinstance(v, str) else v for k, v in record.items()} for record in records)
+        self._append(self.samples, step, hidden)
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
-        """How the prompts of a step ended; what the disk does not take is written with a later step's."""
+        """How the prompts of a step ended; what a full disk refuses is written with a later step."""
         self._ledger_due.append((step, ended))
         while self._ledger_due:
             due, how = self._ledger_due[0]
             self._append(self.ledger, due, [how])
             self._ledger_due.pop(0)
-
-    def _hide(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self.secrets.hide(value) if isinstance(value, str) else value for name, value in record.items()}
 
     def _append(self, file: Path, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone."""
@@ -159,13 +168,8 @@ class RunDirectory:
         jsonl.append_rows(file, ({"step": step, **record} for record in records))
 
 
-def _existing(path: Path) -> Path:
-    path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
-    return path
-
-
-def _unused(path: Path) -> Path:
-    """The first of ``path``, ``path-2``, ... that this call created: safe when two runs start at once."""
+def _create_unused(path: Path) -> Path:
+    """Create the first of ``path``, ``path-2``, ... that does not exist; safe when two runs start at once."""
     for number in itertools.count(1):
         candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
@@ -174,3 +178,51 @@ def _unused(path: Path) -> Path:
             continue
         return candidate
     raise AssertionError("unreachable")
+
+
+def lock_run(folder: Path) -> None:
+    """Lock the folder until ``unlock_run``; a process may lock its own folder again.
+
+    The lock belongs to the kernel, so it ends with this process, however the process ends. Neither forks nor
+    subprocesses inherit it. What stands in the file is only for people.
+
+    Raises:
+        UserError: if another process trains there, naming the process.
+    """
+    if folder in _locked:
+        return
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as problem:  # a full disk: reported elsewhere
+        log.warning("%s is not guarded against a second command: %s", folder, problem)
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        content = os.read(file, 4096)
+        os.close(file)
+        if problem.errno in WITHOUT_LOCKS:
+            log.warning("%s is not guarded against a second command, its file system has no locks: %s", folder, problem)
+            return
+        try:
+            holder = json.loads(content)
+            who = f"process {holder['pid']} on {holder['host']} trains there since {holder['since']}"
+        except (ValueError, KeyError, TypeError):  # it has only just locked it
+            who = "another process trains there"
+        raise UserError(
+            f"{folder} is in use: {who}; wait for it, end it, or give this run another trainer.run_name"
+        ) from None
+    _locked[folder] = file
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(holder).encode(), 0)
+
+
+def unlock_run(folder: Path) -> None:
+    """Release the lock, if this process holds it."""
+    file = _locked.pop(folder, None)
+    if file is not None:
+        with suppress(OSError):
+            os.ftruncate(file, 0)
+        os.close(file)

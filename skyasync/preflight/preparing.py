@@ -24,9 +24,8 @@ from skyasync.config.secrets import Secrets
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.server_check import check_servers
 from skyasync.engines.settings import engine_config
-from skyasync.observe.claim import claim
 from skyasync.observe.jsonl import replace_text
-from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
+from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.devices import check_cores, without_gpus
@@ -141,7 +140,7 @@ def about_recipe(cfg: Config) -> str:
 def _make_folder(cfg: Config, name: str) -> RunDirectory:
     resume = Resume.of(cfg.trainer).within(checkpoints_of(cfg.trainer))
     folder = RunDirectory(cfg.trainer.runs_dir, name, resume=resume)
-    claim(folder.path)
+    lock_run(folder.path)
     folder.secrets = Secrets.of(cfg)
     folder.save_config(dump_config(cfg, secrets=False))
     replace_text(folder.origins, json.dumps(origins(cfg), indent=1) + "\n")

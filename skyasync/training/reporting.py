@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
+from skyasync.observe.progress import Sample
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.sample import Sample
 from skyasync.observe.trackers import Tracker
 from skyasync.observe.usage import Engines, UsageMeter, Workers
 from skyasync.rollout import recorded

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from skyasync.callbacks import TrainerCallback
+from skyasync.observe.progress import Sample
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.sample import Sample
 from skyasync.training.handover import HandOver
 from skyasync.training.learner import Learner
 from skyasync.training.length import RunLength

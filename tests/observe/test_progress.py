@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from skyasync.observe.lines import duration, status_line
-from skyasync.observe.progress import ProgressRecorder, warnings_to
-from skyasync.observe.sample import Sample
+from skyasync.observe.progress import ProgressRecorder, Sample, warnings_to
 from skyasync.observe.terminal import ProgressView
 
 FULL = {

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.observe.spans import Lanes
-from skyasync.observe.timeline import Timeline, prolong, to_the_end, wall_clock
+from skyasync.observe.timeline import Lanes, Timeline, prolong, to_the_end, wall_clock
 from tests.observe import chrome_trace, perfetto
 
 pytestmark = pytest.mark.slow

@@ -1,10 +1,10 @@
-"""From runs' folders to one page."""
+"""From runs' folders to one page, findings first: how the run ended, and figures that rarely are as they should be."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +15,86 @@ from skyasync.observe import jsonl
 from skyasync.observe.jsonl import replace_text
 from skyasync.observe.lines import duration
 from skyasync.observe.plots import Row, series
-from skyasync.observe.report import figures, lanes, samples, settings
+from skyasync.observe.report import figures, samples, settings
 from skyasync.observe.report.charts import sections
-from skyasync.observe.report.findings import findings
-from skyasync.observe.status import RUNNING, Status, read_status
+from skyasync.observe.status import FAILED, LOST, RUNNING, STOPPED, Status, read_status
 from skyasync.observe.summary import Summary, summarise
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+
+RECENT = 10  # steps
+_WARNINGS = {
+    "warnings/stuck_ratio": "the ratio of proximal to behaviour policy was exactly 1 on stale tokens: the behaviour "
+    "log-probabilities seem not to be the engine's",
+    "warnings/repeated_samples": "samples repeated each other as chance would not: are their seeds the same?",
+    "warnings/non_finite": "a metric was NaN or infinite",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``grave`` for what ended the run, or spoils it."""
+
+    text: str
+    grave: bool = False
+
+
+def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]:
+    """The gravest first."""
+    found = [*_ending(folder, status), *_logged(rows), *_figures(rows)]
+    return sorted(found, key=lambda finding: not finding.grave)
+
+
+def _ending(folder: Path, status: Status) -> Iterator[Finding]:
+    if status.state == FAILED:
+        yield Finding(f"The run failed: {_last_line(folder / 'error.txt')}", grave=True)
+    elif status.state == LOST:
+        yield Finding("The run's process is gone without a word: it was killed, or its machine ended.", grave=True)
+    elif status.state == STOPPED:
+        yield Finding("The run was stopped before its end.")
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return "nothing is written down of why"
+    return next((line for line in reversed(lines) if line), "error.txt is empty")
+
+
+def _logged(rows: Sequence[Row]) -> Iterator[Finding]:
+    names = sorted({name for row in rows for name in row if name.startswith("warnings/") and row[name]})
+    for name in names:
+        steps = [row["step"] for row in rows if row.get(name)]
+        when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+        yield Finding(f"{_WARNINGS.get(name, name)} ({name}: {when})")
+
+
+def _figures(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Of the last steps, in the mean."""
+
+    def recent(name: str) -> float | None:
+        values = series(rows, name)[1][-RECENT:]
+        return sum(values) / len(values) if values else None
+
+    last = f"of the last {min(RECENT, len(rows))} steps"
+    if (share := recent("response/truncated")) is not None and share > 0.3:
+        yield Finding(f"{share:.0%} of the responses {last} were cut by their length: raise "
+                      f"generator.sampling_params.max_generate_length, or look at the samples.")  # fmt: skip
+    if (share := recent("reward/mixed_groups")) is not None and share < 0.1:
+        yield Finding(f"Only {share:.0%} of the groups {last} have different rewards: the others teach a "
+                      f"group-relative estimator nothing.")  # fmt: skip
+    if (share := recent("off_policy/effective_sample_size")) is not None and share < 0.5:
+        yield Finding(f"The effective sample size {last} is {share:.0%} of the tokens: the policy that trains is far "
+                      f"from the one that samples.")  # fmt: skip
+    if (norm := recent("policy/grad_norm")) is not None and norm == 0:
+        yield Finding(f"The gradient {last} is 0: nothing is learnt.")
+    scores = series(rows, "eval/score")[1]
+    if len(scores) > 1 and max(scores) - scores[-1] > 0.1:
+        yield Finding(f"The held-out score fell from its best, {max(scores):.2f}, to {scores[-1]:.2f}.")
+
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +205,9 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0) -> str:
 
 def _of_one(run: Run) -> Mapping[str, Any]:
     """What only a page about one run has room for."""
-    spans = lanes.last_steps(lanes.read_spans(run.folder / "timeline.json"))
+    spans = figures.last_steps(figures.read_spans(run.folder / "timeline.json"))
     return {
-        "timeline": lanes.draw(spans),
+        "timeline": figures.draw_timeline(spans),
         "samples": samples.chosen(jsonl.read_rows(run.folder / "samples.jsonl")),
         "changed": settings.changed(run.settings, settings.read_origins(run.folder / "origins.json")),
         "all_settings": run.settings,

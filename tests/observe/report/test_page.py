@@ -10,7 +10,7 @@ import pytest
 
 from skyasync.__main__ import command
 from skyasync.observe.report.charts import ages, sections
-from skyasync.observe.report.lanes import last_steps, read_spans
+from skyasync.observe.report.figures import last_steps, read_spans
 from skyasync.observe.report.page import page, write_report
 from skyasync.observe.report.samples import chosen
 from skyasync.observe.status import told

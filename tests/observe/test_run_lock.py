@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.observe import claim
+from skyasync.observe import run_dir
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from skyasync.observe.claim import claim
-claim(Path(sys.argv[1]))
+from skyasync.observe.run_dir import lock_run
+lock_run(Path(sys.argv[1]))
 if os.fork() == 0:  # outlives its parent, and holds nothing
     time.sleep(3)
     os._exit(0)
@@ -40,18 +40,18 @@ def test_a_second_command_is_told_who_trains_there_and_a_killed_one_hinders_nobo
     try:
         for _ in range(2):  # the refused one has changed nothing
             with pytest.raises(UserError) as refused:
-                claim.claim(tmp_path)
+                run_dir.lock_run(tmp_path)
             line = str(refused.value)
             assert f"{tmp_path} is in use: process {first.pid} on {socket.gethostname()} trains there since 20" in line
             assert "trainer.run_name" in line and "\n" not in line
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    claim.claim(tmp_path)
-    claim.claim(tmp_path)  # its own
-    claim.release(tmp_path)
-    claim.release(tmp_path)
-    assert (tmp_path / claim.NAME).read_text() == ""
+    run_dir.lock_run(tmp_path)
+    run_dir.lock_run(tmp_path)  # its own
+    run_dir.unlock_run(tmp_path)
+    run_dir.unlock_run(tmp_path)
+    assert (tmp_path / run_dir.LOCK).read_text() == ""
     second = holder(tmp_path)
     second.kill()
     second.wait()
@@ -64,6 +64,6 @@ def test_a_file_system_without_locks_is_no_reason_to_end(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", without)
-    claim.claim(tmp_path)
+    run_dir.lock_run(tmp_path)
     assert "not guarded against a second command" in caplog.text and "No locks available" in caplog.text
-    claim.release(tmp_path)
+    run_dir.unlock_run(tmp_path)
