@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.observe.test_claim import holder
+from tests.observe.test_run_lock import holder
 
 from skyasync.config.paths import model_path
 from skyasync.config.schema import Config
