@@ -223,7 +223,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from examples.tiny.model import build
-    from skyasync.cluster.ray_cluster import start_on_loopback
+    from skyasync.run.ray_cluster import start_on_loopback
 
     start_on_loopback(num_cpus=8, log_to_driver=False)
     model = build()

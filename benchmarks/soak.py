@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from skyasync.main import TINY_CONFIG
+from skyasync.cli.train import TINY_CONFIG
 from skyasync.observe.jsonl import read_rows
 from skyasync.state.ledger import audit
 

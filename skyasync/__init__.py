@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from skyasync.callbacks import TrainerCallback
+    from skyasync.cli.train import main
     from skyasync.config import Config, load_config
     from skyasync.envs import BaseTextEnv, BaseTextEnvStepOutput
     from skyasync.errors import TransientError, UserError
-    from skyasync.experiment import BasePPOExp
-    from skyasync.main import main
     from skyasync.plans import PLANS
     from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
     from skyasync.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.plans.streamed import StreamedRayPPOTrainer
+    from skyasync.run.experiment import BasePPOExp
     from skyasync.trainer import RayPPOTrainer
 
 # Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew and that may lack
@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
     "AsyncRayPPOTrainer": "skyasync.plans.one_step_off",
-    "BasePPOExp": "skyasync.experiment",
+    "BasePPOExp": "skyasync.run.experiment",
     "BaseTextEnv": "skyasync.envs",
     "BaseTextEnvStepOutput": "skyasync.envs",
     "Config": "skyasync.config",
@@ -45,7 +45,7 @@ _HOMES = {
     "TransientError": "skyasync.errors",
     "UserError": "skyasync.errors",
     "load_config": "skyasync.config",
-    "main": "skyasync.main",
+    "main": "skyasync.cli.train",
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""``skyasync [VERB] key=value ...``, and ``python -m skyasync``, which is the same; without a verb it trains.
+"""``skyasync [COMMAND] key=value ...``, and ``python -m skyasync``, which is the same; without a subcommand it trains.
 
 Invariant: nothing is imported before it is known what is to be done.
 """
@@ -9,19 +9,19 @@ import re
 import sys
 from collections.abc import Sequence
 
+from skyasync.cli.commands import LISTED, SUBCOMMANDS, usage
 from skyasync.errors import UserError, unknown
-from skyasync.tools.verbs import LISTED, VERBS, usage
 
 
 def command(argv: Sequence[str]) -> None:
-    """Carry out the verb that comes first, if one does, or train. Ends the program with one line on a user's error."""
+    """Run the subcommand named first, or train. A user's error ends the program with one line."""
     first, rest = (argv[0], argv[1:]) if argv else ("", [])
     if first in ("--help", "-h", "help") and not rest:
         print(usage(), end="")
-    elif first in VERBS:
+    elif first in SUBCOMMANDS:
         _carry_out(first, rest)
     elif re.fullmatch(r"[a-z][a-z_-]*", first):
-        _exit_with(UserError(unknown("verb", first, LISTED) + "; without one, key=value starts a run"))
+        _exit_with(UserError(unknown("subcommand", first, LISTED) + "; without one, key=value starts a run"))
     else:
         _carry_out("train", argv)
 
@@ -33,9 +33,9 @@ def program() -> None:
     command(sys.argv[1:])
 
 
-def _carry_out(verb: str, argv: Sequence[str]) -> None:
+def _carry_out(subcommand: str, argv: Sequence[str]) -> None:
     try:
-        status = VERBS[verb].carry_out(argv)
+        status = SUBCOMMANDS[subcommand].carry_out(argv)
     except UserError as error:
         _exit_with(error)
     except KeyboardInterrupt:

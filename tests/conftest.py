@@ -95,7 +95,7 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
     """Ray is up, with more CPU slots than the machine has: tests count actors, not cores."""
     import ray
 
-    from skyasync.cluster.ray_cluster import start_on_loopback
+    from skyasync.run.ray_cluster import start_on_loopback
 
     tempfile.gettempdir()  # kept: this process's files, and Ray's, are where they would be
     with (

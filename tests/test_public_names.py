@@ -21,7 +21,9 @@ def test_every_public_name_resolves_without_loading_torch_ray_or_transformers():
     assert imported(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["config", "registry", "errors", "plans", "envs", "engines", "algorithms", "main"])
+@pytest.mark.parametrize(
+    "module", ["config", "registry", "errors", "plans", "envs", "engines", "algorithms", "cli.train"]
+)
 def test_what_a_wrong_setting_passes_through_is_light(module):
     assert imported(f"import skyasync.{module}") == "[]"
 
@@ -39,5 +41,6 @@ def test_a_name_is_the_object_of_its_home():
 
 
 def test_main_can_be_called_whatever_was_imported_before():
-    code = "import skyasync.main\nfrom skyasync import main\ntry: main(argv=['--help', 'ray'])\nexcept SystemExit: pass"
+    code = "import skyasync.cli.train\nfrom skyasync import main\n"
+    code += "try: main(argv=['--help', 'ray'])\nexcept SystemExit: pass"
     assert imported(code).endswith("[]")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyasync.cluster.placement import ENGINES, Slots, plan_slots
 from skyasync.config.generation import BETWEEN_GPUS
 from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
@@ -35,6 +34,7 @@ from skyasync.planning.training_memory import (
     updating,
 )
 from skyasync.planning.work import batch_bytes
+from skyasync.run.placement import ENGINES, Slots, plan_slots
 from skyasync.weight_sync.update import PART_BYTES
 from skyasync.workers.roles import POLICY, ROLES, wanted_roles
 

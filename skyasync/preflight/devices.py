@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyasync.cluster.placement import plan_slots
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.run.placement import plan_slots
 from skyasync.workers.roles import Role
 
 PROCESSES_PER_CORE = 8  # ranks and engines; far more than that are meant for GPUs

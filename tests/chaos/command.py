@@ -80,7 +80,7 @@ def added(cfg: Config, name: str, given: Sequence[str] = ()) -> list[str]:
 
 
 def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, float]) -> int:
-    from skyasync.main import configuration
+    from skyasync.cli.train import configuration
     from tests.chaos.channel import VARIABLE
     from tests.chaos.driver import Command, FaultDriver, scratch_folder
     from tests.chaos.leaks import clean_up, leftovers

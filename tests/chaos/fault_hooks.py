@@ -14,7 +14,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from skyasync.experiment import BasePPOExp
+from skyasync.run.experiment import BasePPOExp
 from tests.chaos.channel import USED, VARIABLE, Order, Orders
 
 if TYPE_CHECKING:

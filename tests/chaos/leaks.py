@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from skyasync.cluster import watchdog
+from skyasync.run import watchdog
 from skyasync.weight_sync import shared_memory
 from tests.chaos.process_tree import Process, marked
 

@@ -1,6 +1,6 @@
 """``python -m tests.chaos.program key=value ...``: what ``skyasync`` trains, with parts that take orders."""
 
-from skyasync.main import main
+from skyasync.cli.train import main
 from tests.chaos.fault_hooks import FaultyExperiment
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One command on virtual time: what the controller does with its parts, and what events do to them.
 
-Invariant: as in ``skyasync.controller`` and ``skyasync.restarting``: lost workers are started again, with a trainer
+Invariant: as in ``skyasync.run.controller`` and ``skyasync.run.recovery``: lost workers get a trainer
 that goes on from the newest checkpoint, while engines and environments live on; any other error ends the command.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.cluster.watchdog import private_folder
+from skyasync.run.watchdog import private_folder
 from tests.chaos.driver import ENVIRONMENT, scratch_folder
 from tests.chaos.leaks import clean_up, temporary_files
 from tests.chaos.process_tree import marked
@@ -19,7 +19,7 @@ from tests.chaos.process_tree import marked
 PROGRAM = """
 import os, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
-from skyasync.cluster.watchdog import VARIABLE, Watchdog
+from skyasync.run.watchdog import VARIABLE, Watchdog
 dog = Watchdog()
 subprocess.Popen(["sleep", "600"], env={**os.environ, VARIABLE: dog.mark})
 print(dog.folder, flush=True)

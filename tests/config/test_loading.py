@@ -13,11 +13,11 @@ from typing import Any, Literal
 import pytest
 from omegaconf import MISSING
 
+from skyasync.cli.train import configuration
 from skyasync.config import Config, ConfigError, check_config, key, load_config, parse_or_exit
 from skyasync.config.load import origins
 from skyasync.config.schema import AlgorithmConfig, TrainerConfig
 from skyasync.errors import UserError
-from skyasync.main import configuration
 from skyasync.preflight.preparing import about_recipe
 
 

@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import skyasync.config.load as loading
 from skyasync.__main__ import command
+from skyasync.cli.commands import SUBCOMMANDS
+from skyasync.cli.train import configuration
 from skyasync.config.check import check_config
-from skyasync.main import configuration
-from skyasync.tools.verbs import VERBS
 from tests.docs.pages import ROOT, plain
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -88,14 +88,14 @@ def check(words: Sequence[str], files: Path) -> None:
 
 def _check_verb(argv: list[str]) -> None:
     argv = [word for word in argv if word not in ELLIPSES]
-    verb = VERBS.get(argv[0]) if argv else None
-    if verb is None or argv[0] in ("train", "plan", "simulate", "rollout"):
+    subcommand = SUBCOMMANDS.get(argv[0]) if argv else None
+    if subcommand is None or argv[0] in ("train", "plan", "simulate", "rollout"):
         _parse(lambda: command(argv))
         return
     for word in argv[1:] if argv[0] != "serve" else ():  # whose options are vLLM's
         name = word.partition("=")[0]
-        assert not word.startswith("--") or name in verb.options, f"{argv[0]} has no option {name}"
-    if verb.settings:
+        assert not word.startswith("--") or name in subcommand.options, f"{argv[0]} has no option {name}"
+    if subcommand.settings:
         _parse(lambda: configuration(["trainer.resume_mode=none", *(w for w in argv[1:] if _is_setting(w))]))
 
 

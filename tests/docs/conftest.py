@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import examples  # noqa: F401  (from here, not from a test's folder, which is gone behind it)
-from skyasync.main import TINY_CONFIG
+from skyasync.cli.train import TINY_CONFIG
 from skyasync.registry import REGISTRIES, resolve_reference
 from tests.docs.pages import ROOT, blocks
 

@@ -65,15 +65,15 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         goes_on_from(saved[-1], train)
 
 
-@pytest.mark.parametrize(("verb", "process"), [("train", "gcs_server"), ("rollout", "raylet/raylet")])
+@pytest.mark.parametrize(("subcommand", "process"), [("train", "gcs_server"), ("rollout", "raylet/raylet")])
 def test_ctrl_c_while_ray_starts_is_one_line(
-    verb: str, process: str, skyasync: list[str], tmp_path: Path, models: dict[str, str]
+    subcommand: str, process: str, skyasync: list[str], tmp_path: Path, models: dict[str, str]
 ) -> None:
     output, mark = tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
     held_out = "data.val_data=tests.end_to_end.parts:train_prompts"
     with output.open("w") as terminal:
         program = subprocess.Popen(
-            [*skyasync, verb, *arguments(held_out, runs=tmp_path, model=models["tied"])],
+            [*skyasync, subcommand, *arguments(held_out, runs=tmp_path, model=models["tied"])],
             env={**outside_environment(), "MARK": mark}, cwd=Path(__file__).parents[2],
             stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hears_ctrl_c,
         )  # fmt: skip
@@ -149,10 +149,10 @@ def wait_until(reached: Callable[[], bool], program: subprocess.Popen[bytes], ou
 
 BEFORE_IT_LISTENS = """
 import signal
-from skyasync import program
-from skyasync.cluster.watchdog import Watchdog
+from skyasync.run import launch as program
+from skyasync.run.watchdog import Watchdog
 PLACE = lambda *parts: signal.raise_signal(signal.SIGTERM)
-from skyasync.main import main
+from skyasync.cli.train import main
 main()
 """
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 
 #: A loop that stops when it is good enough, and a loss of one's own, selected by its key.
 LOOP_AND_LOSS = """
-from skyasync import BasePPOExp, RayPPOTrainer, main
+from skyasync import BasePPOExp, RayPPOTrainer
+from skyasync import main
 from skyasync.algorithms import POLICY_LOSSES
 
 calls = 0
@@ -56,7 +57,8 @@ if __name__ == "__main__":
 
 #: An environment as ``module:Class`` for half of the rows, and by a registered id for the others.
 ENVIRONMENTS = """
-from skyasync import BaseTextEnv, main
+from skyasync import BaseTextEnv
+from skyasync import main
 from skyasync.envs import register
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.cluster.placement import plan_slots, share_threads
+from skyasync.cli.serve import command_line
 from skyasync.config.check import check_config
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
@@ -16,7 +16,7 @@ from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingP
 from skyasync.engines.vllm.server_check import ARGUMENTS, BACKEND, EXTENSION, check_servers, complaint
 from skyasync.engines.vllm.server_http import cache_share, hear, sampling_of
 from skyasync.errors import UserError
-from skyasync.tools.serve import command_line
+from skyasync.run.placement import plan_slots, share_threads
 from skyasync.workers.roles import wanted_roles
 
 CONFIG = EngineConfig("model", dtype="float32", max_model_len=512)

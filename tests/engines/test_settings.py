@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.cluster.placement import plan_slots
 from skyasync.config import load_config
 from skyasync.config.schema import Config
 from skyasync.engines.settings import (
@@ -20,6 +19,7 @@ from skyasync.engines.settings import (
     weight_sync_backend,
 )
 from skyasync.errors import UserError
+from skyasync.run.placement import plan_slots
 from skyasync.workers.roles import wanted_roles
 
 SERVER = "generator.engines=[http://127.0.0.1:8000]"

@@ -10,7 +10,7 @@ import pytest
 from examples.custom_plan import main_double
 from examples.custom_plan.main_double import TwoStepsExp, TwoStepsPerSync
 from skyasync.config.schema import Config
-from skyasync.experiment import BasePPOExp
+from skyasync.run.experiment import BasePPOExp
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.run import make_trainer, simulate, work
 from tests.engines.tiny_llama import save_tiny_llama

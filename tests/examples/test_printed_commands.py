@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from skyasync.cli.train import TINY_CONFIG
 from skyasync.config import load_config
 from skyasync.config.schema import Config
-from skyasync.main import TINY_CONFIG
 from tests.config.test_contradictions import PRINTED
 
 ROOT = Path(__file__).parents[2]

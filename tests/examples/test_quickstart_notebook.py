@@ -53,6 +53,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _tiny() -> Path:
-    from skyasync.main import TINY_CONFIG
+    from skyasync.cli.train import TINY_CONFIG
 
     return TINY_CONFIG

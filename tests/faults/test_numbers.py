@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyasync.cli.replaying import ReplayTrainer
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnvStepOutput
@@ -22,7 +23,6 @@ from skyasync.observe.run_dir import RunDirectory
 from skyasync.rollout import recorded
 from skyasync.rollout.types import Group
 from skyasync.state.ledger import audit
-from skyasync.tools.replaying import ReplayTrainer
 from skyasync.trainer import RayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, OddBytes, config

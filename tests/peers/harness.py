@@ -26,7 +26,6 @@ from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.envs.pool import local_pool
-from skyasync.experiment import BasePPOExp
 from skyasync.plans import PLANS
 from skyasync.preflight.parts import check_parts
 from skyasync.preflight.settling import settle_references
@@ -34,6 +33,7 @@ from skyasync.processes.local import LocalHost
 from skyasync.rewards.settings import env_settings
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.rules import EpisodeRules
+from skyasync.run.experiment import BasePPOExp
 from skyasync.weight_sync.sync import WeightSync
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import RecordingDispatch, Rows, engine_config

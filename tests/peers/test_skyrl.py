@@ -16,8 +16,8 @@ from skyasync.algorithms.objective import Objective
 from skyasync.compat.skyrl import BasePPOExp, make
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
-from skyasync.experiment import BasePPOExp as Ours
 from skyasync.plans import PLANS
+from skyasync.run.experiment import BasePPOExp as Ours
 from tests.peers.harness import ROWS, configuration, train
 from tests.peers.skyrl import (
     callbacks,

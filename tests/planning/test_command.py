@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.main import main
+from skyasync.cli.train import main
 from tests.planning.models import MODELS
 
 MACHINE = ["--gpus", "2", "--gpu-memory", "24GiB", "--host-memory=64GiB"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import skyasync.cluster.ray_cluster
+import skyasync.run.ray_cluster
 from skyasync import BasePPOExp, TrainerCallback, main
 from skyasync.preflight import parts
 from skyasync.rollout.tokenizer import quick_tokenizer
@@ -45,7 +45,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: Path) ->
     def starts(*_: object, **__: object) -> None:
         raise AssertionError("the run was not refused")
 
-    monkeypatch.setattr(skyasync.cluster.ray_cluster, "cluster", starts)
+    monkeypatch.setattr(skyasync.run.ray_cluster, "cluster", starts)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     quick_tokenizer(str(inputs / "model"))  # its library is imported by now

@@ -4,7 +4,7 @@ import pytest
 
 from skyasync.config import load_config
 from skyasync.errors import UserError
-from skyasync.experiment import BasePPOExp
+from skyasync.run.experiment import BasePPOExp
 
 
 def test_openrlhfs_variables_are_answered_with_our_keys(

@@ -62,7 +62,7 @@ def test_a_strangers_checkpoint_runs_nothing(tmp_path: Path) -> None:
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import FileSystemReader
 
-    from skyasync.tools.export import read_weights
+    from skyasync.cli.export import read_weights
 
     mark, policy = tmp_path / "mark", tmp_path / "policy"
     policy.mkdir()

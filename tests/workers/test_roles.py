@@ -11,10 +11,10 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from skyasync.cluster.placement import plan_slots
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.registry import user_parts
+from skyasync.run.placement import plan_slots
 from skyasync.workers.batch import TokenBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.local import LocalDispatch

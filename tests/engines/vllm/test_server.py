@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 TOLERANCE = 1e-4
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 KEY = "a key of twenty letters"
-SERVE = "import sys; from skyasync.tools.serve import serve; serve(sys.argv[1:])"
+SERVE = "import sys; from skyasync.cli.serve import serve; serve(sys.argv[1:])"
 
 
 @dataclass

@@ -7,7 +7,7 @@ from skyasync.compat.skyrl import BasePPOExp, CallbackInput, RayPPOTrainer, Trai
 SEEN = []
 
 
-class Watch(TrainingCallback):
+class ResourceMonitor(TrainingCallback):
     def on_train_start(self, trainer, callback_input: CallbackInput, control: TrainingControl):
         SEEN.append(("start", callback_input.global_step))
 
@@ -45,6 +45,6 @@ class Later(TrainingCallback):
 
 class WatchedExp(BasePPOExp):
     def get_trainer(self, *args, **kwargs):
-        trainer = RayPPOTrainer(*args, callbacks=[Watch()], **kwargs)
+        trainer = RayPPOTrainer(*args, callbacks=[ResourceMonitor()], **kwargs)
         trainer.add_callback(Later())
         return trainer

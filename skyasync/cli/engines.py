@@ -1,0 +1,66 @@
+"""``skyasync engines``: engines that join a run, or leave it, while it goes on.
+
+Invariant: it changes one file in the run's folder, which the run looks at; a name that the run could not use is refused
+here, and nothing is written then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyasync.cli.commands import Arguments
+from skyasync.engines.wanted import FILE, is_server, read, write, wrong_name
+from skyasync.errors import UserError
+
+HELP = """\
+usage: skyasync engines RUN                      list the engines that a run shall have
+       skyasync engines RUN add [NAME ...]       one more, or those named, join
+       skyasync engines RUN remove NAME ...      those leave; what they are asked goes on at the others
+
+RUN is the folder of a run that goes on. NAME is a server's address, http://host:port, in a run with generator.engines;
+else the number of an engine, which the run starts or ends. The same can be had by changing RUN/engines.txt.
+"""
+
+
+def engines(argv: Arguments) -> int | None:
+    """Raises ``UserError`` for a run that does not go on, and for names that do not fit."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP, end="")
+        return None
+    file, what, names = Path(argv[0]).expanduser() / FILE, [*argv[1:], "list"][0], list(argv[2:])
+    if not file.is_file():
+        why = "it has ended, or its engines cannot change (docs/engines.md)"
+        raise UserError(f"{file} is not there: {file.parent} is no run's folder" if not file.parent.is_dir() else
+                        f"{file} is not there: the engines of this run cannot be changed: {why}")  # fmt: skip
+    there = read(file.read_text(encoding="utf-8"))
+    if what not in ("list", "add", "remove"):
+        raise UserError(f"skyasync engines: {what!r} is none of list, add, remove")
+    if what != "list":
+        there = _changed(there, what, [name.rstrip("/") for name in names])
+        write(file, there)
+    print("\n".join(there))
+    return None
+
+
+def _changed(there: list[str], what: str, names: list[str]) -> list[str]:
+    servers = any(map(is_server, there))
+    if what == "remove":
+        if not names:
+            raise UserError("skyasync engines RUN remove needs the names of the engines to remove: remove NAME ...")
+        for name in names:
+            if name not in there:
+                raise UserError(f"skyasync engines: there is no {name} among {', '.join(there)}")
+        left = [name for name in there if name not in names]
+        if not left:
+            raise UserError("skyasync engines: one engine must stay")
+        return left
+    if not names:
+        if servers:
+            raise UserError("skyasync engines RUN add needs the address of a server, http://host:port")
+        names = [str(max((int(name) for name in there if name.isdigit()), default=-1) + 1)]
+    for name in names:
+        if problem := wrong_name(name, servers=servers):
+            raise UserError(f"skyasync engines: {problem}")
+        if name in there:
+            raise UserError(f"skyasync engines: engine {name} is already part of the run")
+    return there + names

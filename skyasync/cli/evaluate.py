@@ -1,0 +1,144 @@
+"""``skyasync evaluate``: the score of a model or a checkpoint on the held-out prompts, without workers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from skyasync.cli.commands import Arguments
+from skyasync.cli.options import number, take
+from skyasync.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import Config
+    from skyasync.rollout.types import Group
+    from skyasync.rollout.votes import Sampled
+
+HELP = """\
+usage: skyasync evaluate [--of MODEL|CHECKPOINT|RUN] [--best] [--k 1,4,16] [--passing REWARD] [--prompts N] [--json]
+                         [key=value ...]
+
+Scores a model on data.val_data and data.val_sets (any set: data.val_data=...), by the run's engine and environments,
+without workers; a named set's numbers are eval/<set>/....
+--of is a Hugging Face folder or name, a checkpoint, or a run, of which the newest checkpoint (or with --best the best)
+is taken, with the run's own settings; key=value wins over those. pass@k is the chance that one of k samples has a
+reward of at least REWARD (1), estimated without bias from generator.eval_n_samples_per_prompt samples
+(Chen et al. 2021), and maj@k the chance that the most frequent answer of k samples is right (trainer.eval_answer); by
+default for 1, 2, 4, ... as far as the samples go, and with trainer.eval_passing.
+"""
+
+
+def evaluate(argv: Arguments) -> int | None:
+    """Play all held-out prompts, and print the scores."""
+    if list(argv) in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return None
+    values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
+    options, rest = take(argv, values, ("--json", "--best"), settings=True)
+    wanted, passing = _ks(options.get("--k", "")), _passing(options.get("--passing", ""))
+    with ExitStack() as stack:
+        settings = _settings_of(options.get("--of", ""), stack, best="--best" in options)
+        given = {argument.partition("=")[0] for argument in rest}
+        rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
+        from skyasync.cli.playing import RolloutExperiment
+        from skyasync.cli.train import configuration
+        from skyasync.config.evaluation import most_samples
+        from skyasync.rollout.evaluation import Scoring
+        from skyasync.training.numbers import bad_rewards, describe
+
+        cfg: Config = configuration(rest)
+        cfg.trainer.eval_passing = cfg.trainer.eval_passing if passing is None else passing
+        if too_many := [k for k in wanted if k > most_samples(cfg)]:
+            raise UserError(
+                f"--k {too_many[0]} needs as many samples: set generator.eval_n_samples_per_prompt={too_many[0]} (with "
+                f"generator.eval_sampling_params.temperature=null, that of training)"
+            )
+        cfg.trainer.eval_k = wanted or cfg.trainer.eval_k
+        experiment = RolloutExperiment(cfg)
+        experiment.settle(held_out=True)
+        most = number(options["--prompts"], "--prompts") if "--prompts" in options else 0
+        groups = experiment.play(experiment.prompts(held_out=True, most=most), held_out=True)
+        if problem := describe(bad_rewards(groups)):
+            raise UserError(problem)
+        scoring, tokenizer = Scoring.of(cfg), experiment.get_tokenizer()
+    found = scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
+    if "--json" in options:
+        print(json.dumps(found, indent=1))
+    else:
+        _show(found)
+    return None
+
+
+def scores(groups: Sequence[Group], numbers: Sequence[Sampled]) -> dict[str, float]:
+    """What a run would log of these, with the number of prompts and the score's standard error over them, by set."""
+    from skyasync.rollout.evaluation import eval_metrics
+
+    found = eval_metrics(groups, numbers)
+    for name in dict.fromkeys(["", *(group.prompt.eval_set for group in groups)]):
+        where = f"eval/{name}/" if name else "eval/"
+        own = [group for group in groups if group.rewards and name in ("", group.prompt.eval_set)]
+        found[f"{where}prompts"] = float(len(own))
+        if len(own) > 1:
+            found[f"{where}score_error"] = stdev(fmean(group.rewards) for group in own) / sqrt(len(own))
+    return found
+
+
+def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
+    """Settings that make the run's engine have these weights."""
+    from skyasync.cli.checkpoints import find, is_checkpoint_or_run
+    from skyasync.observe.report.settings import MODEL, read
+
+    if not name:
+        return []
+    path = Path(name).expanduser()
+    if not path.exists() and ":" not in name and (path.parts[0] == "runs" or path.parent.is_dir()):
+        close = nearest(path.name, (each.name for each in path.parent.glob("*")), count=1)
+        hint = f": did you mean {path.parent / close[0]}?" if close else ""
+        raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
+    if not is_checkpoint_or_run(name):
+        return [f"{MODEL}={name}"]
+    checkpoint = find(name, best=best)
+    from skyasync.cli.export import write
+
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    write(checkpoint, folder / "model")
+    run = checkpoint.parent.parent / "config.yaml"
+    config = ["--config", str(run), *_without_other_models(read(run))] if run.is_file() else []
+    return [*config, f"{MODEL}={folder / 'model'}", "trainer.resume_mode=none"]
+
+
+def _without_other_models(settings: Mapping[str, object]) -> list[str]:
+    """Roles whose model is the policy's because none was named: the run has written down which that was."""
+    from skyasync.observe.report.settings import MODEL
+
+    policy = settings.get(MODEL)
+    names = [key for key, value in settings.items() if key.endswith(".model.path") and key != MODEL and value == policy]
+    return [f'{name}=""' for name in names]
+
+
+def _ks(text: str) -> list[int]:
+    return [number(part, "--k") for part in text.split(",")] if text else []
+
+
+def _passing(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise UserError(f"--passing {text}: not a reward") from None
+
+
+def _show(found: dict[str, float]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for name, value in found.items():
+        beside = found.get(f"{name}_error")
+        error = "" if beside is None else f" ± {beside:.4f}"
+        if not name.endswith("/score_error"):
+            console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")

@@ -1,0 +1,122 @@
+"""``skyasync export``: a checkpoint's policy as a Hugging Face folder.
+
+Invariant: the weights are the checkpoint's, whatever number of ranks wrote it; no worker, engine or Ray is started.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyasync.cli.checkpoints import find, settings_of
+from skyasync.cli.commands import Arguments
+from skyasync.cli.options import take
+from skyasync.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+HELP = """\
+usage: skyasync export CHECKPOINT|RUN [--best] [--out FOLDER] [--dtype auto|float32|bfloat16] [--model PATH]
+
+Writes the policy of a checkpoint (of a run: its newest, or its best one) as a Hugging Face folder: safetensors,
+configuration, tokenizer. FOLDER is hf beside the weights if none is named. auto is the dtype of the model that the run
+began with; --model is that model, where it is not where it was.
+"""
+DTYPES = ("auto", "float32", "bfloat16")
+_PREFIX = "model."  # of the weights among a checkpoint's tensors
+
+
+def export(argv: Arguments) -> int | None:
+    """Write the folder, and say where it is."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP, end="")
+        return None
+    examples = {"--out": "FOLDER", "--dtype": "bfloat16", "--model": "PATH"}
+    options, names = take(argv, examples, ["--best"])
+    if len(names) != 1:
+        raise UserError(f"skyasync export takes one checkpoint, or one run; {len(names)} are named")
+    checkpoint = find(names[0], best="--best" in options)
+    out = Path(options.get("--out") or checkpoint / "hf")
+    write(checkpoint, out, dtype=options.get("--dtype", "auto"), model=options.get("--model", ""))
+    print(out)
+    return None
+
+
+def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") -> None:
+    """Args: as of the command; ``model`` is by default the one that the checkpoint's run began with.
+
+    Raises:
+        UserError: if the checkpoint holds no policy, or the model it began with is not there.
+    """
+    if dtype not in DTYPES:
+        raise UserError(unknown("--dtype", dtype, DTYPES))
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is there and not empty: name another folder with --out")
+    settings = settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("model", {})
+    origin = model or str(settings.get("path", ""))
+    if not origin or (origin.startswith("/") and not Path(origin).is_dir()):
+        raise UserError(
+            f"the model that {checkpoint} was trained from is {'not there: ' + origin if origin else 'not known'}; "
+            f"name it (for its configuration and tokenizer) with --model PATH"
+        )
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from skyasync.workers import checkpoint as files
+    from skyasync.workers.file_names import Apart
+    from skyasync.workers.leaving import Leaving, kinds_in
+    from skyasync.workers.model import training_config
+
+    config = training_config(origin, settings.get("config_kwargs"))
+    chosen = _dtype(dtype, getattr(torch, str(config.dtype).rpartition(".")[2], None))
+    weights = read_weights(checkpoint)
+    if lora := _adapters_of(checkpoint):
+        from skyasync.workers.lora import merge
+
+        weights = merge(weights, origin, lora, chosen)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    if strange := sorted(weights.keys() - empty.state_dict().keys()):
+        raise UserError(f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}")
+    disable_progress_bar()
+    files.export(empty, Leaving(weights, chosen, Apart(empty, kinds_in(weights, chosen))), origin, out)
+
+
+def _adapters_of(checkpoint: Path) -> dict[str, Any]:
+    """The settings of the adapters that its run trained beside frozen weights; empty if it trained none."""
+    lora: dict[str, Any] = settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("lora", {})
+    return lora if lora.get("rank") else {}
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """All weights of a checkpoint's policy, whole, by their Hugging Face names."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    folder = checkpoint / "policy"
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{checkpoint} holds no policy")
+    reader = HuggingFaceStorageReader(str(folder))
+    found = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in found.items()
+        if name.startswith(_PREFIX) and isinstance(about, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(_PREFIX): value for name, value in state.items()}
+
+
+def _dtype(asked: str, began_with: torch.dtype | None) -> torch.dtype:
+    import torch
+
+    chosen: torch.dtype = getattr(torch, asked) if asked != "auto" else began_with or torch.float32
+    return chosen

@@ -1,0 +1,144 @@
+"""A run whose rollouts come from files: workers as ever, and no engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, cast, overload
+
+from skyasync.cli.replay import without_engines
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.rollout.contract import TrajectoryGenerator
+from skyasync.rollout.recorded import read
+from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Trajectory
+from skyasync.run.experiment import BasePPOExp
+from skyasync.trainer import RayPPOTrainer
+
+if TYPE_CHECKING:
+    from skyasync.engines.client import InferenceClient
+    from skyasync.engines.protocol import EngineStats
+    from skyasync.observe.trackers import Tracker
+    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.tokenizer import Tokenizer
+    from skyasync.training.parts import Client
+    from skyasync.weight_sync.sync import Destination, Paused, Source, WeightSync
+
+
+class ReplayTrainer(RayPPOTrainer):
+    """Step by step what was recorded; nothing is generated, and there is nobody to sync to.
+
+    | who waits | for what           | woken by    |
+    |-----------|--------------------|-------------|
+    | ``train`` | a step's file      | a thread    |
+    | ``train`` | the update         | the workers |
+    """
+
+    asynchronous = True  # samples are as old as they were
+    files: Sequence[Path] = ()
+    alone = False  # batches that do not follow each other
+
+    async def train(self) -> None:
+        async with self.running():
+            for file in self.files:
+                recorded = await asyncio.to_thread(read, file)
+                if recorded.step != self.global_step + 1 and not self.alone:
+                    raise UserError(f"{file} is of step {recorded.step}, and step {self.global_step + 1} comes next: "
+                                    f"a replay needs every step from the first on")  # fmt: skip
+                rollout = self.assemble(recorded.groups, {}, recorded.position, recorded.ahead, postprocessed=True)
+                status = await self.train_on(rollout)
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+
+class Replay(BasePPOExp):
+    """``recorded``: the files of the steps, in order."""
+
+    recorded: ClassVar[tuple[Path, ...]] = ()
+    alone: ClassVar[bool] = False
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        self.files, self.each_alone = self.recorded, self.alone  # what a class says is not known in the controller
+        without_engines(cfg)
+
+    def get_train_dataset(self) -> Sequence[Prompt]:
+        """As many prompts as the run had, so that schedules end where they did."""
+        return Placeholders(read(self.files[0]).total_steps * self.cfg.trainer.train_batch_size)
+
+    def get_eval_dataset(self) -> None:
+        return None
+
+    def get_inference_client(self) -> InferenceClient:
+        return cast("InferenceClient", NoEngines())
+
+    def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
+        return NoGenerator()
+
+    def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> None:
+        """None: what they said is in the recorded rewards."""
+
+    def get_weight_sync(
+        self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+    ) -> WeightSync:
+        return cast("WeightSync", NoSync())
+
+    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
+                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
+                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
+        trainer = ReplayTrainer(
+            cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
+        )
+        trainer.files, trainer.alone = self.files, self.each_alone
+        return trainer
+
+
+class Placeholders(Sequence[Prompt]):
+    """Prompts that are counted, and never read."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._size))]
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        return Prompt(PromptId(0, index), [{"role": "user", "content": "."}], "recorded")
+
+
+class NoEngines:
+    """In the place of the inference client."""
+
+    engines: ClassVar[list[object]] = []
+
+    async def start(self) -> None: ...
+    async def cut(self) -> None: ...
+    async def pause(self, mode: str = "keep") -> None: ...
+    async def resume(self) -> None: ...
+    async def shutdown(self) -> None: ...
+    async def stats(self) -> list[EngineStats]:
+        return []
+
+
+class NoGenerator(TrajectoryGenerator):
+    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
+        raise AssertionError("a replay generates nothing")
+
+
+class NoSync:
+    """In the place of the weight sync."""
+
+    async def measure_floor(self) -> None: ...
+    async def sync(self, version: int, paused: Paused = nullcontext) -> None: ...
+    async def verify(self, version: int) -> dict[str, float]:
+        return {}

@@ -1,0 +1,119 @@
+"""``skyasync rollout``: some prompts, played and shown; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from skyasync.cli.commands import Arguments
+from skyasync.cli.options import number, take
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from skyasync.rollout.tokenizer import Tokenizer
+    from skyasync.rollout.types import Group, Prompt, Trajectory
+
+HELP = """\
+usage: skyasync rollout [--prompts N] [--samples N] [--held-out] [--show-prompts] [--json] [key=value ...]
+
+Plays the first prompts of a run (4, if --prompts does not say) with its engine and environments, and shows what came
+out: rewards, ends, texts. Nothing is trained, and no run folder is made. --held-out takes data.val_data, with the
+sampling of evaluation. --show-prompts starts nothing: it shows the prompts as the model would read them.
+"""
+PROMPTS = 4
+
+
+def rollout(argv: Arguments) -> None:
+    """Play, and print; or only print the prompts."""
+    if list(argv) in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return
+    flags = ("--held-out", "--show-prompts", "--json")
+    options, rest = take(argv, {"--prompts": "4", "--samples": "8"}, flags, settings=True)
+    from skyasync.cli.playing import RolloutExperiment
+    from skyasync.cli.train import configuration
+
+    held_out = "--held-out" in options
+    if "--samples" in options:
+        name = "eval_n_samples_per_prompt" if held_out else "n_samples_per_prompt"
+        rest = [*rest, f"generator.{name}={number(options['--samples'], '--samples')}"]
+    experiment = RolloutExperiment(configuration(rest))
+    experiment.settle(held_out=held_out)
+    prompts = experiment.prompts(held_out=held_out, most=number(options.get("--prompts", str(PROMPTS)), "--prompts"))
+    tokenizer = experiment.get_tokenizer()
+    if "--show-prompts" in options:
+        _show_prompts(prompts, tokenizer, framed=experiment.cfg.data.apply_chat_template)
+        return
+    groups = experiment.play(prompts, held_out=held_out)
+    if "--json" in options:
+        for group in groups:
+            for trajectory in group.trajectories:
+                print(json.dumps(record(group, trajectory, tokenizer), default=str))
+    else:
+        _show(groups, tokenizer)
+
+
+def record(group: Group, trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, object]:
+    """An episode for programs, without its tokens' numbers."""
+    said = [{"kind": s.kind, "text": tokenizer.decode(s.tokens.tolist())} for s in trajectory.segments]
+    return {
+        "id": str(trajectory.id),
+        "messages": group.prompt.messages,
+        "segments": said,
+        "reward": trajectory.reward,
+        "stop_reason": trajectory.stop_reason,
+        "response_length": trajectory.response_length,
+        "metrics": trajectory.metrics,
+    }
+
+
+def _show_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, framed: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from skyasync.rollout.chat import ChatTokenizer
+
+    console, chat = Console(highlight=False), ChatTokenizer(tokenizer, framed)
+    for prompt in prompts:
+        tokens = chat.prompt(prompt.messages).tolist()
+        head = f"{prompt.id}  {prompt.env_class}  {len(tokens)} tokens"
+        console.print(Text(head, style="bold"))
+        console.print(Text(tokenizer.decode(tokens), style="cyan"))
+        for name, value in prompt.extras.items():
+            console.print(Text(f"  {name}: {str(value)[:200]}", style="dim"))
+        console.print()
+
+
+def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from skyasync.rollout.metrics import rollout_metrics
+
+    console = Console(highlight=False)
+    for group in groups:
+        rewards = ", ".join(f"{reward:.3g}" for reward in group.rewards)
+        console.print(Text(f"{group.prompt.id}  rewards {rewards}", style="bold"))
+        console.print(Text(_said(group.trajectories[0], tokenizer, ("prompt",)), style="dim"))
+        for trajectory in group.trajectories:
+            _show_one(console, trajectory, tokenizer)
+        console.print()
+    for name, value in rollout_metrics(groups).items():
+        console.print(f"{name:<28} {value:.4g}")
+
+
+def _show_one(console: Console, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
+    from rich.text import Text
+
+    end = {"stop": "", "length": ", cut by its length"}.get(trajectory.stop_reason, f", {trajectory.stop_reason}")
+    head = f"  r{trajectory.id.repetition}: reward {trajectory.reward:.3g}, {trajectory.response_length} tokens{end}"
+    console.print(Text(head, style="green" if trajectory.reward > 0 else "yellow"))
+    for segment in trajectory.segments[1:]:
+        style = "" if segment.kind == "action" else "magenta"
+        console.print(Text(tokenizer.decode(segment.tokens.tolist()), style=style))
+
+
+def _said(trajectory: Trajectory, tokenizer: Tokenizer, kinds: tuple[str, ...]) -> str:
+    return "".join(tokenizer.decode(s.tokens.tolist()) for s in trajectory.segments if s.kind in kinds)

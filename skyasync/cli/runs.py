@@ -1,0 +1,157 @@
+"""``skyasync runs [FOLDER]``: the runs of a folder, the newest first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from math import inf
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from skyasync.cli.commands import Arguments
+from skyasync.cli.options import take
+from skyasync.config.load import COMMAND_LINE
+from skyasync.errors import UserError, unknown
+from skyasync.observe import jsonl
+from skyasync.observe.lines import duration
+from skyasync.observe.report import settings
+from skyasync.observe.status import FAILED, FINISHED, LOST, RUNNING, STOPPED, Status, read_status
+
+HELP = """\
+usage: skyasync runs [FOLDER] [--sort METRIC] [--json]
+
+Lists the runs of a folder (runs, if none is named), the newest first: plan, steps, held-out score (last, and best),
+training reward, time, how they ended if they do not run, and the first settings in which they differ: those set on a
+command line before others. A run is lost if its process is gone without a word.
+--sort METRIC puts the run with the largest last value of a metric of metrics.jsonl first, and shows that value.
+"""
+MOST = 4  # settings that the table shows; --json has them all
+PLAN, STEPS = "trainer.plan", "trainer.max_training_steps"
+_SHOWN = (PLAN, STEPS)  # in columns of their own
+_COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red", LOST: "red"}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run in the list; None is what nobody has written down. ``seconds`` from its start to its newest step."""
+
+    name: str
+    state: str
+    plan: str = ""
+    steps: int = 0
+    of_steps: int | None = None
+    score: float | None = None
+    best_score: float | None = None
+    reward: float | None = None
+    seconds: float | None = None
+    began: float = 0.0
+    differs: dict[str, str] = field(default_factory=dict)
+    sorted_by: float | None = None
+
+
+def runs(argv: Arguments) -> None:
+    """Print the table, or the list as JSON."""
+    if "--help" in argv or "-h" in argv:
+        print(HELP, end="")
+        return
+    options, folders = take(argv, {"--sort": "reward/mean"}, ("--json",))
+    if len(folders) > 1:
+        raise UserError(f"skyasync runs lists one folder; {len(folders)} are named")
+    found = listed(Path(folders[0] if folders else "runs"), options.get("--sort", ""))
+    if "--json" in options:
+        print(json.dumps([asdict(run) for run in found], indent=1))
+    else:
+        Console().print(table(found, options.get("--sort", "")))
+
+
+def listed(folder: Path, metric: str = "") -> list[Listed]:
+    """The runs in a folder, the newest first, or the one with the largest last value of a metric.
+
+    Raises:
+        UserError: if there is no such folder, no run in it, or no run that has the metric.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: name the one that trainer.runs_dir has")
+    paths = [path for path in folder.iterdir() if is_run(path)]
+    if not paths:
+        raise UserError(f"there is no run in {folder}: a run's folder has a config.yaml")
+    rows = [jsonl.read_rows(path / "metrics.jsonl") for path in paths]
+    if metric and metric not in (known := {name for own in rows for row in own for name in row}):
+        raise UserError(f"--sort: {unknown('metric', metric, known)}")
+    values = [settings.read(path / "config.yaml") for path in paths]
+    set_here = {name for path in paths for name, who in settings.read_origins(path / "origins.json").items()
+                if who == COMMAND_LINE}  # fmt: skip
+    found = [s for s in settings.differing(values) if s.key not in _SHOWN and not s.key.endswith("path")]
+    found.sort(key=lambda setting: setting.key not in set_here)
+    runs = [
+        replace(_look_at(path, own, cfg), differs={s.key: s.values[place] for s in found}, sorted_by=_last(own, metric))
+        for place, (path, own, cfg) in enumerate(zip(paths, rows, values, strict=True))
+    ]
+    return sorted(runs, key=lambda run: (-inf if run.sorted_by is None else run.sorted_by, run.began), reverse=True)
+
+
+def _last(rows: Sequence[jsonl.Row], metric: str) -> float | None:
+    return next((row[metric] for row in reversed(rows) if row.get(metric) is not None), None)
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()
+
+
+def _look_at(path: Path, rows: Sequence[jsonl.Row], values: settings.Values) -> Listed:
+    status = read_status(path)
+    steps = [row for row in rows if row["step"] > 0]
+    scores = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
+    rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+    began = status.began or (rows[0].get("time") if rows else None) or path.stat().st_mtime
+    return Listed(
+        name=path.name,
+        state=status.state,
+        plan=str(values.get(PLAN, "")),
+        steps=steps[-1]["step"] if steps else 0,
+        of_steps=values.get(STEPS) or None,
+        score=scores[-1] if scores else None,
+        best_score=max(scores, default=None),
+        reward=rewards[-1] if rewards else None,
+        seconds=_seconds(status, rows, began),
+        began=began,
+    )
+
+
+def _seconds(status: Status, rows: Sequence[jsonl.Row], began: float) -> float | None:
+    ended = time.time() if status.state == RUNNING else status.ended or (rows[-1].get("time") if rows else None)
+    return round(ended - began, 1) if ended else None
+
+
+def table(runs: Sequence[Listed], metric: str = "") -> Table:
+    """For a terminal, where a plan of the user's own goes by its class, and a setting by the end of its key."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("run", overflow="fold")
+    shown.add_column("plan", overflow="fold")
+    for name in ("steps", "score", "best", "reward", *([metric] if metric else ()), "time"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("state")
+    if any(run.differs for run in runs):
+        shown.add_column("settings that differ", overflow="fold")
+    for run in runs:
+        steps = f"{run.steps}/{run.of_steps}" if run.of_steps else str(run.steps)
+        figures = [_figure(run.score), _figure(run.best_score), _figure(run.reward)]
+        figures += [_figure(run.sorted_by)] if metric else []
+        took = "-" if run.seconds is None else duration(run.seconds)
+        colour = _COLOURS.get(run.state, "dim")
+        differs = [f"{key.rpartition('.')[2]}={value}" for key, value in islice(run.differs.items(), MOST)]
+        more = [f"and {len(run.differs) - MOST} more"] if len(run.differs) > MOST else []
+        plan = run.plan.rpartition(":")[2]
+        shown.add_row(run.name, plan, steps, *figures, took, Text(run.state, colour), Text(" ".join(differs + more)))
+    return shown
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

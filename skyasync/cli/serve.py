@@ -1,0 +1,48 @@
+"""``skyasync serve``: a vLLM server that can be an engine of a run elsewhere.
+
+Invariant: it is vLLM's own server, with the routes and settings that ``engines.vllm.server_check`` asks for; whatever
+else is named goes to it as it is, and what is named twice is as named last.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+from skyasync.cli.commands import Arguments
+from skyasync.errors import MissingVLLMError
+
+HELP = """\
+usage: skyasync serve MODEL [--port PORT] [vLLM's own arguments]
+
+Starts vLLM's server for a run with generator.engines=[http://host:PORT]. MODEL is the one that the run trains; the run
+gives it weights through a file that both can see (generator.weight_sync_dir, where that is another machine). Only the
+loopback can reach it unless --host says another address: whoever can, can change its weights, unless the environment
+variable SKYASYNC_ENGINES_KEY holds a key, which the run then has in the same variable.
+"""
+
+
+def serve(argv: Arguments) -> None:
+    """Serve until the process is ended."""
+    if argv[0].startswith("-"):
+        print(HELP, end="")
+        return
+    if find_spec("vllm") is None:
+        raise MissingVLLMError
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # which adds the routes
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers of a machine take the same core
+    from vllm.entrypoints.launchers.api_server.entry import main
+    from vllm.platforms import current_platform
+
+    sys.argv = ["skyasync serve", *command_line(argv[0], list(argv[1:]), cpu=current_platform.is_cpu())]
+    main()
+
+
+def command_line(model: str, own: list[str], *, cpu: bool) -> list[str]:
+    """vLLM's arguments."""
+    from skyasync.engines.vllm.server_check import ARGUMENTS, ON_CPU
+
+    fixed = {"--model": model, "--host": "127.0.0.1"} | (ON_CPU if cpu else {}) | ARGUMENTS
+    return [word for name, value in fixed.items() for word in (name, value) if word] + own

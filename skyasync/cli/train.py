@@ -1,0 +1,116 @@
+"""From a command line to a run, or to a plan of it (``--dry-run``)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from skyasync.config.load import exit_with, load_config
+from skyasync.config.schema import Config
+from skyasync.errors import RayEndedError, Terminated, UserError, headline
+from skyasync.observe.run_dir import RunDirectory, shown
+
+if TYPE_CHECKING:
+    from skyasync.run.experiment import BasePPOExp
+
+#: The laptop-sized run: what trains when the command line names neither a model nor a configuration.
+TINY_CONFIG = Path(__file__).parent / "examples" / "tiny" / "config.yaml"
+
+C = TypeVar("C", bound=Config)
+
+DRY_RUN = "--dry-run"
+
+
+def main(
+    experiment_class: type[BasePPOExp] | None = None,
+    argv: Sequence[str] | None = None,
+    *,
+    schema: type[Config] = Config,
+    plan: str | None = None,
+) -> dict[str, float] | None:
+    """Load the configuration and run the experiment; ends the program with one line on a user's error.
+
+    Args:
+        experiment_class: ``BasePPOExp`` by default.
+        argv: ``key=value`` arguments; those of the process by default. With ``--dry-run`` nothing starts: what the
+            run would need is printed, and the program ends with status 0 if that fits the machine, 1 if not.
+        schema: the configuration's dataclass, if it has keys of its own.
+        plan: the plan that the experiment fixes, if it does.
+    """
+    try:
+        arguments, fixed = list(sys.argv[1:] if argv is None else argv), _plan_of(experiment_class, plan)
+        if DRY_RUN in arguments:
+            raise SystemExit(_dry_run(arguments, schema, fixed))
+        return _run(_experiment(experiment_class)(configuration(arguments, schema, fixed)))
+    except UserError as error:
+        exit_with(error)
+    except Terminated as end:
+        print(f"terminated by SIGTERM{end}", file=sys.stderr)
+        raise SystemExit(143) from None
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def configuration(arguments: Sequence[str], schema: type[C] = Config, plan: str | type | None = None) -> C:  # type: ignore[assignment]
+    """What the arguments ask for; the laptop-sized run where they name neither a model nor a configuration."""
+    cfg = load_config(arguments, schema=schema, default_config=TINY_CONFIG, plan=plan)
+    if isinstance(plan, str) and plan:
+        cfg.trainer.plan = plan
+    return cfg
+
+
+def _dry_run(arguments: list[str], schema: type[Config], plan: str | type | None) -> int:
+    from skyasync.planning.command import HELP, show_plan, split_options
+
+    options, rest = split_options([argument for argument in arguments if argument != DRY_RUN])
+    if rest in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return 0
+    return 0 if show_plan(configuration(rest, schema, plan), options) else 1
+
+
+def _run(experiment: BasePPOExp) -> dict[str, float] | None:
+    """What ends a run that has begun is told in one line; its traceback is in the run's folder."""
+    try:
+        return experiment.run()
+    except Exception as error:
+        run_dir = experiment.run_dir
+        if run_dir is None or not run_dir.error.is_file():
+            raise
+        end_with(error, run_dir)
+
+
+def end_with(error: Exception, folder: RunDirectory) -> NoReturn:
+    """End the program with one line, which names where the traceback and the processes' logs are."""
+    said = folder.secrets.hide_all(headline(error))
+    logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
+    print(f"error: {said} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
+    if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
+        sys.stdout.flush()
+        os._exit(1)
+    raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+
+
+def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:
+    """The plan that the experiment fixes: what the program says, or else what its ``get_trainer`` names."""
+    if plan or experiment_class is None:
+        return plan
+    from skyasync.preflight.parts import plans_named_by
+    from skyasync.run.experiment import BasePPOExp
+
+    if experiment_class.get_trainer is BasePPOExp.get_trainer:
+        return None
+    named = plans_named_by(experiment_class.get_trainer)
+    return named[0] if len(named) == 1 else ""
+
+
+def _experiment(experiment_class: type[BasePPOExp] | None) -> type[BasePPOExp]:
+    if experiment_class is not None:
+        return experiment_class
+    from skyasync.run.experiment import BasePPOExp
+
+    return BasePPOExp

@@ -1,1 +1,0 @@
-"""Joining or starting Ray, placement, devices."""

@@ -1,0 +1,165 @@
+"""The parts of a run in the process that trains: made in order, started together, shut down one before the other.
+
+Invariant: what has been made is shut down by ``close``, whatever failed in between. The processes of engines and models
+come first: importing their libraries takes each of them seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+from skyasync.config.frozen import freeze
+from skyasync.config.schema import Config
+from skyasync.preflight.parts import check_callbacks
+from skyasync.trainer import RayPPOTrainer
+
+if TYPE_CHECKING:  # what these import is loaded where it is used
+    from skyasync.engines.membership import Membership
+    from skyasync.engines.revival import Revival
+    from skyasync.observe.timeline import Timeline
+    from skyasync.observe.trackers import Tracker
+    from skyasync.run.experiment import BasePPOExp
+    from skyasync.run.resource_monitor import ResourceMonitor
+    from skyasync.weight_sync.turns import DeviceTurns
+
+RELEASE_S = 10.0  # for the policy to remove the weights that it has kept
+PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
+
+
+class Components:
+    """Attributes: placement, client, dispatch, generator, weight_sync: the parts, None until they are made."""
+
+    def __init__(self, experiment: BasePPOExp) -> None:
+        self._experiment = experiment
+        self.placement: Any = None
+        self.client: Any = None
+        self.dispatch: Any = None
+        self.generator: Any = None
+        self.weight_sync: Any = None
+        self.turns: DeviceTurns | None = None  # of engines and policy, where they share devices
+        self.revival: Revival | None = None
+        self._membership: Membership | None = None
+        self._watch: ResourceMonitor | None = None
+        self._tracker: Tracker | None = None  # until a trainer runs, which closes it
+
+    def build(self) -> RayPPOTrainer:
+        """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
+        cfg = self._experiment.cfg
+        freeze(cfg)  # what comes to another process comes as a copy, which is free
+        self.placement = self._experiment.get_colocate_pg(cfg.trainer.placement.timeout_s)
+        self.client = self._experiment.get_inference_client()
+        self.dispatch = self._experiment.get_dispatch()
+        return self.make_trainer()
+
+    def make_trainer(self) -> RayPPOTrainer:
+        """A trainer of the parts that there are, which may have had another one before."""
+        from skyasync.data.datasets import warn_of_overlap
+
+        experiment = self._experiment
+        cfg, tokenizer = experiment.cfg, experiment.tokenizer
+        train_dataset, eval_dataset = experiment.get_train_dataset(), experiment.get_eval_dataset()
+        warn_of_overlap(train_dataset, eval_dataset or [])
+        tracker = self._tracker = experiment.get_tracker()
+        if self.generator is None:
+            self.generator = experiment.get_generator(cfg, tokenizer, self.client)
+        trainer = experiment.get_trainer(
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=self.client,
+            generator=self.generator,
+            colocate_pg=self.placement,
+        )
+        callbacks = experiment.get_callbacks()
+        check_callbacks([type(callback) for callback in callbacks])
+        trainer.callbacks.extend(callbacks)
+        self.share_threads(trainer.asynchronous)
+        return trainer
+
+    async def start(self, trainer: RayPPOTrainer) -> None:
+        """Load all models, at the same time unless they share devices, and hand them to the trainer."""
+        from skyasync.observe.timeline import Timeline
+        from skyasync.run.resource_monitor import resource_monitor_of
+
+        experiment, settings = self._experiment, self._experiment.cfg.trainer
+        await self._load(trainer)
+        assert experiment.run_dir is not None
+        timeline = Timeline(experiment.run_dir.timeline, began=experiment.began_s)
+        timeline.add_span("start", "trainer", experiment.began_s or timeline.now(), timeline.now())
+        self._watch = resource_monitor_of(experiment.run_dir.path, settings.ckpt_path, copies=settings.ckpt_async)
+        self.revival = experiment.get_revival(self.weight_sync, timeline)
+        if self.revival is not None and self.turns is None:
+            self._membership = experiment.get_membership(self.weight_sync, self.revival)
+        self.attach(trainer, timeline)
+
+    async def _load(self, trainer: RayPPOTrainer) -> None:
+        """Models and the way between them."""
+        from skyasync.together import run_together, within
+        from skyasync.weight_sync.turns import DeviceTurns
+
+        cfg, probe, turns = self._experiment.cfg, _probe(trainer, self._experiment.cfg), None
+        if cfg.trainer.placement.colocate_all:
+            asked = probe if cfg.generator.verify_weight_sync else ()
+            turns = self.turns = DeviceTurns(self.dispatch, self.client, asked)
+            await turns.start(trainer.total_updates)
+        else:
+            await run_together(self.client.start(), self.dispatch.start(trainer.total_updates))
+        source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
+        self.weight_sync = self._experiment.get_weight_sync(source, destination, probe)
+        async with within(cfg.trainer.step_timeout_s, "the first comparison of the engines with the policy"):
+            if not cfg.generator.engines:  # else they have weights of a run before, perhaps
+                await self.weight_sync.measure_floor()
+
+    def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None:
+        """Give a trainer the models, which are up, and what watches over them."""
+        if self._watch is not None:
+            trainer.callbacks.insert(0, self._watch)  # those behind it see its metrics
+        trainer.callbacks.extend(part for part in (self.revival, self._membership) if part is not None)
+        trainer.attach(
+            self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._experiment.run_dir, turns=self.turns
+        )
+        self._tracker = None
+
+    async def close(self) -> None:
+        """Shut every part down; parts that were never made are skipped."""
+        if self._tracker is not None:
+            self._tracker.close()
+        if self._watch is not None:
+            self._watch.close()
+        if hasattr(self.generator, "close"):  # first: it still asks the engines
+            await self.generator.close()
+        if self._membership is not None:
+            await self._membership.close()
+        if self.revival is not None:  # before the engines: those that end now are not to be replaced
+            await self.revival.close()
+        if self._experiment.cfg.generator.weight_sync_dir and self.weight_sync is not None:
+            with contextlib.suppress(Exception):  # the run may have ended because the policy did
+                async with asyncio.timeout(RELEASE_S):
+                    await self.weight_sync.release_kept()
+        parts = [part for part in (self.client, self.dispatch) if part is not None]
+        await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
+
+    def share_threads(self, overlap: bool) -> None:
+        """Divide this machine's cores between policy and engines, which compute at the same time or in turns."""
+        from skyasync.run.placement import share_threads
+
+        policy, engine = share_threads(self._experiment.cfg, os.cpu_count() or 1, overlap=overlap)
+        parts = [(self.dispatch, policy), *((part, engine) for part in getattr(self.client, "engines", []))]
+        for part, threads in parts:
+            if hasattr(part, "set_threads"):
+                part.set_threads(threads)
+
+
+def _probe(trainer: RayPPOTrainer, cfg: Config) -> list[list[int]]:
+    """Prompts whose log-probabilities are compared."""
+    from skyasync.rollout.chat import ChatTokenizer
+    from skyasync.weight_sync.gaps import choose_probe
+
+    chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
+    prompts = (chat.prompt(trainer.prompts.prompt(place).messages).tolist() for place in range(trainer.prompts.rows))
+    return choose_probe(prompts, PROBE_TOKENS)

@@ -1,0 +1,342 @@
+"""The experiment: one factory method per part, and ``run()``.
+
+Invariant: every part of a run is made by exactly one method here, so overriding that method swaps the part and nothing
+else. Factories run in the process that trains, in the order of ``components``; none of them waits for a model to load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from skyasync.config.sampling import backend
+from skyasync.config.schema import Config
+from skyasync.config.secrets import hidden
+from skyasync.engines.protocol import ENGINES, EngineConfig, InferenceEngine
+from skyasync.engines.server_check import KEY_VARIABLE, check_servers
+from skyasync.engines.settings import engine_config, engines_per_device, rounding
+from skyasync.engines.wanted import FILE as ENGINES_FILE
+from skyasync.observe.run_dir import RunDirectory
+from skyasync.plans import PLANS
+from skyasync.preflight.preparing import prepare
+from skyasync.rollout.tokenizer import told
+from skyasync.run import launch
+from skyasync.run.components import Components
+from skyasync.run.recovery import Recovery
+from skyasync.trainer import RayPPOTrainer
+from skyasync.workers.roles import POLICY, ROLES, Role
+
+if TYPE_CHECKING:  # what these import is loaded where it is used
+    from skyasync.callbacks import TrainerCallback
+    from skyasync.engines.client import InferenceClient
+    from skyasync.engines.membership import Membership
+    from skyasync.engines.revival import Revival
+    from skyasync.observe.timeline import Timeline
+    from skyasync.observe.trackers import Tracker
+    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.judging import Judges
+    from skyasync.rollout.tokenizer import Tokenizer
+    from skyasync.rollout.types import Prompt
+    from skyasync.run.placement import Placement
+    from skyasync.training.parts import Client
+    from skyasync.weight_sync.sync import Destination, Source, WeightSync
+    from skyasync.workers.dispatch import RayWorkerDispatch
+
+
+class BasePPOExp:
+    """Everything a run is made of. ``run()`` is called by the program; the rest is there to be overridden.
+
+    Args:
+        cfg: a ``skyasync.config.Config`` (or a subclass of it with keys of one's own).
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.run_dir: RunDirectory | None = None
+        self.gpus = False
+        self.placement_name = f"skyasync-{uuid4().hex}"
+        self.parts = Components(self)
+        self.restarting: Recovery | None = None
+        self.began_s: float | None = None  # since 1970, when ``run`` was called
+        self.data_rows: dict[str, Any] = {}  # of data sources that are functions, which are called once
+        self.judge_keys: dict[str, str] = {}  # of judges' servers, from the program's environment; written nowhere
+        self._engines_key = os.environ.get(KEY_VARIABLE, "")
+
+    # ---------------------------------------------------------------- parts
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the policy's model, with its chat template."""
+        from skyasync.rollout.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.cfg.trainer.policy.model.path)
+
+    def get_train_dataset(self) -> Sequence[Prompt]:
+        """The training prompts, by default those of ``data.train_data``."""
+        return self._prompts(self.cfg.data.train_data)
+
+    def get_eval_dataset(self) -> Sequence[Prompt] | None:
+        """The held-out prompts, by default those of ``data.val_data`` and ``data.val_sets``; None without any."""
+        from skyasync.data.datasets import load_eval_prompts
+
+        return load_eval_prompts(self.cfg, self.tokenizer, known=self.data_rows) or None
+
+    def get_tracker(self) -> Tracker:
+        """What receives the metrics of every step, by default the trackers of ``trainer.logger``."""
+        from skyasync.observe.trackers import MultiTracker
+
+        trainer = self.cfg.trainer
+        assert self.run_dir is not None
+        return MultiTracker(trainer.logger, self.run_dir, hidden(asdict(self.cfg)), project_name=trainer.project_name)
+
+    def get_callbacks(self) -> list[TrainerCallback]:
+        """Callbacks of the trainer; see ``skyasync.callbacks``."""
+        return []
+
+    def get_colocate_pg(self, timeout: float = 180) -> Placement:
+        """The placement of all workers and engines, granted by Ray within ``timeout`` seconds."""
+        from skyasync.run.placement import plan_slots, reserve
+
+        slots = plan_slots(self.cfg, gpus=self.gpus, roles=self.roles())
+        return reserve(slots, timeout, self.placement_name)
+
+    def get_inference_client(self) -> InferenceClient:
+        """The client in front of the engines, whose processes start; their models load in ``start``."""
+        from skyasync.engines.client import InferenceClient
+        from skyasync.engines.ray_engine import RayEngine
+
+        generator, config = self.cfg.generator, self.engine_config()
+        if generator.engines:
+            return InferenceClient(self.get_servers(config), generator.request_timeout_s, lambda: self.tokenizer)
+        engines = [
+            RayEngine(
+                backend(self.cfg),
+                replace(config, extra={**config.extra, "engine_index": index}),
+                self.parts.placement.options("engines", index),
+                generator.engine_start_timeout_s,
+            )
+            for index in range(generator.num_inference_engines)
+        ]
+        slots = self.parts.placement.slots
+        devices = len(slots.of.get(POLICY, ()))
+        at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
+        return InferenceClient(engines, generator.request_timeout_s, lambda: self.tokenizer, at_once)
+
+    def get_servers(self, config: EngineConfig) -> list[InferenceEngine]:
+        """Engines that others have started, at the addresses of ``generator.engines``."""
+        return [self._server(config, url) for url in self.cfg.generator.engines]
+
+    def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
+        own = {"url": url, "start_s": self.cfg.generator.engine_start_timeout_s, "key": self._engines_key}
+        engine: InferenceEngine = ENGINES.find(backend(self.cfg))(replace(config, extra=config.extra | own))
+        return engine
+
+    async def get_newcomer(self, name: str) -> InferenceEngine:
+        """An engine that joins while the run goes on: the server with this address, or one more of the run's own.
+
+        Raises:
+            UserError: if it is not fit, or there is no room for it.
+        """
+        generator, config = self.cfg.generator, self.engine_config()
+        if generator.engines:
+            await asyncio.to_thread(check_servers, [name], config, generator.weight_sync_dir, backend(self.cfg))
+            return self._server(config, name)
+        from skyasync.engines.ray_engine import another
+
+        devices, joined = generator.devices_per_engine if self.gpus else 0, bool(self.cfg.ray.address)
+        return await asyncio.to_thread(another, self.parts.client.engines, devices, may_grow=joined)
+
+    def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
+        """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
+        if cfg.generator.agent_program:
+            return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
+        from skyasync.envs.episodes import EnvSettings
+        from skyasync.envs.pool import ray_pool
+        from skyasync.rewards.settings import env_settings
+        from skyasync.rollout.early_end import decider
+        from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+
+        pool = ray_pool(EnvSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers)
+        return EpisodeGenerator(
+            inference_engine_client,
+            pool,
+            tokenizer,
+            self.engine_config().max_model_len,
+            EpisodeRules.of(cfg),
+            cfg.data.apply_chat_template,
+            cfg.data.chat_history == "template",
+            decider(cfg.trainer.algorithm.dynamic_sampling),
+            self.get_judges(cfg, tokenizer, inference_engine_client),
+        )
+
+    def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Judges | None:
+        """The models of ``environment.judges``, which judge what has been played; None without any."""
+        from skyasync.rollout.judging import Judges
+
+        if not cfg.environment.judges:
+            return None
+        length = self.engine_config().max_model_len
+        return Judges.of(cfg, self.judge_keys, inference_engine_client, tokenizer, length)
+
+    def get_agent_generator(
+        self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
+    ) -> Generator:
+        """What plays agent programs through the endpoint."""
+        from skyasync.endpoint.assembly import agent_generator
+
+        folder = self.run_dir.path if self.run_dir else None
+        return agent_generator(cfg, tokenizer, inference_engine_client, self.engine_config().max_model_len, folder)
+
+    def get_dispatch(self) -> RayWorkerDispatch:
+        """The processes of all roles; their models load in ``start``."""
+        from skyasync.workers.dispatch import RayWorkerDispatch
+
+        return RayWorkerDispatch(
+            self.cfg,
+            {role.name: self.parts.placement.ranks(role.name) for role in self.roles()},
+            self.engine_config().weight_sync_backend,
+            self._living,
+            self._nodes,
+        )
+
+    def _living(self) -> list[int]:
+        """The places of the engines that live."""
+        roster = getattr(self.parts.client, "roster", None)  # a client of one's own has none
+        return roster.routes.living if roster else list(range(self.cfg.generator.own_engines))
+
+    def _nodes(self) -> list[str]:
+        """Those of the engines that live, as far as they are on any of Ray's."""
+        engines = getattr(self.parts.client, "engines", [])
+        found = (getattr(engines[index], "node", "") for index in self._living() if index < len(engines))
+        return [node for node in found if node]
+
+    def get_weight_sync(
+        self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+    ) -> WeightSync:
+        """The way of the weights from the policy to the engines."""
+        from skyasync.weight_sync.sync import WeightSync
+
+        generator = self.cfg.generator
+        return WeightSync(
+            dispatch,
+            inference_engine_client,
+            probe if generator.verify_weight_sync else (),
+            tolerance=generator.weight_sync_tolerance,
+            rounding=rounding(self.cfg, gpus=self.gpus),
+            interval=generator.verify_interval,
+            adapted=bool(self.cfg.trainer.policy.lora.rank),
+        )
+
+    def get_revival(self, weight_sync: WeightSync, timeline: Timeline) -> Revival | None:
+        """What replaces engines that die; None where the first death ends the run."""
+        from skyasync.engines.client import InferenceClient
+        from skyasync.engines.revival import Revival
+
+        generator = self.cfg.generator
+        ours = isinstance(self.parts.client, InferenceClient) and hasattr(weight_sync, "between_syncs")
+        if not generator.max_engine_restarts or not ours:
+            return None
+        weight_sync.keeper = self.parts.dispatch
+        return Revival(
+            self.parts.client,
+            weight_sync,
+            max_restarts=generator.max_engine_restarts,
+            heartbeat_s=generator.heartbeat_s,
+            heartbeat_timeout_s=generator.heartbeat_timeout_s,
+            limit_s=self.cfg.trainer.step_timeout_s,
+            timeline=timeline,
+            turns=self.parts.turns,
+        )
+
+    def get_membership(self, weight_sync: WeightSync, revival: Revival) -> Membership:
+        """What lets engines join and leave while the run goes on."""
+        from skyasync.engines.membership import Membership
+
+        assert self.run_dir is not None
+        generator = self.cfg.generator
+        names = generator.engines or [str(index) for index in range(generator.num_inference_engines)]
+        return Membership(
+            self.parts.client, weight_sync, revival, self.get_newcomer, names, self.run_dir.path / ENGINES_FILE,
+            interval_s=generator.heartbeat_s, limit_s=self.cfg.trainer.step_timeout_s,
+        )  # fmt: skip
+
+    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
+                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
+                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
+        """The plan: by default the one that ``trainer.plan`` names."""
+        return PLANS.find(cfg.trainer.plan).get_trainer(
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client,
+            generator=generator,
+            colocate_pg=colocate_pg,
+        )
+
+    # ---------------------------------------------------------------- run
+
+    def run(self) -> dict[str, float] | None:
+        """Train on a Ray cluster; returns the last metrics, or None if the run was stopped."""
+        self.prepare()
+        assert self.run_dir is not None
+        return launch.run(self, self.run_dir)
+
+    def prepare(self) -> None:
+        """Settle and check what can be before any process starts; the run's folder is made last.
+
+        From then on the configuration is read-only: parts are made from it.
+
+        Raises:
+            UserError: for the first thing that is wrong. Nothing is left behind then.
+        """
+        self.run_dir = prepare(self)
+
+    def is_ours(self, factory: str) -> bool:
+        """Whether a factory is the library's own, not a subclass's."""
+        return getattr(type(self), factory) is getattr(BasePPOExp, factory)
+
+    def build(self) -> RayPPOTrainer:
+        """Make every part, in the controller's process."""
+        return self.parts.build()
+
+    async def start(self, trainer: RayPPOTrainer) -> None:
+        """Load all models, and hand them to the trainer."""
+        await self.parts.start(trainer)
+
+    async def close(self) -> None:
+        """Shut every part down."""
+        await self.parts.close()
+
+    # ---------------------------------------------------------------- what the parts share
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return told(self.get_tokenizer(), self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs)
+
+    def roles(self) -> list[Role]:
+        """The run's roles, the policy first: by the table, or as a method ``needs_<role>`` of the experiment says."""
+
+        def needed(role: Role) -> bool:
+            own = getattr(self, f"needs_{role.name}", None)
+            return own() if own else role.wanted(self.cfg)
+
+        return [role for role in ROLES.values() if needed(role)]
+
+    def needs_reference(self) -> bool:
+        return ROLES["reference"].wanted(self.cfg)
+
+    def engine_config(self) -> EngineConfig:
+        return engine_config(self.cfg, gpus=self.gpus)
+
+    def _prompts(self, sources: Sequence[str]) -> Sequence[Prompt]:
+        from skyasync.data.datasets import load_prompts, stream_prompts
+
+        if self.cfg.data.streaming:
+            return stream_prompts(sources, self.cfg, self.tokenizer)
+        return load_prompts(sources, self.cfg, self.tokenizer, known=self.data_rows)

@@ -1,0 +1,115 @@
+"""A run as the program sees it: its folder, Ray, the process that trains, and what is told when it has ended.
+
+Invariant: whatever ends a run, its status says how, its timeline is whole, its page is made; a run in which no process
+was started leaves no folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from traceback import format_exception
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from skyasync.config.schema import Config
+from skyasync.engines.settings import chosen_backend
+from skyasync.engines.wanted import FILE as ENGINES_FILE
+from skyasync.errors import Terminated
+from skyasync.observe.run_dir import RunDirectory, shown, unlock_run
+from skyasync.run.controller import run_in_controller
+from skyasync.run.recovery import Recovery
+
+if TYPE_CHECKING:
+    from skyasync.run.experiment import BasePPOExp
+
+
+def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
+    """Train; the last metrics, or None if the run was stopped."""
+    from skyasync.observe.status import told
+    from skyasync.observe.timeline import to_the_end
+
+    experiment.began_s = time.time()
+    begun: list[bool] = []  # processes of the run's own have been started
+    try:
+        with told(folder.path), to_the_end(folder.timeline):
+            return _run(experiment, folder, begun)
+    except (Exception, KeyboardInterrupt) as error:
+        if not begun:
+            folder.discard()
+        elif isinstance(error, Exception) and not folder.error.exists():
+            folder.save_error("".join(format_exception(error)))
+        raise
+    finally:
+        _make_page(experiment.cfg, folder)
+        unlock_run(folder.path)
+
+
+def _run(experiment: BasePPOExp, folder: RunDirectory, begun: list[bool]) -> dict[str, float] | None:
+    from skyasync.run.logs import ProcessLogs
+    from skyasync.run.ray_cluster import cluster
+
+    experiment.restarting = Recovery(experiment, folder.path)
+    (folder.path / ENGINES_FILE).unlink(missing_ok=True)  # of a run that was killed
+    logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
+    with _terminated() as hear, cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
+        hear()
+        begun.append(True)
+        folder.error.unlink(missing_ok=True)  # of the command before
+        experiment.gpus = gpus
+        if line := chosen_backend(experiment.cfg, gpus=gpus):
+            print(line)
+        since = experiment.began_s or 0.0
+        try:
+            metrics = run_in_controller(experiment, logs)
+            since = 0.0  # a resumed run may have had nothing left to do
+            return metrics
+        finally:
+            _report(folder, since)
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[Callable[[], object]]:
+    """SIGTERM ends what is inside as Ctrl-C does, from the call of what is yielded on; before, it is Ray's own.
+
+    Ray's, which its start installs, make status 15 of it, and abort a program that has not ended 3 s later.
+    """
+    before, here = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
+    try:
+        yield partial(signal.signal, signal.SIGTERM, _terminate) if here else bool
+    except SystemExit as end:
+        if end.code != signal.SIGTERM:
+            raise
+        signal.alarm(0)
+        raise Terminated from None
+    finally:
+        if here and before is not None:  # None: not of Python
+            signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _report(folder: RunDirectory, since: float) -> None:
+    """Show what the run has reached, if it has logged anything since then: it may have ended before its first step."""
+    from skyasync.observe import jsonl
+    from skyasync.observe.plots import plot_reward
+    from skyasync.observe.summary import print_summary
+
+    if any(row.get("time", 0.0) >= since for row in jsonl.read_rows(folder.metrics)):
+        plot_reward(folder.metrics, folder.reward_plot)
+        print_summary(folder.metrics)
+        print(f"run folder: {shown(folder.path)}")
+
+
+def _make_page(cfg: Config, folder: RunDirectory) -> None:
+    """Behind all else: what the page says of the run's end is then written down."""
+    from skyasync.observe.report.page import write_report
+
+    if cfg.trainer.report and folder.metrics.exists():
+        write_report(folder.path)

@@ -1,0 +1,219 @@
+"""Memory and disk of a run while it goes on: metrics, and a warning before the room runs out.
+
+Invariant: readings are taken in a thread of their own, every ``INTERVAL_S`` seconds; a step takes the newest one and
+waits for none. A reading that fails is left out, and never ends the run. Processes of other machines are not seen.
+
+| who waits  | for what               | woken by                        |
+|------------|------------------------|---------------------------------|
+| the thread | the time of a reading  | the clock, or ``close``         |
+| a step     | nothing                |                                 |
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.run.logs import NAMES
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+FOLDER_EVERY = 6  # readings: a run's folder may have many files
+MARGIN = 1.05  # of a checkpoint's size: the next one may be a little larger
+HOLDERS = {"engine": "engines", "environment": "environments", "controller": "controller"}
+
+Processes = Mapping[str, Sequence[int]]
+
+
+def of_this_job() -> dict[str, list[int]]:
+    """The living actors of this job on this machine, by what they are counted as. Asks Ray, and waits for it."""
+    import ray
+    from ray._private import state
+
+    context, found = ray.get_runtime_context(), dict[str, list[int]]()
+    for actor in state.state.actor_table(None, context.worker.current_job_id, "ALIVE").values():
+        if actor["Address"]["NodeID"] == context.get_node_id():
+            name = HOLDERS.get(NAMES.get(actor["ActorClassName"].rpartition(".")[2], ""), "workers")
+            found.setdefault(name, []).append(actor["Pid"])
+    return found
+
+
+class ResourceMonitor(TrainerCallback):
+    """Adds the newest reading to the metrics of each step.
+
+    Args:
+        run: the run's folder; ``checkpoints`` where checkpoints go.
+        copies: a checkpoint is copied into memory before it is written (``trainer.ckpt_async``).
+        processes: finds them; called in the thread.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        checkpoints: Path,
+        *,
+        copies: bool = False,
+        processes: Callable[[], Processes] = of_this_job,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._run, self._checkpoints, self._copies = run, checkpoints, copies
+        self._processes, self._interval_s = processes, interval_s
+        self._newest: dict[str, float] = {}
+        self._folder = 0.0
+        self._size, self._before, self._grown = 0, 0, 0  # of the newest checkpoint; run folder without; between two
+        self._warned: set[str] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory and disk", daemon=True)
+
+    def on_train_begin(self, trainer: Watched) -> None:
+        if self._thread.ident is None:  # another trainer may go on where one has ended
+            self._thread.start()
+
+    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        metrics |= self._newest
+
+    def on_checkpoint(self, trainer: Watched, folder: Path) -> None:
+        threading.Thread(target=self._measure, args=[folder], name="a checkpoint's size", daemon=True).start()
+
+    def close(self) -> None:
+        """No more readings. Safe to call at any time."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        count = 0
+        while not self._ended.is_set():
+            try:
+                if count % FOLDER_EVERY == 0:
+                    self._folder = folder_bytes(self._run) / GIB
+                self._newest = self.read()
+                self._warn(self._newest)
+            except Exception as error:  # of Ray, which may be ending
+                log.debug("no reading of memory and disk: %s", error)
+            count += 1
+            self._ended.wait(self._interval_s)
+
+    def read(self) -> dict[str, float]:
+        """The metrics as they are now."""
+        found: dict[str, float | None] = {}
+        for name, processes in {**self._processes(), "controller": [os.getpid()]}.items():
+            every = with_descendants(processes) if name != "controller" else processes
+            found[f"memory/{name}_gib"] = sum(map(own_bytes, every))
+        raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())  # it need not have started us
+        found["memory/object_store_gib"] = own_bytes(raylet, "RssShmem") or None
+        found["memory/shared_gib"] = shared_bytes()
+        found["memory/free_gib"] = free_memory()
+        found["disk/free_gib"] = free_disk(self._checkpoints)
+        return {name: value / GIB for name, value in found.items() if value is not None} | {
+            "disk/run_gib": self._folder
+        }
+
+    def _measure(self, folder: Path) -> None:
+        size, rest = folder_bytes(folder), folder_bytes(self._run)
+        if folder.is_relative_to(self._run):
+            rest -= folder_bytes(self._checkpoints)
+        self._grown = max(0, rest - self._before) if self._before else 0
+        self._size, self._before = size, rest
+
+    def _warn(self, newest: Mapping[str, float]) -> None:
+        """Once, until there is room again."""
+        size = MARGIN * self._size / GIB
+        grown = self._grown / GIB if self._checkpoints.is_relative_to(self._run) else 0.0
+        wanted = {
+            "disk/free_gib": (size + grown, f"disk at {self._checkpoints}"),
+            "memory/free_gib": (size if self._copies else 0.0, "memory"),
+        }
+        for name, (needed, where) in wanted.items():
+            free = newest.get(name, float("inf"))
+            if free >= needed:
+                self._warned.discard(name)
+            elif name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "%.2f GiB of %s are free, and the next checkpoint needs %.2f GiB: make room, or it will fail",
+                    free, where, needed,
+                )  # fmt: skip
+
+
+def resource_monitor_of(run: Path, checkpoints: str, *, copies: bool) -> ResourceMonitor:
+    """Of a run with this folder, whose checkpoints go to ``checkpoints`` ("": into it)."""
+    return ResourceMonitor(run, Path(checkpoints) if checkpoints else run / "checkpoints", copies=copies)
+
+
+GIB = 1 << 30
+PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
+
+
+def own_bytes(process: int, field: str = "RssAnon") -> int:
+    """Resident memory that no other process shares with this one: what grows when something leaks.
+
+    Args:
+        field: another one of ``/proc/<process>/status``.
+    """
+    with suppress(OSError, ValueError):
+        for line in (PROC / str(process) / "status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def with_descendants(processes: Iterable[int]) -> list[int]:
+    """These processes and all that they have started."""
+    children = defaultdict(list)
+    for folder in PROC.glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children[parent].append(int(folder.name))
+    found, ahead = dict[int, None](), list(processes)
+    while ahead:
+        process = ahead.pop()
+        if process not in found:
+            found[process] = None
+            ahead += children[process]
+    return list(found)
+
+
+def free_memory() -> int | None:
+    """What processes here may still take: the machine's, or what their container's limit leaves."""
+    found = []
+    with suppress(OSError, ValueError):
+        lines = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines() if ":" in line)
+        found.append(int(lines["MemAvailable"].split()[0]) << 10)
+    with suppress(OSError, ValueError, KeyError):
+        limit = int((CGROUP / "memory.max").read_text())  # "max" is none
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        found.append(max(0, limit - used))
+    return min(found, default=None)
+
+
+def folder_bytes(folder: Path) -> int:
+    """What a folder takes on its disk; a file that vanishes meanwhile counts nothing."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return total
+
+
+def free_disk(folder: Path) -> int | None:
+    """Room for this user where a folder is, or is to be."""
+    for place in (folder, *folder.parents):
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return None
+
+
+def shared_bytes() -> int | None:
+    """What the machine's shared memory holds."""
+    with suppress(OSError):
+        return shutil.disk_usage(SHARED).used
+    return None

@@ -1,1 +1,0 @@
-"""What one does beside training: look at data and models, play prompts, score, export, replay, list runs."""

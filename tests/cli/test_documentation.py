@@ -1,0 +1,14 @@
+"""The page about the command has its verbs; its commands are tested with those of all pages, in tests/docs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from skyasync.cli.commands import LISTED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+
+
+def test_the_table_has_every_verb() -> None:
+    assert re.findall(r"^\| `([a-z]+)` \|", PAGE, flags=re.MULTILINE) == LISTED

@@ -1,0 +1,124 @@
+"""Who gets which devices, computed before anything starts."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyasync.config.schema import Config
+from skyasync.run.placement import Placement, plan_slots, share_threads
+from skyasync.workers.roles import ROLES
+
+
+def config(nodes=1, ranks=1, engines=1, tp=1, ref=1, colocate_all=False, colocate_ref=True):
+    cfg = Config()
+    placement, generator = cfg.trainer.placement, cfg.generator
+    placement.policy_num_nodes, placement.policy_num_gpus_per_node = nodes, ranks
+    placement.ref_num_gpus_per_node = ref
+    placement.colocate_all, placement.colocate_policy_ref = colocate_all, colocate_ref
+    generator.num_inference_engines, generator.inference_engine_tensor_parallel_size = engines, tp
+    return cfg
+
+
+CONFIGS = st.builds(
+    config, nodes=st.integers(1, 3), ranks=st.integers(1, 8), engines=st.integers(1, 9), ref=st.integers(1, 4),
+    colocate_all=st.booleans(), colocate_ref=st.booleans(),
+)  # fmt: skip
+
+
+def plan(cfg, gpus=True, with_reference=True):
+    roles = [ROLES["policy"], ROLES["reference"]] if with_reference else [ROLES["policy"]]
+    return plan_slots(cfg, gpus=gpus, roles=roles)
+
+
+def test_apart_every_rank_and_every_engine_has_a_bundle_of_its_own():
+    slots = plan(config(ranks=2, engines=3, ref=2, colocate_ref=False))
+    assert (slots.of["policy"], slots.of["reference"], slots.of["engines"]) == ((0, 1), (2, 3), (4, 5, 6))
+    assert len(slots.bundles) == 7
+    assert set(slots.share.values()) == {1.0}
+
+
+def test_the_reference_shares_the_policys_devices():
+    slots = plan(config(ranks=4, engines=4))
+    assert slots.of["policy"] == slots.of["reference"] == (0, 1, 2, 3)
+    assert slots.of["engines"] == (4, 5, 6, 7)
+    assert slots.share == {"policy": 0.5, "reference": 0.5, "engines": 1.0}
+
+
+def test_all_colocated_engines_are_spread_over_the_policys_bundles():
+    slots = plan(config(ranks=2, engines=4, colocate_all=True), with_reference=False)
+    assert slots.of["engines"] == (0, 1, 0, 1)
+    assert len(slots.bundles) == 2
+    assert slots.share["policy"] == slots.share["engines"] == pytest.approx(1 / 3, abs=1e-4)
+
+
+def test_a_reference_that_nothing_needs_takes_no_place():
+    for together in (True, False):
+        slots = plan(config(ranks=2, engines=1, ref=2, colocate_ref=together), with_reference=False)
+        assert "reference" not in slots.of
+        assert len(slots.bundles) == 3
+        assert slots.share["policy"] == 1.0
+
+
+def test_an_engine_over_several_gpus_has_them_in_one_bundle_and_none_without_gpus():
+    cfg = config(engines=2, tp=4)
+    assert plan(cfg).bundles == ({"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 1.0, "GPU": 4.0})
+    assert plan(cfg, gpus=False).bundles == ({"CPU": 1.0},) * 3
+
+
+@given(cfg=CONFIGS, gpus=st.booleans(), with_reference=st.booleans())
+def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_empty(cfg, gpus, with_reference):
+    """Ray counts resources in units of 0.0001, rounded to the nearest."""
+    slots = plan(cfg, gpus, with_reference)
+    placement, taken = cfg.trainer.placement, Counter()
+    for role in ("policy", "reference", "engines"):
+        for slot in slots.of.get(role, ()):
+            taken[slot] += round(slots.share[role] * 10_000)
+    assert sorted(taken) == list(range(len(slots.bundles)))
+    assert max(taken.values()) <= 10_000
+    assert len(slots.of["policy"]) == placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    assert len(slots.of["engines"]) == cfg.generator.num_inference_engines
+    assert ("reference" in slots.of) == with_reference
+    if with_reference and placement.colocate_policy_ref:
+        assert slots.of["reference"] == slots.of["policy"]
+    else:
+        assert not set(slots.of.get("reference", ())) & set(slots.of["policy"])
+    if not placement.colocate_all:
+        assert not set(slots.of["engines"]) & {*slots.of["policy"], *slots.of.get("reference", ())}
+    assert all(("GPU" in bundle) == gpus for bundle in slots.bundles)
+
+
+def test_ranks_say_where_a_model_goes():
+    placement = Placement(plan(config(ranks=2, engines=1)), group="group")
+    ranks = placement.ranks("reference")
+    assert (ranks.ranks, ranks.first_bundle, ranks.num_cpus, ranks.num_gpus) == (2, 0, 0.5, 0.5)
+    assert Placement(plan(config(), with_reference=False), "group").ranks("reference") is None
+
+
+def test_an_actors_options_are_its_share_of_its_bundle():
+    options = Placement(plan(config(engines=2, tp=2)), group="group").options("engines", 1)
+    assert (options["num_cpus"], options["num_gpus"]) == (1.0, 2.0)
+    assert options["scheduling_strategy"].placement_group_bundle_index == 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "overlap", "ranks", "engines", "threads"),
+    [
+        (2, False, 1, 1, (2, 2)),
+        (2, True, 1, 1, (2, 1)),
+        (8, True, 2, 2, (4, 2)),
+        (8, False, 2, 4, (4, 2)),
+        (1, True, 4, 4, (1, 1)),
+    ],
+)
+def test_phases_that_take_turns_use_all_cores_and_the_policy_those_that_engines_beside_it_leave_idle(
+    cores, overlap, ranks, engines, threads
+):
+    assert share_threads(config(ranks=ranks, engines=engines), cores, overlap=overlap) == threads
+
+
+def test_threads_that_are_set_are_kept():
+    cfg = config()
+    cfg.trainer.policy.threads, cfg.generator.threads = 5, 3
+    assert share_threads(cfg, 16, overlap=False) == (5, 3)

@@ -1,0 +1,50 @@
+"""Who may start workers again."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyasync.config.schema import Config
+from skyasync.observe.jsonl import read_rows
+from skyasync.processes.identity import born
+from skyasync.run.recovery import Recovery
+from skyasync.training.restarts import NAME
+
+DEATH = RuntimeError("gone")
+
+
+def restarting(folder: Path, **settings: Any) -> Recovery:
+    cfg = Config()
+    vars(cfg.trainer).update(settings)
+    parts = SimpleNamespace(dispatch=SimpleNamespace(lost=("policy", DEATH)), weight_sync=SimpleNamespace(restart=None))
+    run: Any = SimpleNamespace(cfg=cfg, parts=parts)
+    return Recovery(run, folder)
+
+
+def test_workers_that_end_with_the_program_are_not_started_again(tmp_path: Path) -> None:
+    """They end before the controller does, or behind it, as it happens."""
+    found = restarting(tmp_path, ckpt_interval=1)
+    with subprocess.Popen(["sleep", "60"]) as program:
+        found._program = program.pid, born(program.pid)
+        assert found.lost_workers(3)
+        program.kill()
+        while born(program.pid):
+            time.sleep(0.01)
+        assert not found.lost_workers(4), "nobody has asked after it yet"
+    assert not found.lost_workers(4)
+    assert [row["step"] for row in read_rows(tmp_path / NAME)] == [3]
+
+
+@pytest.mark.parametrize(
+    "settings, again",
+    [({}, False), ({"ckpt_interval": 5}, True), ({"restart_from": "engines"}, True),
+     ({"restart_from": "engines", "max_restarts": 0}, False)],
+)  # fmt: skip
+def test_there_must_be_something_to_go_on_from(settings: dict[str, Any], again: bool, tmp_path: Path) -> None:
+    assert restarting(tmp_path, **settings).lost_workers(3) is again
