@@ -74,4 +74,4 @@ def test_no_way_out_has_a_second_copy_of_the_weights(warm_processes: Path, shape
     size = sum(p.numel() for p in model.parameters()) * 4
     shares = {way: round(max(rank[way] for rank in held) / size, 2) for way in ways}
     kept = {"publish_changes": 1, "lend": 1}  # what is compared with, and what engines read
-    assert all(share - kept.get(way, 0) < 0.7 for way, share in shares.items()), shares
+    assert all(share - kept.get(way, 0) < 0.8 for way, share in shares.items()), shares
