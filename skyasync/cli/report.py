@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyasync.cli.options import take
 from skyasync.errors import UserError
 
 HELP = """\
@@ -19,16 +20,20 @@ COMPARISON = "comparison.html"
 
 
 def report(argv: Sequence[str]) -> int | None:
-    """Write the page, and say where it is."""
+    """Write the page, and print its path."""
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return None
-    folders, out, every_s = _arguments(argv)
+    options, names = take(argv, {"--out": "page.html", "--every": "30"})
+    folders = [_run_folder(name) for name in names]
+    if not folders:
+        raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
+    every_s = _seconds(options["--every"]) if "--every" in options else 0.0
     from skyasync.observe.jsonl import replace_text
     from skyasync.observe.report.page import NAME, page
     from skyasync.observe.status import read_status
 
-    path = out or (folders[0] / NAME if len(folders) == 1 else Path(COMPARISON))
+    path = Path(options.get("--out") or (folders[0] / NAME if len(folders) == 1 else COMPARISON))
     while True:
         over = all(read_status(folder).over for folder in folders)
         try:
@@ -41,25 +46,6 @@ def report(argv: Sequence[str]) -> int | None:
         time.sleep(every_s)
 
 
-def _arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None, float]:
-    arguments, folders, out, every_s = list(argv), [], None, 0.0
-    while arguments:
-        name, equals, value = arguments.pop(0).partition("=")
-        if name in ("--out", "--every"):
-            if not equals and not arguments:
-                raise UserError(f"{name} needs a value: {name} {'page.html' if name == '--out' else '30'}")
-            value = value if equals else arguments.pop(0)
-            out = Path(value) if name == "--out" else out
-            every_s = _seconds(value) if name == "--every" else every_s
-        elif name.startswith("-"):
-            raise UserError(f"unknown option {name}: skyasync report takes --out and --every")
-        else:
-            folders.append(_run(name + equals + value))
-    if not folders:
-        raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
-    return folders, out, every_s
-
-
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -70,7 +56,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _run(name: str) -> Path:
+def _run_folder(name: str) -> Path:
     folder = Path(name)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)")
