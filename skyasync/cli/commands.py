@@ -20,7 +20,7 @@ class Subcommand:
     """One subcommand.
 
     Args:
-        home: ``module:function``, called with the arguments behind the subcommand; what it returns is the exit status.
+        home: ``module:function``, called with the arguments after the subcommand; it returns the exit status.
         does: one line of the help.
         options: those that it takes besides settings, for completion.
         settings: it takes ``key=value``.

@@ -55,7 +55,7 @@ usage: skyasync completion bash|zsh|fish
 Prints shell code that completes subcommands, options, settings (trainer.al<Tab>) and their values (trainer.plan=<Tab>):
 
     source <(skyasync completion bash)                                  in ~/.bashrc
-    source <(skyasync completion zsh)                                   in ~/.zshrc, behind compinit
+    source <(skyasync completion zsh)                                   in ~/.zshrc, after compinit
     skyasync completion fish > ~/.config/fish/completions/skyasync.fish
 """
 
@@ -105,7 +105,7 @@ def _beginning(words: Iterable[str], current: str) -> list[str]:
 
 
 def _settings(current: str) -> list[str]:
-    """Keys, group by group; behind the ``=`` the values that can be counted."""
+    """Keys, group by group; after ``=`` the possible values, if they are few."""
     from skyasync.config.keys import Keys
     from skyasync.config.schema import Config
 

@@ -115,10 +115,10 @@ def _print(row: Row, console: Console, *, tokens: bool) -> None:
     if tokens:
         console.print(_table(sample))
         return
-    said = Text()
+    text = Text()
     for token in sample.tokens:
-        said.append(token.text, style=_FAINT if token.version < 0 else _colour(token.version))
-    console.print(said if sample.tokens else Text(sample.response))
+        text.append(token.text, style=_FAINT if token.version < 0 else _colour(token.version))
+    console.print(text if sample.tokens else Text(sample.response))
     console.print()
 
 

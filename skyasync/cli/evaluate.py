@@ -138,7 +138,7 @@ def _show(found: dict[str, float]) -> None:
 
     console = Console(highlight=False)
     for name, value in found.items():
-        beside = found.get(f"{name}_error")
-        error = "" if beside is None else f" ± {beside:.4f}"
+        standard_error = found.get(f"{name}_error")
+        error = "" if standard_error is None else f" ± {standard_error:.4f}"
         if not name.endswith("/score_error"):
             console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")

@@ -22,7 +22,7 @@ HELP = """\
 usage: skyasync export CHECKPOINT|RUN [--best] [--out FOLDER] [--dtype auto|float32|bfloat16] [--model PATH]
 
 Writes the policy of a checkpoint (of a run: its newest, or its best one) as a Hugging Face folder: safetensors,
-configuration, tokenizer. FOLDER is hf beside the weights if none is named. auto is the dtype of the model that the run
+configuration, tokenizer. FOLDER is hf next to the weights by default. auto is the dtype of the model that the run
 began with; --model is that model, where it is not where it was.
 """
 DTYPES = ("auto", "float32", "bfloat16")
@@ -87,7 +87,7 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
 
 
 def _adapters_of(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the adapters that its run trained beside frozen weights; empty if it trained none."""
+    """The settings of the adapters that its run trained on frozen weights; empty without adapters."""
     lora: dict[str, Any] = settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("lora", {})
     return lora if lora.get("rank") else {}
 

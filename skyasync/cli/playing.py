@@ -39,7 +39,7 @@ class RolloutExperiment(BasePPOExp):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        cfg.trainer.placement.colocate_all = False  # nobody takes the engines' devices
+        cfg.trainer.placement.colocate_all = False  # the engines have their devices for themselves
 
     def roles(self) -> list[Role]:
         return []

@@ -24,7 +24,7 @@ usage: skyasync replay RUN [key=value ...]
 
 Trains on the trajectories that a run has recorded (trainer.dump_trajectories=true), step by step, with the run's
 settings and without engines: another loss, learning rate or correction on the very same samples. key=value changes a
-setting; the new run's folder is RUN's name and -replay, beside it.
+setting; the new run's folder is RUN-replay, in the same place.
 
 --nonfinite trains on the batches alone that the run could not learn from (RUN/nonfinite), on the model that
 trainer.policy.model.path names: an export of the steps before them, say.
@@ -91,7 +91,7 @@ def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> No
 
 
 def without_engines(cfg: Config) -> None:
-    """Settings that only engines and prompts read are as if nobody had set them."""
+    """Reset the settings that only engines and prompts read."""
     trainer, generator = cfg.trainer, cfg.generator
     generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
     generator.backend = "transformers"  # which needs nothing installed

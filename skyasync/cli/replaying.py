@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ReplayTrainer(RayPPOTrainer):
-    """Step by step what was recorded; nothing is generated, and there is nobody to sync to.
+    """Step by step what was recorded; nothing is generated, and no weights are sent.
 
     | who waits | for what           | woken by    |
     |-----------|--------------------|-------------|
@@ -78,7 +78,7 @@ class Replay(BasePPOExp):
         return NoGenerator()
 
     def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> None:
-        """None: what they said is in the recorded rewards."""
+        """None: their results are in the recorded rewards."""
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]

@@ -14,7 +14,7 @@ usage: skyasync report RUN [RUN ...] [--out FILE.html] [--every SECONDS]
 
 Makes report.html in a run's folder, one page without scripts or network; of several runs, comparison.html here. A run
 makes its own at its end (trainer.report), and this makes one any time. With --every the page is made again and again
-while a run goes on, and the browser loads it anew.
+while a run goes on, and the browser reloads it.
 """
 COMPARISON = "comparison.html"
 

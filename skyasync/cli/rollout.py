@@ -57,11 +57,11 @@ def rollout(argv: Arguments) -> None:
 
 def record(group: Group, trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, object]:
     """An episode for programs, without its tokens' numbers."""
-    said = [{"kind": s.kind, "text": tokenizer.decode(s.tokens.tolist())} for s in trajectory.segments]
+    segments = [{"kind": s.kind, "text": tokenizer.decode(s.tokens.tolist())} for s in trajectory.segments]
     return {
         "id": str(trajectory.id),
         "messages": group.prompt.messages,
-        "segments": said,
+        "segments": segments,
         "reward": trajectory.reward,
         "stop_reason": trajectory.stop_reason,
         "response_length": trajectory.response_length,

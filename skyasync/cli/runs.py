@@ -40,7 +40,7 @@ _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"
 
 @dataclass(frozen=True)
 class Listed:
-    """A run in the list; None is what nobody has written down. ``seconds`` from its start to its newest step."""
+    """A run in the list; None is unknown. ``seconds`` from its start to its newest step."""
 
     name: str
     state: str

@@ -74,7 +74,7 @@ def _dry_run(arguments: list[str], schema: type[Config], plan: str | type | None
 
 
 def _run(experiment: BasePPOExp) -> dict[str, float] | None:
-    """What ends a run that has begun is told in one line; its traceback is in the run's folder."""
+    """An error that ends a started run is one line; its traceback is in the run's folder."""
     try:
         return experiment.run()
     except Exception as error:
@@ -86,9 +86,9 @@ def _run(experiment: BasePPOExp) -> dict[str, float] | None:
 
 def end_with(error: Exception, folder: RunDirectory) -> NoReturn:
     """End the program with one line, which names where the traceback and the processes' logs are."""
-    said = folder.secrets.hide_all(headline(error))
+    message = folder.secrets.hide_all(headline(error))
     logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
-    print(f"error: {said} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
+    print(f"error: {message} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
     if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
         sys.stdout.flush()
         os._exit(1)

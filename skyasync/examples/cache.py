@@ -1,6 +1,6 @@
 """Folders that are made once and then found again.
 
-Invariant: a folder under its final name is complete. It is made under a temporary name beside its final place and
+Invariant: a folder under its final name is complete. It is made under a temporary name next to its final place and
 renamed, so of several processes making it at once the first to finish wins and the others use its result.
 """
 

@@ -46,7 +46,7 @@ class Recipe(ABC):
     """
 
     name: ClassVar[str]
-    lessons: ClassVar[str]  # the file beside the recipe's own that makes what is shown
+    lessons: ClassVar[str]  # the file next to the recipe that makes the demonstrations
 
     steps: int = 300  # of the supervised warm start
     batch_size: int = 128

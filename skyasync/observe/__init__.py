@@ -10,7 +10,7 @@ from skyasync.registry import Registry
 TRACKERS = Registry(
     "tracker",
     ["skyasync.observe.trackers", "skyasync.observe.trackers"],
-    capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or a package beside it
+    capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or another package
 )
 
 from skyasync.observe.run_dir import RunDirectory, default_run_name  # noqa: E402

@@ -53,7 +53,7 @@ def write_plainly(lines: Sequence[str], error: bool) -> None:
     """To standard output, or to standard error.
 
     Raises:
-        OSError: if nobody reads it any more.
+        OSError: if the reader is gone.
     """
     stream = sys.stderr if error else sys.stdout
     stream.write("".join(f"{line}\n" for line in lines))

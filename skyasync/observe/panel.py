@@ -98,11 +98,11 @@ def _reward(metrics: Metrics, history: History, width: int) -> Text:
     value, score = metrics.get("reward/mean"), metrics.get("eval/score")
     words = [] if value is None else [Text(f"{value:.2f}")]
     best = "" if history.best is None else f", best {history.best:.2f} at step {history.best_step}"
-    behind = [] if score is None else [Text(f"eval {score:.2f}{best}", style="green")]
-    room = min(60, width - LABEL - sum(cell_len(text.plain) + 2 for text in words + behind))
+    evaluation = [] if score is None else [Text(f"eval {score:.2f}{best}", style="green")]
+    room = min(60, width - LABEL - sum(cell_len(text.plain) + 2 for text in words + evaluation))
     if len(history.rewards) > 1 and room >= 4:
         words.append(Text(sparkline(history.rewards[-room:]), style="cyan"))
-    return Text(" ").join([*words, *behind])
+    return Text(" ").join([*words, *evaluation])
 
 
 def _speed(metrics: Metrics) -> str:

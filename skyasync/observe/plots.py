@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SIZE_INCHES = (8.0, 4.5)
 DOTS_PER_INCH = 150
-# Okabe and Ito's palette: told apart by colour-blind readers too.
+# Okabe and Ito's palette: also distinct for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 INK, PALE = "#333333", "#8A8A8A"
 STYLE: Any = {
@@ -108,7 +108,7 @@ def _draw_reward(axes: Axes, rows: Sequence[Row], label: str, colours: Sequence[
 
 
 def _draw_staleness(axes: Axes, rows: Sequence[Row], colour: str) -> None:
-    """Mean staleness as steps, with its range behind it."""
+    """Mean staleness as steps, with its range as a band."""
     steps, means = series(rows, "staleness/mean")
     low_at, lows = series(rows, "staleness/min")
     high_at, highs = series(rows, "staleness/max")

@@ -5,7 +5,7 @@ Training runs in another process than the terminal::
     controller                                   driver
     ProgressRecorder.log / .phase ──▶ report(seen) ──poll──▶ ProgressView.update ──▶ terminal
 
-Invariant: every step is told once, in order, however rarely the driver polls; a report is plain data, and what the
+Invariant: every step is reported once, in order, however rarely the driver polls; a report is plain data, and what the
 recorder holds does not grow with the run.
 """
 
@@ -115,8 +115,8 @@ class ProgressRecorder:
     def _eta(self) -> float | None:
         if len(self._ends) < 2:
             return None
-        (first, begun), (last, ended) = self._ends[0], self._ends[-1]
-        left = (self.total - last) * (ended - begun) / (last - first)
+        (first, started), (last, ended) = self._ends[0], self._ends[-1]
+        left = (self.total - last) * (ended - started) / (last - first)
         return max(0.0, left - (self._clock() - ended))
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Status:
-    """``began`` and ``ended`` are seconds since 1970, 0 where nobody knows."""
+    """``began`` and ``ended`` are seconds since 1970, 0 if unknown."""
 
     state: str = UNKNOWN
     began: float = 0.0
@@ -40,8 +40,8 @@ class Status:
 
 
 @contextlib.contextmanager
-def told(folder: Path) -> Iterator[None]:
-    """The run goes on inside; behind it, how it ended is in its folder."""
+def status_file(folder: Path) -> Iterator[None]:
+    """Write that the run goes on, and after the block how it ended."""
     status = Status(RUNNING, began=round(time.time(), 3), pid=os.getpid(), host=socket.gethostname())
     _write(folder, status)
     state = FAILED
@@ -56,7 +56,7 @@ def told(folder: Path) -> Iterator[None]:
 
 
 def read_status(folder: Path) -> Status:
-    """What ``told`` has written; of a folder without it, what its other files tell."""
+    """The content of ``status_file``; for a folder without one, what its other files show."""
     try:
         values = json.loads((folder / NAME).read_text(encoding="utf-8"))
         status = Status(**{name: values[name] for name in Status.__dataclass_fields__ if name in values})

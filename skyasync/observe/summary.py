@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 WAITS = ("wait_data", "wait_generation")
 OVERHEADS = {"sync": "weight sync", "eval": "evaluation", "checkpoint": "saving checkpoints"}
-BEHIND = ("eval", "checkpoint")  # come behind what time/step_s counts
+AFTER_STEP = ("eval", "checkpoint")  # not counted in time/step_s
 OVERHEAD_SHARE = 0.3  # an overhead is named as the limit when it takes more of the run than this
 BALANCED = 0.1  # idle shares closer than this are called equal
 
@@ -95,7 +95,7 @@ def limit(summary: Summary) -> str:
     if not summary.step_s:
         return "too few figures to say what limits the speed"
     part = {
-        name: seconds / (summary.step_s + (seconds if name in BEHIND else 0.0))
+        name: seconds / (summary.step_s + (seconds if name in AFTER_STEP else 0.0))
         for name, seconds in summary.phases.items()
     }
     name = max(OVERHEADS, key=lambda name: part.get(name, 0.0))

@@ -1,7 +1,7 @@
 """What the user sees while a run goes on: a live panel below, and above it all that anybody prints.
 
 Invariant: nothing that is written to the terminal meanwhile is lost or torn by the panel: standard output and standard
-error lead into a file of the run, whoever writes to them (also libraries in C and other processes), and from there
+error lead into a file of the run, for every writer (also libraries in C and other processes), and from there
 to the terminal, whole lines above the panel. The terminal is never put into a mode that a killed process would leave
 behind. Without a terminal each step is one line.
 
@@ -192,14 +192,14 @@ class ProgressView:
     def _write(self, lines: Sequence[str]) -> None:
         for line in lines:
             if line or self._live is not None:
-                said = Text.from_ansi(line) if self._live is not None else Text(line)
-                self._console.print(said, markup=False, highlight=False, soft_wrap=True)
+                text = Text.from_ansi(line) if self._live is not None else Text(line)
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Captured:
     """Standard output and error, as far as they are terminals, lead into a file; the terminal is at hand.
 
-    A file and no pipe: nobody who writes ever waits for whoever reads, and what a crash leaves is still there.
+    A file and no pipe: a writer never waits for the reader, and the lines before a crash remain.
     """
 
     def __init__(self, path: Path, *, force: bool) -> None:

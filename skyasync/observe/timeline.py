@@ -32,19 +32,19 @@ Interval = tuple[float, float]
 
 
 class Lanes:
-    """Rows of one track, such that spans in a row are disjoint or nested, as trace viewers demand.
+    """Rows of one track, with spans in a row disjoint or nested, as trace viewers demand.
 
     A row remembers its last ``MEMORY`` outermost spans; a span that reaches back further gets another row. With the
     gaps between them, which ``gaps`` tells once nothing can fill them any more, a row has no holes.
     """
 
     MEMORY = 1024
-    SETTLED = 64  # outermost spans of a row behind which its gaps are told
+    SETTLED = 64  # outermost spans of a row after which its gaps are final
 
     def __init__(self) -> None:
         self._rows: list[list[Interval]] = []  # per row: disjoint outermost spans, ascending
         self._forgotten: list[float] = []  # per row: no span before this time is remembered
-        self._told: list[float] = []  # per row: up to here there is a span or a gap that was told
+        self._reported: list[float] = []  # per row: up to here there is a span or a reported gap
 
     def place(self, span: Span) -> int:
         """The number of the first row that can take the span; later spans respect it."""
@@ -52,7 +52,7 @@ class Lanes:
         if number == len(self._rows):
             self._rows.append([])
             self._forgotten.append(float("-inf"))
-            self._told.append(float("-inf"))
+            self._reported.append(float("-inf"))
         row = self._rows[number]
         row[_overlap(row, span)] = [(span.start_s, span.end_s)]
         if len(row) > self.MEMORY:
@@ -60,28 +60,28 @@ class Lanes:
         return number
 
     def gaps(self, number: int, since: float, open_since: float, until: float | None = None) -> list[Interval]:
-        """The gaps of a row that nothing will fill from here on, each told once.
+        """The gaps of a row that nothing will fill from here on, each reported once.
 
         Args:
             since: where the row begins.
             open_since: a span that is not over yet began then.
             until: all gaps up to here are wanted: the row ends.
         """
-        row, told, found = self._rows[number], max(since, self._told[number]), list[Interval]()
+        row, reported, gaps = self._rows[number], max(since, self._reported[number]), list[Interval]()
         stop, settled = len(row) if until is not None else len(row) - self.SETTLED, 0
         for start, end in row[: max(0, stop)]:
             if until is None and end > open_since:
                 break
-            if start > told:
-                found.append((told, start))
-            told, settled = max(told, end), settled + 1
+            if start > reported:
+                gaps.append((reported, start))
+            reported, settled = max(reported, end), settled + 1
         del row[:settled]
-        if until is not None and until > told:
-            found.append((told, until))
-            told = until
+        if until is not None and until > reported:
+            gaps.append((reported, until))
+            reported = until
         if settled or until is not None:
-            self._told[number], self._forgotten[number] = told, max(self._forgotten[number], told)
-        return found
+            self._reported[number], self._forgotten[number] = reported, max(self._forgotten[number], reported)
+        return gaps
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -247,7 +247,7 @@ def to_the_end(path: Path) -> Iterator[None]:
 
 
 def prolong(path: Path, until_s: float) -> None:
-    """Fill the lanes of a closed trace's last part up to here: what comes behind the trainer's end is the run's too."""
+    """Fill the lanes of a closed trace's last part up to here, which goes on after the trainer's end."""
     part, ends, line = 0, dict[int, int](), ""
     with path.open(encoding="utf-8") as file:
         for line in file:

@@ -2,7 +2,7 @@
 
 Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged parts of
 it, and is complete on disk after every call. A tracker that fails is reported once, until it works
-again, and stops nobody. What a full disk does not take of ``metrics.jsonl`` is written as soon as there is room.
+again, and does not stop the run. Rows that a full disk refuses are written as soon as there is room.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class JsonlTracker:
         """Nothing is held back."""
 
     def _settle(self, rows: list[jsonl.Row]) -> jsonl.Row:
-        """Write the rows anew, one per step and in order; returns the last."""
+        """Rewrite the rows, one per step and in order; returns the last."""
         by_step: dict[int, jsonl.Row] = {}
         for row in rows:
             by_step[row["step"]] = {**by_step.get(row["step"], {}), **row}

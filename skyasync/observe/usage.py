@@ -1,6 +1,6 @@
 """How busy the engines and the trainer were, by their own clocks.
 
-Invariant: the shares are measured where the work is done (wall time with work in hand), not inferred from
+Invariant: the shares are measured where the work is done (wall time with work in progress), not inferred from
 who waited; overlapping phases are therefore not counted twice.
 """
 
@@ -79,10 +79,10 @@ class UsageMeter:
 
 
 def _since(before: float, now: float) -> float:
-    """What a counter has counted; one that has fallen began anew, with an engine in another's place."""
+    """The increase of a counter; one that has fallen belongs to a replacement engine."""
     return now - before if now >= before else now
 
 
 def _idle(busy: float) -> float:
-    """The rest; clocks of other processes may have counted a little too much, or begun anew."""
+    """The rest; clocks of other processes may have counted a little too much, or restarted."""
     return 1.0 - min(max(busy, 0.0), 1.0)

@@ -118,7 +118,7 @@ class Components:
     def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None:
         """Give a trainer the models, which are up, and what watches over them."""
         if self._watch is not None:
-            trainer.callbacks.insert(0, self._watch)  # those behind it see its metrics
+            trainer.callbacks.insert(0, self._watch)  # later callbacks see its metrics
         trainer.callbacks.extend(part for part in (self.revival, self._membership) if part is not None)
         trainer.attach(
             self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._experiment.run_dir, turns=self.turns

@@ -181,7 +181,7 @@ class ControllerHandle(Protocol):
 class Heartbeat:
     """Asks the controller's process for its progress, and kills a process that stays silent.
 
-    What counts is the time spent waiting for answers, so a program that was itself stopped blames nobody.
+    Only the time spent waiting for answers counts: a program that was itself stopped does not blame it.
 
     Args:
         limit_s: it is killed when it has been silent for so long; 0: never.

@@ -293,7 +293,7 @@ class BasePPOExp:
         From then on the configuration is read-only: parts are made from it.
 
         Raises:
-            UserError: for the first thing that is wrong. Nothing is left behind then.
+            UserError: for the first thing that is wrong. Nothing is left on disk then.
         """
         self.run_dir = prepare(self)
 

@@ -1,4 +1,4 @@
-"""A run as the program sees it: its folder, Ray, the process that trains, and what is told when it has ended.
+"""A run in the program that starts it: its folder, Ray, the controller process, and the report at its end.
 
 Invariant: whatever ends a run, its status says how, its timeline is whole, its page is made; a run in which no process
 was started leaves no folder.
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
     """Train; the last metrics, or None if the run was stopped."""
-    from skyasync.observe.status import told
+    from skyasync.observe.status import status_file
     from skyasync.observe.timeline import to_the_end
 
     experiment.began_s = time.time()
-    begun: list[bool] = []  # processes of the run's own have been started
+    started: list[bool] = []  # not empty once the run has started processes
     try:
-        with told(folder.path), to_the_end(folder.timeline):
-            return _run(experiment, folder, begun)
+        with status_file(folder.path), to_the_end(folder.timeline):
+            return _run(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
-        if not begun:
+        if not started:
             folder.discard()
         elif isinstance(error, Exception) and not folder.error.exists():
             folder.save_error("".join(format_exception(error)))
@@ -49,7 +49,7 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
         unlock_run(folder.path)
 
 
-def _run(experiment: BasePPOExp, folder: RunDirectory, begun: list[bool]) -> dict[str, float] | None:
+def _run(experiment: BasePPOExp, folder: RunDirectory, started: list[bool]) -> dict[str, float] | None:
     from skyasync.run.logs import ProcessLogs
     from skyasync.run.ray_cluster import cluster
 
@@ -58,7 +58,7 @@ def _run(experiment: BasePPOExp, folder: RunDirectory, begun: list[bool]) -> dic
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
     with _terminated() as hear, cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
         hear()
-        begun.append(True)
+        started.append(True)
         folder.error.unlink(missing_ok=True)  # of the command before
         experiment.gpus = gpus
         if line := chosen_backend(experiment.cfg, gpus=gpus):

@@ -3,7 +3,7 @@
 Invariant: every line that Ray brings to the driver is in a file; on the terminal are those of the user's code (the
 controller, environments, agents, models), as they were printed. Loading bars and warnings of libraries on standard
 error, and what engines and Ray itself have to say, are in the files alone. An error ends the run with its traceback as
-ever, and brings the last lines of whoever died without one.
+before, with the last lines of a process that died without one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProcessLogs:
         folder: has a file ``<name>-<pid>.log`` for each process.
         show: called with what the user is to see, and whether it came from standard error; by default it is written
             there.
-        hide: takes out of a line what nobody is to see.
+        hide: removes secrets from a line.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class ProcessLogs:
         allowance = self._shown.setdefault(key, _LineBudget())
         allowed = allowance.take(len(lines))
         shown, left = lines[:allowed], len(lines) - allowed
-        if left and not allowance.told:
+        if left and not allowance.reported:
             shown.append(f"(more than {PER_S} lines per second: the rest is in {self.folder / key}.log)")
-        allowance.told = left > 0
+        allowance.reported = left > 0
         if shown:
             self.show(shown, error)
 
@@ -126,7 +126,7 @@ class _LineBudget:
     """How many lines of a process may be shown now."""
 
     def __init__(self) -> None:
-        self._left, self._at, self.told = float(BURST), time.monotonic(), False
+        self._left, self._at, self.reported = float(BURST), time.monotonic(), False
 
     def take(self, wanted: int) -> int:
         now = time.monotonic()
@@ -137,12 +137,12 @@ class _LineBudget:
 
 
 def bring_to(logs: ProcessLogs) -> Callable[[], None]:
-    """What Ray would print goes to ``logs``; where Ray was told to bring nothing, nothing comes.
+    """Send what Ray would print to ``logs``; nothing comes if Ray's ``log_to_driver`` is off.
 
     What Ray itself reports of failures (pages of a raylet's state, for one) goes to the file ``ray.log`` alone.
 
     Returns:
-        what undoes it, also behind Ray's end.
+        a function that undoes it, also after Ray has ended.
     """
     import ray
     from ray._private import worker

@@ -3,7 +3,7 @@
 Invariant: the bundles are computed before anything starts, so that a cluster too small is an error that
 says what is missing, and a local cluster is started large enough. A bundle is one GPU (or one CPU slot on a
 machine without GPUs) for each rank and engine; parts that are colocated share bundles. What is reserved under a
-name is given back by ``release``, whoever reserved it and however that one ended.
+name is returned by ``release``, from any process, also after the owner has died.
 """
 
 from __future__ import annotations

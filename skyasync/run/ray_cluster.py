@@ -230,7 +230,7 @@ def _groups_of_their_own() -> Iterator[None]:
 
 @contextmanager
 def _without_idlers() -> Iterator[None]:
-    """What a run on one machine has no use for is not started: the autoscaler, the server behind a dashboard that is
+    """What a run on one machine does not need is not started: the autoscaler, the server of a dashboard that is
     switched off, and workers that wait for tasks where there are only actors. They are two fifths of Ray's start."""
     from ray._private import parameter as ray_parameter
     from ray._private import services as ray_services

@@ -28,20 +28,20 @@ from collections.abc import Iterator
 
 VARIABLE = "SKYASYNC_STARTED_BY"
 GRACE_S = 10.0  # for processes that end by themselves, and release what they hold
-CLOSE_S = 30.0  # behind which a watchdog that is stopped or stuck is left alone
+CLOSE_S = 30.0  # after which a stopped or stuck watchdog is left alone
 SWEEPS, PAUSE_S = 20, 0.1
 LONGEST = 36  # characters of the folder: the addresses of Ray's sockets, of which it is a part, may have 107
 WEIGHTS = "skyasync-weights-"  # what files of shared weights are called, and then the writer's number
 
 
 class Watchdog:
-    """A small process beside this one.
+    """A small process next to this one.
 
     Args:
         grace_s: what processes have to end by themselves where this one has ended without ``close``, in seconds.
 
     Attributes:
-        folder: for temporary files; it is gone behind ``close``, or with this process.
+        folder: for temporary files; it is removed by ``close``, or when this process ends.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -53,7 +53,7 @@ class Watchdog:
         command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder, str(os.getpid()), str(grace_s)]
         # A session of its own: Ctrl-C in the terminal is for the program, which then ends the watchdog.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._process.wait()  # it goes on as a grandchild, which nobody has to wait for
+        self._process.wait()  # it continues as a grandchild, which needs no wait
 
     def note(self) -> None:
         """Have the processes that the marked ones have started in their own groups ended too."""
@@ -110,27 +110,27 @@ def _born(process: int) -> tuple[str, int]:
     """When it began, in the kernel's ticks, and its group; of one that has ended nothing that another has."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
-            said = file.read().rpartition(b")")[2].split()
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return "", 0
-    return ("", 0) if said[0] == b"Z" else (said[19].decode(), int(said[2]))
+    return ("", 0) if fields[0] == b"Z" else (fields[19].decode(), int(fields[2]))
 
 
 def _await_end(parent: int) -> tuple[bytes, bool]:
     """What was noted, and whether the program lives, and asks for the end now."""
-    watched, said = [0], b""
+    watched, noted = [0], b""
     try:
         watched.append(os.pidfd_open(parent))  # the pipe may be held by a fork of the program that lives on
     except ProcessLookupError:
-        return said, False
+        return noted, False
     except (OSError, AttributeError):
         pass
     while True:
         ready, _, _ = select.select(watched, [], [])
         more = os.read(0, 1 << 16) if 0 in ready else b""
-        said += more
-        if said.endswith(b"now") or not more:
-            return said.removesuffix(b"now"), said.endswith(b"now")
+        noted += more
+        if noted.endswith(b"now") or not more:
+            return noted.removesuffix(b"now"), noted.endswith(b"now")
 
 
 def _end(mark: str, noted: bytes, grace_s: float) -> None:

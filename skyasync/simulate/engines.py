@@ -93,7 +93,7 @@ class VirtualEngine:
         self._advance()
         self._swaps.append((self._steps, version))
         oldest = min((sequence.started for _, _, sequence in self._running), default=self._steps)
-        del self._swaps[: max(0, bisect_left(self._swaps, (oldest, -1)) - 1)]  # nobody's tokens are older
+        del self._swaps[: max(0, bisect_left(self._swaps, (oldest, -1)) - 1)]  # no running sequence has older tokens
 
     def stats(self) -> EngineStats:
         self._advance()

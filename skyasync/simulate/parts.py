@@ -157,5 +157,5 @@ class NoTracker:
 
 
 def simulated(plan: type[RayPPOTrainer]) -> type[Any]:
-    """The plan's class, unmodified, behind ``Simulated``."""
+    """The plan's unmodified class, with ``Simulated`` as its first base."""
     return type(f"Simulated{plan.__name__}", (Simulated, plan), {})

@@ -1,4 +1,4 @@
-"""What a simulation is told, besides the keys that a real run has."""
+"""Settings of a simulation, in addition to those of a real run."""
 
 # ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is mutable)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.observe.status import told
+from skyasync.observe.status import status_file
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_runs_are_listed_with_their_state(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with told(folder / "second"):
+    with status_file(folder / "second"):
         command(["runs", str(folder)])
     out = capsys.readouterr().out
     (second,) = [line for line in out.splitlines() if "second" in line]
@@ -62,7 +62,7 @@ def test_the_settings_that_differ_are_shown_and_runs_are_sorted_by_a_metric(
 
 
 def test_the_list_is_there_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with told(folder / "first"):
+    with status_file(folder / "first"):
         pass
     command(["runs", "--json", str(folder)])
     newest, other = json.loads(capsys.readouterr().out)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observe.status import NAME, read_status, told
+from skyasync.observe.status import NAME, read_status, status_file
 
 
 def test_a_run_that_goes_on_and_one_that_is_over(tmp_path: Path) -> None:
-    with told(tmp_path):
+    with status_file(tmp_path):
         inside = read_status(tmp_path)
     after = read_status(tmp_path)
     assert (inside.state, inside.over) == ("running", False)
@@ -23,13 +23,13 @@ def test_a_run_that_goes_on_and_one_that_is_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("error", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "stopped")])
 def test_what_ends_a_run_is_told(tmp_path: Path, error: type[BaseException], state: str) -> None:
-    with pytest.raises(error), told(tmp_path):
+    with pytest.raises(error), status_file(tmp_path):
         raise error
     assert read_status(tmp_path).state == state
 
 
 def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:
-    with told(tmp_path):
+    with status_file(tmp_path):
         values = json.loads((tmp_path / NAME).read_text())
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -44,5 +44,5 @@ def test_without_a_status_the_error_file_tells(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing_does_not_end_the_run(tmp_path: Path) -> None:
-    with told(tmp_path / "missing"):
+    with status_file(tmp_path / "missing"):
         pass

@@ -16,7 +16,7 @@ MOST_PHASES = 5  # those that take longest
 
 @dataclass(frozen=True)
 class Line:
-    """One metric over the steps. ``low`` and ``high`` are metrics that make a band behind it."""
+    """One metric over the steps. ``low`` and ``high`` are metrics that make a band around it."""
 
     metric: str
     label: str

@@ -152,7 +152,7 @@ def _finish(figure: Figure, axes: Axes, chart: Chart, lines: int, below: str) ->
 
 @contextmanager
 def canvas(title: str, size: tuple[float, float] = SIZE) -> Iterator[tuple[Figure, Axes, io.StringIO]]:
-    """A figure with axes; behind the block its SVG is in the third."""
+    """A figure with axes; after the block its SVG is in the third."""
     # Without pyplot: no window system is looked for and no figure outlives the call. Imported here: it takes a second.
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG

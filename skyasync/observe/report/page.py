@@ -73,7 +73,7 @@ def _logged(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _figures(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Of the last steps, in the mean."""
+    """Means over the last steps."""
 
     def recent(name: str) -> float | None:
         values = series(rows, name)[1][-RECENT:]
@@ -181,7 +181,7 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0) -> str:
     """The page about one run, or the one that compares several.
 
     Args:
-        refresh_s: a page of a run that goes on is loaded anew by the browser after so many seconds; 0: it is not.
+        refresh_s: seconds after which the browser reloads the page of a run that goes on; 0: never.
     """
     runs = [Run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
     drawn = {run.label: run.rows for run in runs}

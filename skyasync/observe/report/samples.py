@@ -16,7 +16,7 @@ NEGLIGIBLE = 1e-3  # nats: rounding
 
 @dataclass(frozen=True)
 class Token:
-    """``version`` is the number of a colour, -1 for what the environment said; ``gap`` is trainer minus engine."""
+    """``version`` is the number of a colour, -1 for text of the environment; ``gap`` is trainer minus engine."""
 
     text: str
     version: int
@@ -96,7 +96,7 @@ def _tokens(row: Row) -> list[Token]:
 
 def _says(version: int, age: int, engine: float | None, trainer: float | None) -> str:
     if version < 0:
-        return "said by the environment"
+        return "from the environment"
     words = [f"version {version}" + (f", {age} old" if age > 0 else "")]
     if engine is not None:
         words.append(f"engine {engine:.3f}")

@@ -73,7 +73,7 @@ def _origin(path: str, origins: Mapping[str, str]) -> str:
 
 
 def _settled(path: str, values: Values) -> bool:
-    """Where a run is, and models that are the policy's because none is named: nobody has set these."""
+    """The run's location, and models that default to the policy's: not set by a user."""
     others = path.endswith(".model.path") and path != MODEL
     return path in _WHERE or (others and values[path] == values.get(MODEL))
 
@@ -84,10 +84,10 @@ def differing(runs: list[Values]) -> list[Setting]:
     paths = dict.fromkeys([*keys.by_path, *(path for values in runs for path in values)])
     found = []
     for path in paths:
-        said = [written(values[path]) if path in values else "(not set)" for values in runs]
-        if len(set(said)) > 1 and path not in _WHERE:
+        values_of = [written(values[path]) if path in values else "(not set)" for values in runs]
+        if len(set(values_of)) > 1 and path not in _WHERE:
             known = keys.by_path.get(path)
-            found.append(Setting(path, said, written(known.default) if known else "", known.doc if known else ""))
+            found.append(Setting(path, values_of, written(known.default) if known else "", known.doc if known else ""))
     return found
 
 

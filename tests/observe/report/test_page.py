@@ -13,7 +13,7 @@ from skyasync.observe.report.charts import ages, sections
 from skyasync.observe.report.figures import last_steps, read_spans
 from skyasync.observe.report.page import page, write_report
 from skyasync.observe.report.samples import chosen
-from skyasync.observe.status import told
+from skyasync.observe.status import status_file
 from tests.observe.report.folders import make_run, sample
 
 pytestmark = pytest.mark.slow
@@ -140,7 +140,7 @@ def test_the_command_writes_the_page_and_says_where(run: Path, capsys: pytest.Ca
 
 
 def test_a_run_that_goes_on_is_loaded_anew(tmp_path: Path) -> None:
-    with told(tmp_path):
+    with status_file(tmp_path):
         assert '<meta http-equiv="refresh" content="30">' in page([tmp_path], refresh_s=30)
     assert "http-equiv" not in page([tmp_path], refresh_s=30)
 
