@@ -27,7 +27,12 @@ def simulate(argv: Arguments) -> None:
 
 
 def translate(argv: Arguments) -> None:
-    """Another system's recipe as our configuration; see ``skyasync.config.translate``."""
-    from skyasync.config.translate import translate as print_translation
+    """Another framework's recipe as our configuration; see ``skyasync.interop``."""
+    from skyasync.config.load import exit_with
+    from skyasync.errors import UserError
+    from skyasync.other_frameworks import other_frameworks
 
-    print_translation(argv)
+    try:
+        other_frameworks().translate(argv)
+    except UserError as error:
+        exit_with(error)
