@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyasync.interop.settings import Row
+from skyasync.interop.settings import TableRow
 from skyasync.interop.system import System, systems
 
 _INTRODUCTION = """\
@@ -43,7 +43,7 @@ def _section(system: System) -> Iterator[str]:
     yield ""
 
 
-def _line(row: Row) -> str:
+def _line(row: TableRow) -> str:
     theirs = ", ".join(f"`{name}`" for name in row.spelled)
     if row.kind == "key":
         ours = ", ".join(f"`{t}`" if t.fixed is None else f"`{t}={t.fixed}`" for t in row.targets)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from skyasync.config.values import Value, value_of, written
-from skyasync.interop.settings import Row, Target
+from skyasync.interop.settings import TableRow, Target
 from skyasync.interop.system import systems
 
 N = "generator.n_samples_per_prompt"
@@ -48,7 +48,7 @@ def _spellings(path: str) -> list[str]:
     return [name for row in rows if row.free == [Target(path)] and not row.function for name in row.names]
 
 
-def converted(row: Row, value: Value, context: ConversionContext) -> dict[str, Value] | None:
+def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[str, Value] | None:
     """What the row's targets become (``key[0]`` for an entry of a list), None where they stay at their defaults.
 
     Raises:

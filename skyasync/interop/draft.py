@@ -14,8 +14,8 @@ from skyasync.config.keys import Keys
 from skyasync.config.schema import Config
 from skyasync.config.values import Value, value_of, written
 from skyasync.interop.conversion import BATCH, ConversionContext, N, NoCounterpartError, converted
-from skyasync.interop.recipe import Recipe
-from skyasync.interop.settings import Row, Target
+from skyasync.interop.recipe import SourceRecipe
+from skyasync.interop.settings import TableRow, Target
 from skyasync.interop.system import System
 
 A = "trainer.algorithm."
@@ -38,7 +38,7 @@ BOUNDS = {
 
 
 @dataclass
-class Setting:
+class DraftSetting:
     """A value for a key of ours, whose keys it came from, and whether they were given or are defaults there."""
 
     value: Value
@@ -55,9 +55,9 @@ class Draft:
     """
 
     system: System
-    recipe: Recipe
+    recipe: SourceRecipe
     keys: Keys = field(default_factory=lambda: Keys.of(Config))
-    ours: dict[str, Setting] = field(default_factory=dict)
+    ours: dict[str, DraftSetting] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     silent: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Draft:
 
     def put(self, path: str, value: Value, *theirs: str) -> None:
         """Set our key; it counts as given if any of theirs is."""
-        self.ours[path] = Setting(value, theirs, bool(self.named(*theirs)))
+        self.ours[path] = DraftSetting(value, theirs, bool(self.named(*theirs)))
 
     def drop(self, path: str, why: str = "") -> None:
         """Leave our key at its default; their keys that were given go to ``left`` with ``why``."""
@@ -183,7 +183,7 @@ class Draft:
             self.silent.setdefault(name, "the split is written with the data set's name")
 
 
-def begin(system: System, recipe: Recipe) -> Draft:
+def begin(system: System, recipe: SourceRecipe) -> Draft:
     """Every key by its row, and the defaults that differ from ours. Units that depend on other keys come last."""
     draft = Draft(system, recipe)
     given = list(_rows(draft))
@@ -200,17 +200,17 @@ def begin(system: System, recipe: Recipe) -> Draft:
     return draft
 
 
-def _rows(draft: Draft) -> Iterator[tuple[str, Row]]:
+def _rows(draft: Draft) -> Iterator[tuple[str, TableRow]]:
     for name in draft.given:
         if row := draft.system.table.find(name):
             yield name, row
         elif name in draft.keys and draft.system.has_our_keys:
-            yield name, Row((name,), (name,), "", "key", (Target(name),))
+            yield name, TableRow((name,), (name,), "", "key", (Target(name),))
         else:
             draft.unknown.append(name)
 
 
-def _carry(draft: Draft, name: str, row: Row, value: Value, *, given: bool) -> None:
+def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool) -> None:
     """One key of theirs into the draft."""
     if row.kind == "=":
         draft.silent[name] = row.note
@@ -242,10 +242,10 @@ def _set(draft: Draft, path: str, value: Value, name: str, given: bool) -> None:
     if not given and before and (before.given or target.index is None):
         return
     if target.index is None:
-        draft.ours[path] = Setting(value, (name,), given)
+        draft.ours[path] = DraftSetting(value, (name,), given)
         return
     entries = draft.value(target.path)
     assert isinstance(entries, list)
     entries = [value if at == target.index else entry for at, entry in enumerate(entries)]
     theirs = (*(before.theirs if before else ()), name)
-    draft.ours[target.path] = Setting(entries, theirs, given or bool(before and before.given))
+    draft.ours[target.path] = DraftSetting(entries, theirs, given or bool(before and before.given))

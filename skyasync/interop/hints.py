@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from skyasync.config.values import Value, written
 from skyasync.interop.conversion import ConversionContext, N, NoCounterpartError, converted
-from skyasync.interop.settings import Row
+from skyasync.interop.settings import TableRow
 from skyasync.interop.system import System, systems
 from skyasync.other_frameworks import UNKNOWN
 
@@ -37,7 +37,7 @@ def key_hint(path: str, value: object = UNKNOWN, context: ConversionContext | No
     return f"that is how {_and(titles)} {_verb(titles, 'spell')} it; {answer}"
 
 
-def _by_ending(path: str) -> list[tuple[System, Row]]:
+def _by_ending(path: str) -> list[tuple[System, TableRow]]:
     """Keys without their groups, if all that end so have one counterpart."""
     found = [(system, row) for system in systems().values() for row in system.table.ending_in(path)]
     targets = {(row.kind, *map(str, row.targets)) for _, row in found}
@@ -46,7 +46,7 @@ def _by_ending(path: str) -> list[tuple[System, Row]]:
     return list({system.name: (system, row) for system, row in found}.values())
 
 
-def _answer(row: Row, value: object, context: ConversionContext) -> str:
+def _answer(row: TableRow, value: object, context: ConversionContext) -> str:
     if row.kind == "-":
         return f"it has no counterpart here: {row.note}"
     if row.kind == "=":
@@ -66,7 +66,7 @@ def _answer(row: Row, value: object, context: ConversionContext) -> str:
     return f"here it is {said}{_note(row, extra)}"
 
 
-def _note(row: Row, more: str = "") -> str:
+def _note(row: TableRow, more: str = "") -> str:
     notes = list(dict.fromkeys(filter(None, (row.note, more))))
     return f" ({'; '.join(notes)})" if notes else ""
 

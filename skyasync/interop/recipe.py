@@ -21,7 +21,7 @@ from skyasync.interop.system import systems
 
 
 @dataclass
-class Recipe:
+class SourceRecipe:
     """``keys``: theirs -> value. ``command`` is the program that a script starts, "" where there is none.
 
     ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a program says so.
@@ -32,29 +32,29 @@ class Recipe:
     branches: bool = False
     system: str = ""
 
-    def with_(self, other: Recipe) -> Recipe:
+    def with_(self, other: SourceRecipe) -> SourceRecipe:
         """Both, the other's keys over these."""
         keys, command = self.keys | other.keys, other.command or self.command
-        return Recipe(keys, command, self.branches or other.branches, other.system or self.system)
+        return SourceRecipe(keys, command, self.branches or other.branches, other.system or self.system)
 
 
-def read_recipe(arguments: Sequence[str]) -> Recipe:
+def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
     """The recipe that the arguments are, or name: files first, then flags and overrides, which win.
 
     Raises:
         UserError: for a file that cannot be read, or if there is nothing to translate.
     """
-    recipe = Recipe()
+    recipe = SourceRecipe()
     rest = list(arguments)
     while rest and not rest[0].startswith("-") and (Path(rest[0]).is_file() or "=" not in rest[0]):
         recipe = recipe.with_(_file(Path(rest.pop(0))))
-    recipe = recipe.with_(Recipe(flags(rest), "" if recipe.command else " ".join(rest)))
+    recipe = recipe.with_(SourceRecipe(flags(rest), "" if recipe.command else " ".join(rest)))
     if not recipe.keys and not recipe.system:
         raise UserError("there are no keys to translate: give a script, a YAML file, or flags")
     return recipe
 
 
-def _file(path: Path) -> Recipe:
+def _file(path: Path) -> SourceRecipe:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -68,7 +68,7 @@ def _file(path: Path) -> Recipe:
         program = system.adapter("program")(text, path)
         # A program that reads its command line shows one.
         shown = _script(program.command, path.parent).keys if program.command else {}
-        return Recipe(shown | program.keys, program.name, system=system.name if program.name else "")
+        return SourceRecipe(shown | program.keys, program.name, system=system.name if program.name else "")
     return _script(text, path.parent)
 
 
@@ -85,16 +85,16 @@ def _cells(text: str, path: Path) -> str:
     return "\n".join(re.sub(r"^\s*[%!].*(\\\n.*)*$", "", part, flags=re.MULTILINE) for part in parts)
 
 
-def _script(text: str, folder: Path) -> Recipe:
+def _script(text: str, folder: Path) -> SourceRecipe:
     """The command with most keys; a YAML file that it names is read with it."""
     script = shell.read(text, folder=folder)
-    found = [Recipe(flags(_behind_program(words)), " ".join(words)) for words in script.commands]
-    best = max(found, key=lambda recipe: len(recipe.keys), default=Recipe())
+    found = [SourceRecipe(flags(_behind_program(words)), " ".join(words)) for words in script.commands]
+    best = max(found, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
     known = {name for system in systems().values() for name in system.table.variables}
     best.keys |= {n: value_or_text(v) for n, v in script.variables.items() if n in known and isinstance(v, str)}
     best.branches = script.branches
     if file := _config(best.keys, folder):
-        best = _file(file).with_(Recipe(best.keys, best.command, best.branches))
+        best = _file(file).with_(SourceRecipe(best.keys, best.command, best.branches))
     return best
 
 
@@ -162,7 +162,7 @@ def _is_flag(word: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=", word))
 
 
-def _yaml(text: str, path: Path) -> Recipe:
+def _yaml(text: str, path: Path) -> SourceRecipe:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -172,7 +172,7 @@ def _yaml(text: str, path: Path) -> Recipe:
     keys = dict(_leaves(root, ""))
     if isinstance(job := keys.get("run"), str) and "\n" in job:  # a launcher's, with the script in it
         return _script(job, path.parent)
-    return Recipe({key: _resolved(value, keys) for key, value in keys.items()})
+    return SourceRecipe({key: _resolved(value, keys) for key, value in keys.items()})
 
 
 def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Value]]:
@@ -202,7 +202,7 @@ def _resolved(value: Value, keys: Mapping[str, Value], depth: int = 0) -> Value:
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(_resolved(keys.get(match[1], match[0]), keys, depth + 1)), value)
 
 
-def detect(recipe: Recipe) -> str:
+def detect(recipe: SourceRecipe) -> str:
     """The system that a program names, or whose tables know most keys; of two, the one that names more exactly.
 
     Raises:

@@ -43,7 +43,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One line of a table; ``kind`` is "key", "-" (no counterpart) or "=" (needs no setting).
 
     ``spelled`` are the names as the table has them, braces and all.
@@ -59,7 +59,7 @@ class Row:
     note: str = ""
 
     @classmethod
-    def read(cls, line: str) -> Row:
+    def read(cls, line: str) -> TableRow:
         theirs, default, ours, values, note = line.split("\t")
         spelled = tuple(theirs.split())
         names = tuple(name for pattern in spelled for name in expand(pattern))
@@ -85,30 +85,30 @@ class Row:
 class Table:
     """One system's rows, by name and by pattern, the longest pattern first."""
 
-    rows: tuple[Row, ...]
-    exact: dict[str, Row] = field(repr=False)
-    patterns: tuple[tuple[re.Pattern[str], Row], ...] = field(repr=False)
+    rows: tuple[TableRow, ...]
+    exact: dict[str, TableRow] = field(repr=False)
+    patterns: tuple[tuple[re.Pattern[str], TableRow], ...] = field(repr=False)
 
     @classmethod
     def read(cls, file: Path) -> Table:
         lines = file.read_text(encoding="utf-8").splitlines()
-        rows = tuple(Row.read(line) for line in lines[1:] if line.strip())
+        rows = tuple(TableRow.read(line) for line in lines[1:] if line.strip())
         named = [(name, row) for row in rows for name in row.names]
         patterns = sorted((n for n in named if "*" in n[0]), key=lambda entry: -len(entry[0].replace("*", "")))
         exact = {name: row for name, row in named if "*" not in name}
         return cls(rows, exact, tuple((re.compile(translate(name)), row) for name, row in patterns))
 
-    def find(self, path: str) -> Row | None:
+    def find(self, path: str) -> TableRow | None:
         """The row that answers for ``path``."""
         matching = (row for pattern, row in self.patterns if pattern.fullmatch(path))
         return self.exact.get(path) or next(matching, None)
 
-    def ending_in(self, path: str) -> Iterator[Row]:
+    def ending_in(self, path: str) -> Iterator[TableRow]:
         """The rows of all keys that end in ``path``: someone left their groups out."""
         yield from (row for name, row in self.exact.items() if name.endswith(f".{path}"))
 
     @property
-    def variables(self) -> dict[str, Row]:
+    def variables(self) -> dict[str, TableRow]:
         """The rows of environment variables, which the system reads as it does its keys."""
         return {name: row for name, row in self.exact.items() if name.isupper()}
 

@@ -334,8 +334,8 @@ class _Reader:
             result: int = _OPERATORS[sign](left, right)
             return result
         if node.type == "unary_expression" and _text(node).startswith("-"):
-            value = self._number(parts[-1])
-            return None if value is None else -value
+            negated = self._number(parts[-1])
+            return None if negated is None else -negated
         value = self.script.variables.get(_text(node)) if node.type == "variable_name" else self.joined(node)
         return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else None
 

@@ -15,15 +15,15 @@ import yaml
 from skyasync.config.values import Value, escape, written
 from skyasync.errors import UserError
 from skyasync.interop.conversion import BATCH
-from skyasync.interop.draft import MINI, PLACEMENT, PLAN, Draft, Setting, begin
-from skyasync.interop.recipe import Recipe
+from skyasync.interop.draft import MINI, PLACEMENT, PLAN, Draft, DraftSetting, begin
+from skyasync.interop.recipe import SourceRecipe
 from skyasync.interop.system import systems
 
 #: Keys whose values are not repeated.
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 
 
-def translated(recipe: Recipe, system: str) -> str:
+def translated(recipe: SourceRecipe, system: str) -> str:
     """The recipe of a system (one of ``systems()``) as our YAML, with comments."""
     draft = begin(systems()[system], recipe)
     draft.system.translation.finish(draft)
@@ -80,7 +80,7 @@ def _tidy(draft: Draft) -> None:
         if key and key.path == path and not setting.given and setting.value == key.default:
             draft.ours.pop(path)
         elif key and key.type == list[str] and isinstance(setting.value, str):
-            draft.ours[path] = Setting([setting.value], setting.theirs, setting.given)
+            draft.ours[path] = DraftSetting([setting.value], setting.theirs, setting.given)
 
 
 def _settle(draft: Draft) -> None:
@@ -209,7 +209,7 @@ def _literal(value: Value) -> Value:
     return escape(value) if isinstance(value, str) else value
 
 
-def _origin(draft: Draft, setting: Setting, path: str) -> str:
+def _origin(draft: Draft, setting: DraftSetting, path: str) -> str:
     given = [name for name in setting.theirs if name in draft.given]
     if given:
         row = draft.system.table.find(given[0])

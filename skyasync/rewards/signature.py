@@ -79,6 +79,15 @@ def wrong_return(function: Callable[..., object]) -> str:
     return "a tuple" if tuples and all(tuples) else ""
 
 
+def single_value(value: object) -> object:
+    """A number for a tensor, array or list of one; anything else as it is, to be rejected with all other scores."""
+    if hasattr(value, "tolist"):  # tensors and arrays, whatever their library
+        value = value.tolist()
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    return float(value) if isinstance(value, bool | int) else value
+
+
 def seen(read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int], label: object) -> dict[str, object]:
     """What is known of a turn whose tokens are."""
     return {

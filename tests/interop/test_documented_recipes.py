@@ -9,7 +9,7 @@ import yaml
 from skyasync.config import Config, load_config
 from skyasync.errors import UserError
 from skyasync.interop import shell
-from skyasync.interop.recipe import Recipe, detect, flags, read_recipe
+from skyasync.interop.recipe import SourceRecipe, detect, flags, read_recipe
 from skyasync.interop.translation import translated
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ ASYNC = ("--train.async_enable", "--rollout.batch_size", "128", "--rollout.n_sam
 class Translation:
     """A translated recipe: its text and, as evidence, the configuration that it loads as."""
 
-    def __init__(self, recipe: Recipe, folder: Path, system: str = "") -> None:
+    def __init__(self, recipe: SourceRecipe, folder: Path, system: str = "") -> None:
         self.text = translated(recipe, system or detect(recipe))
         file = folder / "ours.yaml"
         file.write_text(self.text)
@@ -42,10 +42,10 @@ class Translation:
 
 
 def of(folder: Path, system: str, *words: str, command: str = "") -> Translation:
-    return Translation(Recipe(flags(words), command), folder, system)
+    return Translation(SourceRecipe(flags(words), command), folder, system)
 
 
-def script(folder: Path, text: str, name: str = "run.sh") -> Recipe:
+def script(folder: Path, text: str, name: str = "run.sh") -> SourceRecipe:
     (folder / name).write_text(text)
     return read_recipe([str(folder / name)])
 

@@ -12,7 +12,7 @@ from skyasync.config.load.suggest import unknown_key
 from skyasync.config.values import WrongTypeError, convert, free, parse
 from skyasync.interop.conversion import ConversionContext, NoCounterpartError, converted
 from skyasync.interop.hints import key_hint, value_hint
-from skyasync.interop.settings import Row, Target, expand
+from skyasync.interop.settings import TableRow, Target, expand
 from skyasync.interop.system import systems
 
 KEYS = Keys.of(Config)
@@ -292,7 +292,7 @@ def test_braces_are_spelled_out_and_the_longest_pattern_decides() -> None:
 
 
 def test_a_row_reads_its_parts() -> None:
-    row = Row.read("a b\t1\tx.y[1] z.w=on\tnull=~ @list\tsaid")
+    row = TableRow.read("a b\t1\tx.y[1] z.w=on\tnull=~ @list\tsaid")
     assert (row.names, row.default, row.function, row.note) == (("a", "b"), "1", "list", "said")
     assert [str(target) for target in row.free] == ["x.y[1]"]
     assert [(target.path, target.fixed) for target in row.fixed] == [("z.w", "on")]

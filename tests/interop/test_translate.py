@@ -11,7 +11,7 @@ import yaml
 from skyasync.config import Config, ConfigError, load_config
 from skyasync.errors import UserError
 from skyasync.interop import shell
-from skyasync.interop.recipe import Recipe, detect, flags, read_recipe
+from skyasync.interop.recipe import SourceRecipe, detect, flags, read_recipe
 from skyasync.interop.system import systems
 from skyasync.interop.translation import translated
 from skyasync.tools.ways import translate
@@ -50,7 +50,7 @@ def flat(text: str) -> dict[str, object]:
 
 
 def of(*words: str, system: str) -> dict[str, object]:
-    return flat(translated(Recipe(flags(words)), system))
+    return flat(translated(SourceRecipe(flags(words)), system))
 
 
 @pytest.mark.parametrize(("file", "system"), SAMPLES)
@@ -132,7 +132,7 @@ def test_keys_without_a_counterpart_are_comments_with_a_reason() -> None:
 
 @pytest.mark.parametrize("system", systems())
 def test_a_system_s_defaults_alone_load(system: str, tmp_path: Path) -> None:
-    text = translated(Recipe({}), system)
+    text = translated(SourceRecipe({}), system)
     assert isinstance(ours(text, tmp_path), Config)
 
 
@@ -141,13 +141,13 @@ def test_every_key_at_its_default_is_accounted_for(system: str, tmp_path: Path) 
     from skyasync.config.values import free, parse
 
     keys = {row.names[0]: free(parse(row.default)) for row in systems()[system].table.rows if row.default}
-    text = translated(Recipe(keys), system)
+    text = translated(SourceRecipe(keys), system)
     ours(text, tmp_path)
     assert [key for key in keys if not any(key in line.partition("#")[2] for line in text.splitlines())] == []
 
 
 def test_what_contradicts_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    text = translated(Recipe({"trainer.placement.colocate_all": True}, "-m examples.async.main_async"), "skyrl")
+    text = translated(SourceRecipe({"trainer.placement.colocate_all": True}, "-m examples.async.main_async"), "skyrl")
     assert ours(text, tmp_path).trainer.placement.colocate_all is False
     assert "#   trainer.placement.colocate_all=true: plan one_step_off" in text
 
@@ -202,9 +202,9 @@ def test_flags_are_read_as_argparse_and_hydra_would() -> None:
 
 def test_an_ambiguous_or_foreign_recipe_asks_for_the_system() -> None:
     with pytest.raises(UserError, match="--from"):
-        detect(Recipe({"quux": 1}))
+        detect(SourceRecipe({"quux": 1}))
     with pytest.raises(UserError, match=r"add --from openrlhf\|"):
-        detect(Recipe({"seed": 1, "temperature": 1}))
+        detect(SourceRecipe({"seed": 1, "temperature": 1}))
 
 
 def test_the_verb_prints_a_configuration_and_loads_nothing_heavy(tmp_path: Path) -> None:
@@ -249,13 +249,13 @@ def test_help_names_the_systems(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_values_of_secret_keys_are_not_repeated() -> None:
-    text = translated(Recipe({"stats_logger.wandb.wandb_api_key": "hush", "seed": 1}), "areal")
+    text = translated(SourceRecipe({"stats_logger.wandb.wandb_api_key": "hush", "seed": 1}), "areal")
     assert "stats_logger.wandb.wandb_api_key" in text
     assert "hush" not in text
 
 
 def test_what_a_shell_would_fill_in_stays_as_text_and_is_said(tmp_path: Path) -> None:
-    text = translated(Recipe({"data.prompt_dataset": "${ROOT}/sums", "train.seed": 1}), "openrlhf")
+    text = translated(SourceRecipe({"data.prompt_dataset": "${ROOT}/sums", "train.seed": 1}), "openrlhf")
     assert ours(text, tmp_path).data.train_data == ["${ROOT}/sums"]
     assert "to be written by hand:\n#   data.prompt_dataset=${ROOT}/sums" in text
 

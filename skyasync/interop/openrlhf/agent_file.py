@@ -103,8 +103,8 @@ class OpenRLHFAgent(BaseTextEnv):
             answer = await awaited(self._instance.step({**states, "sampling_params": self._sampling}))
         else:
             step = self._agent["step"]
-            told = {"sampling_params": self._sampling} if takes_sampling(inspect.signature(step), self._file) else {}
-            answer = await awaited(step(self._text, action, self._label, **told))
+            more = {"sampling_params": self._sampling} if takes_sampling(inspect.signature(step), self._file) else {}
+            answer = await awaited(step(self._text, action, self._label, **more))
         said = _as_mapping(answer)
         refuse_images(said.get("environment_images"))
         read = self._text + action
@@ -143,8 +143,8 @@ def settle_agent_file(cfg: Any) -> None:
     if not cfg.generator.agent_func_path:
         return
     file = agent_file(cfg.generator.agent_func_path)
-    told = {PATH_KEY: str(file), SAMPLING_KEY: asdict(cfg.generator.sampling_params)}
-    cfg.environment.env_config = {**cfg.environment.env_config, **told}
+    settings = {PATH_KEY: str(file), SAMPLING_KEY: asdict(cfg.generator.sampling_params)}
+    cfg.environment.env_config = {**cfg.environment.env_config, **settings}
     if has_own_loop(file):
         cfg.generator.agent_program, cfg.environment.env_class = PROGRAM, ""
     else:
@@ -224,7 +224,7 @@ def agent_file(path: str) -> Path:
 
 
 def has_own_loop(path: Path) -> bool:
-    """Whether its ``AgentExecutor`` plays episodes itself, in tokens; told from the source, without running it.
+    """Whether its ``AgentExecutor`` plays episodes itself, in tokens; read from the source, without running it.
 
     Raises:
         UserError: if the file is no Python, or has the function ``step`` alone and it cannot be called as such.

@@ -31,7 +31,7 @@ from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, told
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-_EPISODE: ContextVar[_Episode] = ContextVar("episode")
+_EPISODE: ContextVar[_ExecutorEpisode] = ContextVar("episode")
 _TEXT = frozenset({"skip_special_tokens", "include_stop_str_in_output"})  # of the text, which is made here
 NOTHING: dict[str, object] = {}
 _PLAIN = frozenset({"n", "logprobs", "max_tokens"})
@@ -48,7 +48,7 @@ async def play(
     tokenizer = _tokenizer(*named)
     headers = {"Authorization": f"Bearer {api_key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as http:
-        episode = _Episode(
+        episode = _ExecutorEpisode(
             http, base_url, tokenizer, cast("dict[bool, dict[str, object]]", config["sampling"])[is_eval]
         )
         _EPISODE.set(episode)
@@ -90,7 +90,7 @@ class _Queue:
 ENGINE, _QUEUE = _Engine(), _Queue()
 
 
-class _Episode:
+class _ExecutorEpisode:
     """One episode: its calls of the engine, and what they come to."""
 
     def __init__(self, http: ClientSession, base_url: str, tokenizer: Tokenizer, sampling: dict[str, object]) -> None:
@@ -141,8 +141,8 @@ class _Episode:
         if not isinstance(result, Mapping) or result.get("reward") is None:
             raise ValueError(f"execute must return a dictionary with a reward; it returned {result!r:.120}")
         refuse_images(cast("list[object] | None", result.get("images")))
-        told = {"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": result.get("extra_logs")}
-        found = as_score("execute", OpenRLHFSignature().answer(told))
+        answer = {"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": result.get("extra_logs")}
+        found = as_score("execute", OpenRLHFSignature().answer(answer))
         return Score(found.reward, found.metrics, left_out=self._left_out(result))
 
     def _left_out(self, result: Mapping[str, object]) -> frozenset[str]:

@@ -17,8 +17,7 @@ from functools import cache
 from inspect import Parameter
 from typing import Any
 
-from skyasync.interop.reward_values import only
-from skyasync.rewards.signature import Signature
+from skyasync.rewards.signature import Signature, single_value
 
 TRIES, PAUSE_S, LIMIT_S = 5, 1.0, 180.0  # OpenRLHF's; environment.reward_timeout_s ends them all
 
@@ -33,14 +32,14 @@ class OpenRLHFSignature(Signature):
     def answer(self, returned: object) -> object:
         """``rewards`` is the reward, ``scores`` the metric ``score``, and each number in ``extra_logs`` a metric."""
         if not isinstance(returned, Mapping):
-            return only(returned)
+            return single_value(returned)
         if "rewards" not in returned:
             return returned  # for the error that names what is missing
-        found = {"reward": only(returned["rewards"])}
+        found = {"reward": single_value(returned["rewards"])}
         if returned.get("scores") is not None:
-            found["score"] = only(returned["scores"])
+            found["score"] = single_value(returned["scores"])
         logs = returned.get("extra_logs") or {}
-        return found | {str(n): value for n, log in logs.items() if isinstance(value := only(log), int | float)}
+        return found | {str(n): value for n, log in logs.items() if isinstance(value := single_value(log), int | float)}
 
 
 @cache

@@ -143,25 +143,25 @@ class AgentExecutorBase:
         agent = await new_instance(self.agent_instance_cls)
         begun = await awaited(agent.reset({"observation": prompt, "label": label}))
         talk = _Talk(begun["observation"], tokenizer, max_length or self.max_length, engine)
-        reward, told, turns = 0.0, {}, 0
+        reward, result, turns = 0.0, {}, 0
         while (not self.max_steps or turns < self.max_steps) and talk.room > 0:
             turns += 1
             before = talk.text
             action = await talk.generate(sampling_params)
-            told = await awaited(agent.step({
+            result = await awaited(agent.step({
                 "observation_text": before, "action_text": action, "label": label, "sampling_params": sampling_params,
             }))  # fmt: skip
-            refuse_images(told.get("environment_images"))
-            reward += number(told["rewards"])
-            if not told["done"] or told.get("environment_feedback"):
-                talk.append(told.get("environment_feedback") or "")
-            sampling_params = told.get("sampling_params") or sampling_params
-            if told["done"]:
+            refuse_images(result.get("environment_images"))
+            reward += number(result["rewards"])
+            if not result["done"] or result.get("environment_feedback"):
+                talk.append(result.get("environment_feedback") or "")
+            sampling_params = result.get("sampling_params") or sampling_params
+            if result["done"]:
                 break
         return talk.result(prompt, label) | {
             "reward": reward,
-            "scores": told.get("scores", reward),
-            "extra_logs": told.get("extra_logs") or {},
+            "scores": result.get("scores", reward),
+            "extra_logs": result.get("extra_logs") or {},
         }
 
 

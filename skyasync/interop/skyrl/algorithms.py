@@ -138,11 +138,11 @@ def _estimator(function: Callable[..., object]) -> Made:
     settings = {"config": ".", **{name: name for name in ("gamma", "lambd", "grpo_norm_by_std")}}
 
     def called(
-        rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None, told: dict[str, object]
+        rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None, settings_given: dict[str, object]
     ) -> tuple[Tensor, Tensor]:
         known = {
             "token_level_rewards": rewards, "response_mask": mask.to(rewards.dtype), "index": group_ids.numpy(),
-            "values": values, **told,
+            "values": values, **settings_given,
         }  # fmt: skip
         found = function(**{name: value for name, value in known.items() if takes_all or name in parameters})
         if not isinstance(found, tuple) or len(found) != 2:
@@ -154,15 +154,15 @@ def _estimator(function: Callable[..., object]) -> Made:
         rewards: Tensor, mask: Tensor, group_ids: Tensor, *, config: object = None, gamma: float = 1.0,
         lambd: float = 1.0, grpo_norm_by_std: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        told = {"config": config, "gamma": gamma, "lambd": lambd, "grpo_norm_by_std": grpo_norm_by_std}
-        return called(rewards, mask, group_ids, None, told)
+        settings_given = {"config": config, "gamma": gamma, "lambd": lambd, "grpo_norm_by_std": grpo_norm_by_std}
+        return called(rewards, mask, group_ids, None, settings_given)
 
     def with_values(
         rewards: Tensor, values: Tensor, mask: Tensor, group_ids: Tensor, *, config: object = None,
         gamma: float = 1.0, lambd: float = 1.0, grpo_norm_by_std: bool = True,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        told = {"config": config, "gamma": gamma, "lambd": lambd, "grpo_norm_by_std": grpo_norm_by_std}
-        return called(rewards, mask, group_ids, values, told)
+        settings_given = {"config": config, "gamma": gamma, "lambd": lambd, "grpo_norm_by_std": grpo_norm_by_std}
+        return called(rewards, mask, group_ids, values, settings_given)
 
     judged = "values" in parameters and _reads(function, "values")  # which asks for a critic
     return _as_theirs(configured(**settings)(with_values if judged else plain), function)

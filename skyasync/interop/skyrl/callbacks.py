@@ -74,8 +74,8 @@ class CallbackHandler(TrainerCallback):
         self._begin_step(trainer)
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
-        told = self.fire("on_step_end", trainer, metrics=metrics)
-        if trainer.global_step % told.steps_per_epoch == 0:
+        event_input = self.fire("on_step_end", trainer, metrics=metrics)
+        if trainer.global_step % event_input.steps_per_epoch == 0:
             self.fire("on_epoch_end", trainer)
 
     def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> None:
@@ -91,12 +91,12 @@ class CallbackHandler(TrainerCallback):
 
     def fire(self, event: str, trainer: Foreign, **more: Foreign) -> CallbackInput:
         """One event for all callbacks; what ``async def`` ones return is awaited by ``settle``."""
-        told = self._input(trainer, event, more)
+        event_input = self._input(trainer, event, more)
         for callback in self.callbacks:
-            answer = getattr(callback, event)(trainer, told, self.control)
+            answer = getattr(callback, event)(trainer, event_input, self.control)
             if inspect.isawaitable(answer):
-                self._owed.append((answer, told))
-        return told
+                self._owed.append((answer, event_input))
+        return event_input
 
     def next_step(self, trainer: RayPPOTrainer) -> None:
         """A step has been logged, and another follows."""
@@ -107,9 +107,9 @@ class CallbackHandler(TrainerCallback):
         """Await what is owed; the events that it was about."""
         done = []
         while self._owed:
-            awaitable, told = self._owed.pop(0)
+            awaitable, event_input = self._owed.pop(0)
             await awaitable
-            done.append(told)
+            done.append(event_input)
         return done
 
     def _begin_step(self, trainer: Foreign) -> None:

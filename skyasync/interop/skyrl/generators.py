@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypedDict, cast
 
+from aiohttp import web
+
 from skyasync.arrays import ints
+from skyasync.endpoint.door import Door
+from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
+from skyasync.endpoint.session import Session
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown
-from skyasync.interop.skyrl.endpoint import OpenEndpoint
 from skyasync.rollout import types
+from skyasync.rollout.types import PromptId, TrajectoryId
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 #: Of an output, what is no list per trajectory, or has no part in training here.
@@ -103,9 +110,9 @@ def _in_both_words(theirs: Callable[[Foreign, Foreign], Awaitable[Foreign]]) -> 
             await client.open_endpoint(input_batch["sampling_params"])
         asked = input_batch["trajectory_ids"]
         metadata = BatchMetadata(max((t.prompt.epoch for t in asked), default=0), _phase(input_batch))
-        told = {name: value for name, value in input_batch.items() if name != "is_eval"}
-        told |= {"sampling_params": as_dictionary(input_batch["sampling_params"]), "batch_metadata": metadata}
-        return in_our_words(await theirs(self, told), asked)
+        request = {name: value for name, value in input_batch.items() if name != "is_eval"}
+        request |= {"sampling_params": as_dictionary(input_batch["sampling_params"]), "batch_metadata": metadata}
+        return in_our_words(await theirs(self, request), asked)
 
     generate.__doc__ = theirs.__doc__
     return generate
@@ -248,7 +255,7 @@ class InferenceEngineClient:
 
 
 def get_sampling_params_for_backend(backend: str, sampling_params: Foreign) -> dict[str, Any]:
-    """The configuration's sampling settings, as generators are told them."""
+    """The configuration's sampling settings, as generators take them."""
     from skyasync.rollout.requests import sampling_params as settled
 
     return as_dictionary(settled(sampling_params))
@@ -268,3 +275,27 @@ def prepare_generator_input(
         "trajectory_ids": [TrajectoryID(prompt["uid"], repetition) for prompt, repetition in pairs],
         "batch_metadata": BatchMetadata(global_step, training_phase),
     }, [prompt["uid"] for prompt, _ in pairs]
+
+
+class OpenEndpoint(Endpoint):
+    """Its port is taken when it is made, so that the address is known before anything runs."""
+
+    sampling = SamplingParams()
+
+    def __init__(self, client: Foreign, tokenizer: Foreign, max_model_len: int) -> None:
+        super().__init__(client, tokenizer, max_model_len)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind((LOOPBACK, 0))
+        self._numbers = itertools.count()
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
+
+    async def _listen(self, door: Door, runner: web.AppRunner) -> int:
+        return await door.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
+
+    @contextmanager
+    def entered(self, request: web.Request) -> Iterator[Session]:
+        """A session for this request alone, which is forgotten."""
+        yield Session(TrajectoryId(PromptId(0, next(self._numbers)), 0), self.sampling, "endpoint")

@@ -22,11 +22,11 @@ F = TypeVar("F", bound=Callable[..., object])
 log = logging.getLogger(__name__)
 
 
-class Settings(dict[str, Any]):
+class AttributeDict(dict[str, Any]):
     """A mapping whose entries are attributes as well, at every depth."""
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
-        super().__init__({k: Settings(v) if isinstance(v, Mapping) else v for k, v in (values or {}).items()})
+        super().__init__({k: AttributeDict(v) if isinstance(v, Mapping) else v for k, v in (values or {}).items()})
 
     def __getattr__(self, name: str) -> Foreign:
         try:
@@ -106,13 +106,13 @@ class BaseTextEnv(envs.BaseTextEnv):
         """What plays episodes of this class; asked for by ``skyasync.envs.registry``."""
         if cls.aggregate_metrics is not BaseTextEnv.aggregate_metrics:
             log.warning("%s.aggregate_metrics is not called: an environment's metrics are averaged", cls.__name__)
-        return type(cls.__name__, (_Episode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)})
+        return type(cls.__name__, (_GymEpisode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)})
 
 
 Env = BaseTextEnv
 
 
-class _Episode:
+class _GymEpisode:
     """In front of a user's class: what it is made with, and what it says."""
 
     spec_name: ClassVar[str] = ""
@@ -121,7 +121,7 @@ class _Episode:
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         config = env_config or {}
         own = config.get(self.spec_name) if isinstance(config.get(self.spec_name), Mapping) else config
-        given = {"env_config": Settings(own), "extras": dict(extras or {}), **self.spec_kwargs}
+        given = {"env_config": AttributeDict(own), "extras": dict(extras or {}), **self.spec_kwargs}
         super().__init__(**given)
         for name in ("env_config", "extras"):  # of a class that hands none of them on
             if not getattr(self, name, None):

@@ -13,11 +13,9 @@ import torch
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.envs.registry import Foreign
-from skyasync.interop.skyrl import bridge
-from skyasync.interop.skyrl.batch import TrainingInputBatch
+from skyasync.interop.skyrl.batch import TrainingInputBatch, through
 from skyasync.interop.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
-from skyasync.interop.skyrl.loader import TrainDataLoader, with_epochs
-from skyasync.interop.skyrl.shims import Told, Tracker, numbers
+from skyasync.interop.skyrl.shims import LoggedTracker, SettingsView, TrainDataLoader, numbers, with_epochs
 from skyasync.rollout.types import Group
 from skyasync.training.phases import Metrics
 from skyasync.workers.batch import TokenBatch
@@ -56,11 +54,11 @@ class SkyRLNames(_Base):
         self.all_timings: dict[str, float] = {}
         self.cfg = with_epochs(self.cfg, len(self.train_dataset))
         self.train_dataloader = TrainDataLoader(self.cfg, self.train_dataset, self.progress)
-        self.told = CallbackHandler(theirs)
-        self._tracker = Tracker(self.reporting.tracker, self._logged)
-        self.reporting.callbacks.append(self.told)
+        self.callback_handler = CallbackHandler(theirs)
+        self._tracker = LoggedTracker(self.reporting.tracker, self._logged)
+        self.reporting.callbacks.append(self.callback_handler)
         self.reporting.tracker = self._tracker
-        self.cfg: Foreign = Told(self.cfg)
+        self.cfg: Foreign = SettingsView(self.cfg)
         self._groups: list[Group] = []  # of the batch in hand, row by row
 
     # ---------------------------------------------------------------- names
@@ -90,7 +88,7 @@ class SkyRLNames(_Base):
 
     def add_callback(self, callback: TrainingCallback) -> None:
         check_events(callback)
-        self.told.callbacks.append(callback)
+        self.callback_handler.callbacks.append(callback)
 
     # ---------------------------------------------------------------- hooks in their forms
 
@@ -148,18 +146,18 @@ class SkyRLNames(_Base):
         self.all_metrics, self.all_timings = {}, {}
         await super().end_step(status)
         await self._settle()
-        control = self.told.control
+        control = self.callback_handler.control
         if control.should_save and self.saving.saved_step < self.progress.step:
             await self.save_checkpoint()
         if control.should_evaluate:
             self._tracker.add(await self.evaluate(), self.progress.step)
         control.reset()
-        self.told.next_step(self)  # type: ignore[arg-type]
+        self.callback_handler.next_step(self)  # type: ignore[arg-type]
         await self._settle()
 
     async def evaluate(self) -> Metrics:
         if self.eval_dataset:
-            self.told.fire("on_eval_start", self)
+            self.callback_handler.fire("on_eval_start", self)
         found = await super().evaluate()
         await self._settle()
         return found
@@ -174,18 +172,18 @@ class SkyRLNames(_Base):
 
     async def _settle(self) -> None:
         """Callbacks that are ``async def`` have their turn; what they add to a log is logged."""
-        for told in await self.told.settle():
-            if told.logs is not None:
-                self._tracker.add(told.logs, told.global_step)
+        for event in await self.callback_handler.settle():
+            if event.logs is not None:
+                self._tracker.add(event.logs, event.global_step)
 
     def _logged(self, logs: dict[str, Any]) -> None:
-        self.told.fire("on_log", self, logs=logs)
+        self.callback_handler.fire("on_log", self, logs=logs)
 
     def _in_their_form(self, name: str, first: Foreign) -> Foreign:
         """What a hook of theirs makes of what our steps hand it."""
         hook: Callable[..., Foreign] = getattr(self, name)
         if isinstance(first, list):
-            return bridge.through(first, self.policy_version, hook)
+            return through(first, self.policy_version, hook)
         changed: TrainingInputBatch = hook(self._view(first))
         return changed.as_training() if name == "compute_advantages_and_returns" else changed.batch
 

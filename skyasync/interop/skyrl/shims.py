@@ -1,4 +1,4 @@
-"""What code of SkyRL's reads and calls around its trainer: settings, the tracker, the dispatch, timers.
+"""What code of SkyRL's reads and calls around its trainer: settings, tracker, dispatch, timers, training data loader.
 
 Invariant: each of these is our own part with a few names more; a setting that only they have has the value that leaves
 its feature off.
@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from skyasync.config.domains import proportions_of
+from skyasync.config.schema import Config
+from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
 from skyasync.envs.registry import Foreign
+from skyasync.errors import UserError
+from skyasync.rollout.types import Prompt
+from skyasync.training.progress import Progress
 
 if TYPE_CHECKING:
     from skyasync.observe import trackers
@@ -39,7 +46,7 @@ class ResumeMode(StrEnum):
     FROM_PATH = "from_path"
 
 
-class Told:
+class SettingsView:
     """The run's settings, and behind them those that only SkyRL has."""
 
     def __init__(self, ours: Foreign, theirs: Mapping[str, Any] = THEIRS) -> None:
@@ -50,15 +57,15 @@ class Told:
             raise AttributeError(name)
         more = self._theirs.get(name)
         if not hasattr(self._ours, name) and name in self._theirs:
-            return Told(SimpleNamespace(), more) if isinstance(more, Mapping) else more
+            return SettingsView(SimpleNamespace(), more) if isinstance(more, Mapping) else more
         found = getattr(self._ours, name)
-        return Told(found, more) if isinstance(more, Mapping) else found
+        return SettingsView(found, more) if isinstance(more, Mapping) else found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Told, (self._ours, self._theirs))
+        return (SettingsView, (self._ours, self._theirs))
 
 
-class Tracker:
+class LoggedTracker:
     """Takes ``commit``, knows ``finish``, and lets callbacks see what is logged."""
 
     def __init__(self, tracker: trackers.Tracker, seen: Callable[[dict[str, Any]], None]) -> None:
@@ -82,7 +89,7 @@ class Tracker:
         return getattr(object.__getattribute__(self, "_tracker"), name)
 
 
-class Dispatch:
+class DispatchView:
     """Our workers, with the calls that their loops make of them."""
 
     def __init__(self, dispatch: Foreign, sync: Callable[[], Awaitable[None]]) -> None:
@@ -148,3 +155,55 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Those that are numbers, arrays and tensors of one among them."""
     found = {str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
     return {name: float(value) for name, value in found.items() if isinstance(value, bool | int | float)}
+
+
+def with_epochs(cfg: Config, rows: int) -> Config:
+    """Settings with a number of epochs, by which SkyRL's loops go: with ours, 0, as many as the steps take."""
+    trainer = cfg.trainer
+    if trainer.epochs:
+        return cfg
+    epochs = -(-trainer.max_training_steps // max(1, rows // trainer.train_batch_size))
+    return replace(cfg, trainer=replace(trainer, epochs=max(1, epochs)))
+
+
+class TrainDataLoader:
+    """Attributes: ``asked``: uid -> prompt, and where the stream stands behind its batch."""
+
+    def __init__(self, cfg: Config, dataset: Sequence[Prompt], progress: Progress) -> None:
+        trainer = cfg.trainer
+        if cfg.data.streaming:
+            raise UserError("data.streaming=true has no epochs, by which SkyRL's loop goes: set it to false")
+        self.batch_size, self._progress = trainer.train_batch_size, progress
+        self._steps = max(1, len(dataset) // self.batch_size)
+        total = max(trainer.epochs * len(dataset), trainer.epochs * self._steps * self.batch_size)
+        shares = proportions_of(cfg.environment.domains)
+        self._stream = PromptStream(dataset, self.batch_size, trainer.seed, total, shares)
+        self._cursor: PromptCursor | None = None
+        self.asked: dict[str, tuple[Prompt, PromptBatch]] = {}
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        if self._cursor is None:
+            self._cursor = self._stream.cursor(self._progress.position, self._progress.ahead)
+        for _ in range(self._steps):
+            batch = self._cursor.take(self.batch_size)
+            if not batch.prompts:
+                return
+            self.asked |= {str(prompt.id): (prompt, batch) for prompt in batch.prompts}
+            yield [_row(prompt) for prompt in batch.prompts]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where training stands; checkpoints know it without this."""
+        return {"position": self._progress.position}
+
+    def forget(self, uids: Sequence[str]) -> None:
+        """These have been trained."""
+        for uid in uids:
+            self.asked.pop(uid, None)
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    columns = {"prompt": prompt.messages, "env_class": prompt.env_class, "env_extras": prompt.extras}
+    return {**columns, "uid": str(prompt.id)}

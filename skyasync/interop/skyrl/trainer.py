@@ -6,7 +6,7 @@
 
 | who waits                            | for what                       | woken by                                    |
 |--------------------------------------|--------------------------------|---------------------------------------------|
-| a step that is no ``async def``      | workers, files                 | a loop in another thread (``waiting.Loop``) |
+| a step that is no ``async def``      | workers, files                 | a loop in another thread (``Loop``) |
 | ``save_weights_for_sampler``         | the engines to take weights    | they do or fail; ``step_timeout_s``         |
 
 Invariant: both ways train by the same code, ours; here names and forms change, and nothing is computed twice.
@@ -15,23 +15,23 @@ Source: SkyRL's tutorial on asynchronous training and the names in its ``trainer
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyasync.cleanup import afterwards
 from skyasync.config.resume import Resume
 from skyasync.data.prompts import PromptBatch
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError
-from skyasync.interop.skyrl import bridge
-from skyasync.interop.skyrl.batch import TrainingInputBatch
+from skyasync.interop.skyrl.batch import TrainingInputBatch, as_groups
 from skyasync.interop.skyrl.generators import as_sampling
 from skyasync.interop.skyrl.hooks import Postprocessed, SkyRLNames
-from skyasync.interop.skyrl.shims import Dispatch, PolicyModel, ResumeMode, numbers
-from skyasync.interop.skyrl.waiting import Loop
+from skyasync.interop.skyrl.shims import DispatchView, PolicyModel, ResumeMode, numbers
 from skyasync.rollout.requests import sampling_params
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Rollout, TrajectoryId
 from skyasync.trainer import RayPPOTrainer as Ours
@@ -57,7 +57,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     @property
     def dispatch(self) -> Foreign:
-        return Dispatch(self.learner.dispatch, self._sync)
+        return DispatchView(self.learner.dispatch, self._sync)
 
     @property
     def policy_model(self) -> PolicyModel:
@@ -83,7 +83,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
         """The generator's lists for a batch that ``prepare_generator_input`` has made."""
         if isinstance(input_batch, PromptBatch):
             return await super().generate(input_batch)
-        await self.told.settle()
+        await self.callback_handler.settle()
         version = self.policy_version
         self.book.start(self._prompts_of(input_batch), version)
         async with self.handover.rollout(), self.phases.limited("generation"):
@@ -115,7 +115,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
             generator_output = generator_output[0]
         self.phases.begin_step(self.progress.step + 1)
         prompts = {uid: self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked}
-        groups = bridge.as_groups(generator_output, uids, prompts, self.policy_version)
+        groups = as_groups(generator_output, uids, prompts, self.policy_version)
         self.check_stale(groups)
         self.book.finish(groups)
         self.all_metrics |= self.reporting.rolled_out(groups)
@@ -208,12 +208,12 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     def _request(self, batch: Foreign) -> GeneratorInput:
         prompts = {uid: prompt for uid, (prompt, _) in self.train_dataloader.asked.items()}
-        told = {"max_turns": self.cfg.generator.max_turns} if self.cfg.generator.max_turns else {}
+        limit = {"max_turns": self.cfg.generator.max_turns} if self.cfg.generator.max_turns else {}
         usual = sampling_params(self.cfg.generator.sampling_params)
         return {
             "prompts": batch["prompts"],
             "env_classes": batch["env_classes"],
-            "env_extras": [{**extras, **told} for extras in batch["env_extras"]],
+            "env_extras": [{**extras, **limit} for extras in batch["env_extras"]],
             "sampling_params": as_sampling(batch["sampling_params"], usual),
             "trajectory_ids": [
                 TrajectoryId(prompts[t.instance_id].id if t.instance_id in prompts else PromptId(0, 0), t.repetition_id)
@@ -243,3 +243,25 @@ def _to_its_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Forei
 
     train.__doc__ = theirs.__doc__
     return train
+
+
+T = TypeVar("T")
+
+
+class Loop:
+    """Starts its thread when it is first needed."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def wait_for(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call, whatever thread asks."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="steps of a loop", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None

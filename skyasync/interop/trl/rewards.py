@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from inspect import Parameter
 from typing import Any
 
-from skyasync.interop.reward_values import only
-from skyasync.rewards.signature import CONVERSATION, SEEN, Signature
+from skyasync.rewards.signature import CONVERSATION, SEEN, Signature, single_value
 
 
 class TrlSignature(Signature):
@@ -41,4 +40,4 @@ class TrlSignature(Signature):
         return {**arguments, **{name: logs[name] for name in logs.keys() & arguments.keys()}}, metrics
 
     def answer(self, returned: object) -> object:
-        return only(returned)
+        return single_value(returned)

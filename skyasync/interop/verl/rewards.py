@@ -7,8 +7,7 @@ from inspect import Parameter
 from numbers import Real
 from typing import Any
 
-from skyasync.interop.reward_values import only
-from skyasync.rewards.signature import Signature
+from skyasync.rewards.signature import Signature, single_value
 
 
 class VerlSignature(Signature):
@@ -25,6 +24,8 @@ class VerlSignature(Signature):
 
     def answer(self, returned: object) -> object:
         if not isinstance(returned, Mapping):
-            return only(returned)
-        values = {name: only(value) for name, value in returned.items()}  # what verl keeps besides is not only numbers
+            return single_value(returned)
+        values = {
+            name: single_value(value) for name, value in returned.items()
+        }  # what verl keeps besides is not only numbers
         return {name: value for name, value in values.items() if isinstance(value, Real) or name == "score"}
