@@ -5,12 +5,10 @@ Invariant: importing this package, or a framework's folder, imports neither torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from skyasync.interop.system import systems
-from skyasync.other_frameworks import OtherFrameworks
+from skyasync.other_frameworks import Foreign, OtherFrameworks
 
 
 class Interop(OtherFrameworks):
@@ -21,53 +19,47 @@ class Interop(OtherFrameworks):
         [self.agent_file_environment] = [s.name for s in systems().values() if "agent_file" in s.adapters]
 
     @staticmethod
-    def _all(adapter: str) -> list[Any]:
+    def _all(adapter: str) -> list[Foreign]:
         return [system.adapter(adapter) for system in systems().values() if adapter in system.adapters]
+
+    def _one(self, adapter: str) -> Foreign:
+        [found] = self._all(adapter)
+        return found
 
     def titles(self) -> list[str]:
         return [system.title for system in systems().values()]
 
-    def key_hint(self, path: str, value: object, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    def key_hint(self, path: str, value: object, given: Mapping[str, Foreign], defaults: Mapping[str, Foreign]) -> str:
         from skyasync.interop.conversion import ConversionContext
         from skyasync.interop.hints import key_hint
 
         return key_hint(path, value, ConversionContext(given, given, defaults))
 
-    def value_hint(self, path: str, value: Any) -> str:  # noqa: ANN401  (of any type)
+    def value_hint(self, path: str, value: Foreign) -> str:
         from skyasync.interop.hints import value_hint
 
         return value_hint(path, value)
 
     def variables(self) -> Mapping[str, tuple[str, str]]:
-        return {
-            name: (system.title, row.targets[0].path)
-            for system in systems().values()
-            for name, row in system.table.variables.items()
-        }
+        named = [(system.title, system.table.variables) for system in systems().values()]
+        return {name: (title, row.targets[0].path) for title, rows in named for name, row in rows.items()}
 
     def translate(self, argv: Sequence[str]) -> None:
         from skyasync.interop.command import translate
 
         translate(argv)
 
-    def reward_signatures(self) -> Sequence[object]:
+    def reward_signatures(self) -> Sequence[Foreign]:
         return [signature() for signature in self._all("reward_signature")]
 
-    def remote_reward(self, addresses: str) -> Callable[..., Any]:
-        [function] = self._all("remote_reward")
-        found: Callable[..., Any] = function(addresses)
-        return found
+    def remote_reward(self, addresses: str) -> Foreign:
+        return self._one("remote_reward")(addresses)
 
-    def modules_for_user_files(self) -> AbstractContextManager[None]:
-        [stand_ins] = self._all("user_modules")
-        found: AbstractContextManager[None] = stand_ins()
-        return found
+    def modules_for_user_files(self) -> Foreign:
+        return self._one("user_modules")()
 
-    def settle_agent_file(self, cfg: object) -> None:
-        [settle] = self._all("agent_file")
-        settle(cfg)
+    def settle_agent_file(self, cfg: Foreign) -> None:
+        self._one("agent_file")(cfg)
 
-    def agent_program(self, agent_class: type, settings: Mapping[str, object]) -> Callable[..., Any]:
-        [program_of] = self._all("agent_class")
-        found: Callable[..., Any] = program_of(agent_class, settings)
-        return found
+    def agent_program(self, agent_class: type, settings: Mapping[str, object]) -> Foreign:
+        return self._one("agent_class")(agent_class, settings)
