@@ -29,6 +29,9 @@ class OtherFrameworks:
     #: The environment that plays agent files.
     agent_file_environment = ""
 
+    #: The programs that play agent files with a loop of their own, by all names that they ever had.
+    agent_file_programs: tuple[str, ...] = ()
+
     def titles(self) -> list[str]:
         """What the known frameworks call themselves."""
         return []

@@ -19,7 +19,7 @@ def check_agents(cfg: Config) -> Iterator[str]:
     if cfg.generator.agent_program == ONLINE:
         yield from _check_online(cfg)
     file, program, env_class = cfg.generator.agent_func_path, cfg.generator.agent_program, cfg.environment.env_class
-    if file and program.startswith("skyasync."):  # not chosen, but settled: what plays the file
+    if file and program in other_frameworks().agent_file_programs:  # not chosen, but settled in an earlier run
         program = ""
     others = {
         "environment.env_class": env_class,

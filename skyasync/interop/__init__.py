@@ -16,7 +16,8 @@ class Interop(OtherFrameworks):
 
     def __init__(self) -> None:
         self.environments = tuple(self._all("environment"))
-        [self.agent_file_environment] = [s.name for s in systems().values() if "agent_file" in s.adapters]
+        [playing] = [system for system in systems().values() if "agent_file" in system.adapters]
+        self.agent_file_environment, self.agent_file_programs = playing.name, playing.agent_programs
 
     @staticmethod
     def _all(adapter: str) -> list[Foreign]:

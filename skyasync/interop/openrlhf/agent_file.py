@@ -35,6 +35,7 @@ from skyasync.envs.check import SAMPLING, InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
+from skyasync.interop.openrlhf import SYSTEM
 from skyasync.interop.openrlhf.user_modules import (
     Foreign,
     SingleTurnAgentExecutor,
@@ -47,7 +48,6 @@ from skyasync.interop.openrlhf.user_modules import (
 
 PATH_KEY = "agent_func_path"  # where the environment finds the file in its env_config
 SAMPLING_KEY = "agent_sampling"  # and how the run samples
-PROGRAM = "skyasync.interop.openrlhf.agent_program:play"  # plays executors with a loop of their own
 _LOADED: dict[str, dict[str, Any]] = {}
 _LOADING = threading.RLock()
 FEEDBACK = ("environment_feedback", "next_state", "next_observation")
@@ -146,7 +146,7 @@ def settle_agent_file(cfg: Any) -> None:
     settings = {PATH_KEY: str(file), SAMPLING_KEY: asdict(cfg.generator.sampling_params)}
     cfg.environment.env_config = {**cfg.environment.env_config, **settings}
     if has_own_loop(file):
-        cfg.generator.agent_program, cfg.environment.env_class = PROGRAM, ""
+        cfg.generator.agent_program, cfg.environment.env_class = SYSTEM.agent_programs[0], ""
     else:
         cfg.environment.env_class = cfg.environment.env_class or "openrlhf"
 

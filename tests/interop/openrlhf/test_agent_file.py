@@ -9,7 +9,9 @@ from skyasync import BasePPOExp
 from skyasync.config import load_config
 from skyasync.envs.check import InvalidEnvOutputError
 from skyasync.errors import UserError
+from skyasync.interop.openrlhf import SYSTEM
 from skyasync.interop.openrlhf.agent_file import PATH_KEY, OpenRLHFAgent, settle_agent_file
+from skyasync.registry import resolve_reference
 
 FUNCTION_WITH_TUPLE = """
     import torch
@@ -176,3 +178,18 @@ def test_the_key_makes_it_the_environment_of_rows_that_name_none(tmp_path):
     settle_agent_file(cfg)
     assert cfg.environment.env_class == "openrlhf"
     assert cfg.environment.env_config.items() >= {"size": 4, PATH_KEY: str(file)}.items()
+
+
+@pytest.mark.parametrize("program", SYSTEM.agent_programs)
+def test_settings_of_an_earlier_run_that_name_the_program_are_settled_again(program, tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text("class AgentExecutor:\n    async def execute(self, prompt): ...\n")
+    cfg = load_config([f"generator.agent_func_path={file}", f"generator.agent_program={program}"])
+    settle_agent_file(cfg)
+    assert (cfg.generator.agent_program, cfg.environment.env_class) == (SYSTEM.agent_programs[0], "")
+    assert callable(resolve_reference(cfg.generator.agent_program, kind="program"))
+
+
+def test_a_program_that_was_chosen_beside_an_agent_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"agent_program=skyasync\.examples:play plays the episodes"):
+        load_config([f"generator.agent_func_path={tmp_path}", "generator.agent_program=skyasync.examples:play"])
