@@ -170,7 +170,7 @@ def simulate(argv: Arguments) -> None:
 
 
 def translate(argv: Arguments) -> None:
-    """Another system's recipe as our configuration; see ``skyasync.config.translate``."""
-    from skyasync.config.translate import translate as print_translation
+    """Another framework's recipe as our configuration; see ``skyasync.interop``."""
+    from skyasync.other_frameworks import other_frameworks
 
-    print_translation(argv)
+    other_frameworks().translate(argv)

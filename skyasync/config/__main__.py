@@ -8,6 +8,7 @@ from skyasync.config.keys import Key, Keys
 from skyasync.config.load.help import allowed_text, default_text
 from skyasync.config.schema import Config
 from skyasync.config.values import type_name
+from skyasync.other_frameworks import other_frameworks
 
 _INTRODUCTION = """\
 # Configuration
@@ -80,7 +81,8 @@ def _row(key: Key) -> str:
 
 def _peer_note() -> Iterator[str]:
     yield from ("", "## Coming from another library", "")
-    yield "Keys and values of SkyRL, OpenRLHF, ROLL, AReaL, verl and TRL are recognised and answered with ours: see"
+    *first, last = other_frameworks().titles()
+    yield f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see"
     yield "[coming_from.md](coming_from.md). `python -m skyasync translate run.sh` turns a whole recipe into ours."
 
 

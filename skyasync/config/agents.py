@@ -8,25 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skyasync.config.schema import Config
+from skyasync.other_frameworks import other_frameworks
 
 #: What ``generator.agent_program`` says where programs outside of the run play the episodes.
 ONLINE = "online"
-
-
-def _plays_files(cfg: Config) -> bool:
-    """It is what agent files with a loop of their own are played by, and was settled, not chosen."""
-    return cfg.generator.agent_program == "skyasync.endpoint.openrlhf:play"
 
 
 def check_agents(cfg: Config) -> Iterator[str]:
     """Settings that would judge what the program judges, or leave an episode without an end."""
     if cfg.generator.agent_program == ONLINE:
         yield from _check_online(cfg)
-    program = "" if cfg.generator.agent_func_path and _plays_files(cfg) else cfg.generator.agent_program
+    file, program, env_class = cfg.generator.agent_func_path, cfg.generator.agent_program, cfg.environment.env_class
+    if file and program in other_frameworks().agent_file_programs:  # not chosen, but settled in an earlier run
+        program = ""
     others = {
-        "environment.env_class": cfg.environment.env_class,
+        "environment.env_class": env_class,
         "environment.reward_funcs": ",".join(cfg.environment.reward_funcs),
-        "generator.agent_func_path": cfg.generator.agent_func_path,
+        "generator.agent_func_path": file,
     }
     for name, value in others.items():
         if program and value:
@@ -34,8 +32,7 @@ def check_agents(cfg: Config) -> Iterator[str]:
                 f"generator.agent_program={program} plays the episodes and returns their scores; {name}={value} would "
                 f"have no part in it: leave one of them empty"
             )
-    file, env_class = cfg.generator.agent_func_path, cfg.environment.env_class
-    if file and env_class not in ("", "openrlhf"):
+    if file and env_class not in ("", other_frameworks().agent_file_environment):
         yield (
             f"generator.agent_func_path={file} plays the rows that name no environment, and environment.env_class="
             f"{env_class} those too: leave one of them empty"

@@ -24,8 +24,8 @@ from skyasync.envs.base import Conversation
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.reward import known_of
 from skyasync.errors import UserError, nearest, unknown
-from skyasync.rewards.forms import CONVERSATION
 from skyasync.rewards.row_checks import RowChecks
+from skyasync.rewards.signature import CONVERSATION
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt, PromptId

@@ -17,8 +17,8 @@ from numbers import Real
 from traceback import format_exception
 from typing import Any, cast
 
-from skyasync.endpoint.agent_class import is_agent_class, program_of
 from skyasync.errors import NonFiniteRewardError, UserError
+from skyasync.other_frameworks import other_frameworks
 from skyasync.processes.calls import Answer, Call
 from skyasync.processes.transient import Patience
 from skyasync.registry import resolve_reference
@@ -158,8 +158,8 @@ def load_program(reference: str, settings: dict[str, Any] | None = None) -> Call
         UserError: if there is none, or it cannot be called with a row, a base URL and a key.
     """
     program = resolve_reference(reference, kind="generator.agent_program")
-    if is_agent_class(program):
-        return program_of(program, settings or {})
+    if inspect.isclass(program) and callable(getattr(program, "run", None)):
+        return other_frameworks().agent_program(program, settings or {})
     try:
         inspect.signature(program).bind({}, base_url="", api_key="")
     except TypeError as error:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from skyasync.config.agents import ONLINE
 from skyasync.config.rules import reads_behaviour
+from skyasync.config.sampling import evaluation
 from skyasync.config.schema import Config
 from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.agent_pool import AgentPool, ray_processes
 from skyasync.endpoint.online import Lobby
-from skyasync.endpoint.openrlhf import agent_config
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.processes.transient import Patience
 from skyasync.rollout.rules import EpisodeRules
-from skyasync.rollout.tokenizer import Tokenizer
+from skyasync.rollout.tokenizer import Tokenizer, template_text
 
 
 def agent_generator(
@@ -45,3 +47,17 @@ def agent_generator(
     processes = ray_processes(generator.agent_program, config, generator.agent_env, generator.endpoint_host, patience)
     pool = AgentPool(processes, cfg.environment.num_workers)
     return AgentGenerator(endpoint, pool, tokenizer, rules, patience, reads_behaviour=reads)
+
+
+def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
+    """What agent programs are told: the environments' settings; those that play an agent file, how the run samples."""
+    config: dict[str, object] = dict(cfg.environment.env_config)
+    if not cfg.generator.agent_func_path:
+        return config
+    template = template_text(cfg.data.chat_template) if cfg.data.chat_template else ""
+    return config | {
+        "tokenizer": (cfg.trainer.policy.model.path, template, json.dumps(dict(cfg.data.chat_template_kwargs))),
+        "chat_template": cfg.data.apply_chat_template,
+        "max_length": max_length,
+        "sampling": {False: asdict(cfg.generator.sampling_params), True: asdict(evaluation(cfg.generator))},
+    }

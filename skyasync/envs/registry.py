@@ -13,6 +13,7 @@ from typing import Any
 
 from skyasync.envs.base import BaseTextEnv
 from skyasync.errors import UserError
+from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import Registry, resolve_reference
 
 ENVS = Registry(
@@ -20,7 +21,8 @@ ENVS = Registry(
     [
         "skyasync.envs.gsm8k",
         "skyasync.envs.reward",
-        *(f"skyasync.envs.adapters.{library}" for library in ("gem", "gymnasium", "openrlhf", "textarena")),
+        *(f"skyasync.envs.adapters.{library}" for library in ("gem", "gymnasium", "textarena")),
+        *other_frameworks().environments,
     ],
     capabilities={"extra": ""},  # of this library, that installs what it needs
 )

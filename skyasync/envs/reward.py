@@ -12,10 +12,10 @@ from typing import Any
 from skyasync.config.judges import is_judge
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
-from skyasync.rewards.forms import CODE_SANDBOX, seen
 from skyasync.rewards.panel import Member, judge, load, member_of
 from skyasync.rewards.score import Score
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
+from skyasync.rewards.signature import CODE_SANDBOX, seen
 
 
 @ENVS.register("reward")

@@ -26,6 +26,8 @@ from skyasync.engines.server_check import check_servers
 from skyasync.engines.settings import engine_config
 from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
+from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
+from skyasync.other_frameworks import other_frameworks
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.devices import check_cores, without_gpus
@@ -35,12 +37,6 @@ from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.preflight.settling import settle_models, settle_references
 from skyasync.rollout.tokenizer import quick_tokenizer, told
 from skyasync.workers.roles import Role
-
-#: Settings of OpenRLHF's that scripts export.
-VARIABLES = {
-    "OPENRLHF_ASYNC_NUM_TASKS": "generator.max_concurrent_episodes",
-    "OPENRLHF_ASYNC_QUEUE_SIZE": "trainer.async_queue_size",
-}
 
 
 class Unprepared(Protocol):
@@ -66,9 +62,9 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     cfg = experiment.cfg
     for line in config_warnings(cfg):
         print(f"warning: {line}", file=sys.stderr)
-    for variable, key in VARIABLES.items():
-        if variable in os.environ:
-            print(f"warning: {variable}={os.environ[variable]} is read by OpenRLHF alone: set {key}", file=sys.stderr)
+    for name, (framework, key) in other_frameworks().variables().items():
+        if name in os.environ:
+            print(f"warning: {name}={os.environ[name]} is read by {framework} alone: set {key}", file=sys.stderr)
     settle_references(cfg)
     _check_plan(experiment)
     go_on_beside(cfg.trainer)

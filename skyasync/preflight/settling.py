@@ -19,6 +19,7 @@ from skyasync.config.schema import Config
 from skyasync.data.sources import absolute, absolute_all
 from skyasync.errors import UserError
 from skyasync.model_config import complaints
+from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
 from skyasync.preflight.parallel import check_axes
 from skyasync.preflight.routers import check_routers
@@ -30,10 +31,9 @@ from skyasync.workers.roles import POLICY, ROLES, SCORE, TEACHER_ROLE, VOCABULAR
 
 def settle_references(cfg: Config) -> None:
     """Files by their absolute paths."""
-    from skyasync.envs.adapters.openrlhf import settle_agent_file
-
     trainer = cfg.trainer
-    settle_agent_file(cfg)
+    if cfg.generator.agent_func_path:
+        other_frameworks().settle_agent_file(cfg)
     folders: list[tuple[Any, str]] = [(trainer, "ckpt_path"), (trainer, "export_path"), (trainer.critic, "export_path")]
     for settings, name in folders:
         if getattr(settings, name):

@@ -20,10 +20,10 @@ from typing import Any
 from skyasync.errors import UserError, nearest
 from skyasync.processes.apart import NoAnswerError
 from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.forms import BY_NAME, as_known_to, form_of, parameter_names, wrong_return
 from skyasync.rewards.judge import Judge, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call, call_async
+from skyasync.rewards.signature import BY_NAME, Signature, parameter_names, signature_of, wrong_return
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Member:
     quick: bool
     portable: bytes  # how the judge finds it, if it is called there
     named: frozenset[str] = frozenset()
-    form: str = ""  # the system whose signature it has
+    signature: Signature = Signature()  # noqa: RUF009  (it has no state)
 
     @classmethod
     def of(cls, reference: str, function: Callable[..., Any] | None = None) -> Member:
@@ -73,17 +73,17 @@ class Member:
             quick,
             b"" if quick or asynchronous else portable(found, reference),
             parameter_names(found),
-            form_of(found),
+            signature_of(found),
         )
 
     @property
     def looks_at_tokens(self) -> bool:
         """It needs what the engine read and wrote, not only the response's text."""
-        return self.form in ("areal", "openrlhf") or bool({"prompt_ids", "completion_ids"} & self.named)
+        return self.signature.needs_tokens or bool({"prompt_ids", "completion_ids"} & self.named)
 
     def check(self, known: Mapping[str, Any]) -> None:
         """Raises ``UserError`` if a value that the function needs is not among those known."""
-        self._refuse_missing(as_known_to(self.form, known), known)
+        self._refuse_missing(self.signature.arguments(known), known)
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the known values that the function takes.
@@ -91,10 +91,10 @@ class Member:
         Raises:
             UserError: if one that it needs is not known.
         """
-        offered = as_known_to(self.form, known)
+        offered = self.signature.arguments(known)
         self._refuse_missing(offered, known)
         takes_all, named = self.accepts is None, self.named
-        shown = offered.keys() - BY_NAME | ({"prompts"} if self.form == "trl" else set())
+        shown = offered.keys() - BY_NAME | self.signature.shown
         return {name: v for name, v in offered.items() if name in named or (takes_all and name in shown)}
 
     def _refuse_missing(self, offered: Mapping[str, Any], known: Mapping[str, Any]) -> None:

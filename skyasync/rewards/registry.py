@@ -3,7 +3,7 @@
 A reward function is called with keyword arguments of which it takes the ones it names (all, with ``**extra``):
 ``prompt`` (the last message's text), ``response`` (what the model wrote), ``label`` (the row's), ``messages`` (the
 whole conversation), and every other column of the row. It returns what ``skyasync.rewards.score`` accepts. It may
-be ``async``. Functions in other systems' forms are called as they are there (``skyasync.rewards.forms``).
+be ``async``. Functions with other frameworks' signatures are called as they are there (``skyasync.rewards.signature``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import Registry
-from skyasync.rewards.openrlhf import stand_ins
-from skyasync.rewards.remote import is_remote, remote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,6 +57,11 @@ def checking(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
     return mark
 
 
+def is_remote(name: str) -> bool:
+    """Whether a name is the address of a server that judges, or several with commas."""
+    return name.startswith(("http://", "https://"))
+
+
 def find(name: str) -> Callable[..., Any]:
     """The function behind a name.
 
@@ -65,8 +69,8 @@ def find(name: str) -> Callable[..., Any]:
         UserError: if there is none, listing the nearest names.
     """
     if is_remote(name):
-        return remote(name)
+        return other_frameworks().remote_reward(name)
     if ":" not in name:
         return REWARDS.find(name)
-    with stand_ins():
+    with other_frameworks().modules_for_user_files():
         return REWARDS.find(name)

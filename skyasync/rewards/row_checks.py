@@ -12,10 +12,10 @@ from typing import Any
 from skyasync.config.judges import PREFIX, is_judge, judges_of
 from skyasync.config.schema import EnvironmentConfig
 from skyasync.errors import UserError, unknown
-from skyasync.rewards.forms import CODE_SANDBOX, seen
 from skyasync.rewards.llm_judge import prompt_text
 from skyasync.rewards.panel import member_of
 from skyasync.rewards.settings import RewardSettings, short_names
+from skyasync.rewards.signature import CODE_SANDBOX, seen
 from skyasync.rewards.verdicts import check_placeholders, known_to_judge
 
 

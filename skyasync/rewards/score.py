@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 from skyasync.errors import NonFiniteRewardError, UserError, nearest
-from skyasync.rewards.forms import answer_of, form_of, with_logs
+from skyasync.rewards.signature import signature_of
 
 REWARD_KEYS = ("reward", "score")
 
@@ -34,21 +34,21 @@ class Score:
 
 
 def call(name: str, function: Callable[..., object], arguments: Mapping[str, Any]) -> Score:
-    """Call a function, and read its answer by the rules of its form."""
-    arguments, logged = with_logs(form_of(function), arguments)
+    """Call a function, and read its answer by the rules of its signature."""
+    arguments, logged = signature_of(function).with_logs(arguments)
     return _read(name, function, function(**arguments), logged)
 
 
 async def call_async(name: str, function: Callable[..., Awaitable[object]], arguments: Mapping[str, Any]) -> Score:
     """``call`` for a coroutine function."""
-    arguments, logged = with_logs(form_of(function), arguments)
+    arguments, logged = signature_of(function).with_logs(arguments)
     return _read(name, function, await function(**arguments), logged)
 
 
 def _read(name: str, function: Callable[..., object], returned: object, logged: Mapping[str, Any]) -> Score:
-    form = form_of(function)
-    found = answer_of(form, returned)
-    if form == "trl" and found is None:
+    signature = signature_of(function)
+    found = signature.answer(returned)
+    if signature.may_abstain and found is None:
         return Score(0.0, applies=False)
     score = as_score(name, found)
     numbers = {key: _number(f"{key!r}, logged by reward function {name},", value) for key, value in logged.items()}

@@ -18,8 +18,7 @@ from skyasync.config.schema import EnvironmentConfig
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards.panel import Member
-from skyasync.rewards.registry import REWARDS
-from skyasync.rewards.remote import is_remote
+from skyasync.rewards.registry import REWARDS, is_remote
 
 ENV_KEY = "rewards"  # where an environment finds these settings in its env_config
 
@@ -130,7 +129,7 @@ def short_names(funcs: Sequence[str]) -> list[str]:
 
 
 def _whole(func: str) -> str:
-    """A file alone means its ``reward_func``, as OpenRLHF names it."""
+    """A file alone means its ``reward_func``."""
     return f"{func}:reward_func" if func.endswith(".py") and not is_remote(func) else func
 
 

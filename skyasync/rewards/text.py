@@ -65,3 +65,16 @@ def _known(label: object, function: str) -> object:
     if label is None:
         raise UserError(f"reward function {function} needs the right answer, and the row has none: set data.label_key")
     return label
+
+
+def extract_boxed_answer(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{...}``, braces inside it included; None if there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len("\\boxed{")
+    for place in range(begin - 1, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if not depth:
+            return text[begin:place].strip()
+    return None

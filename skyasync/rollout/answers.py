@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from skyasync.config.judges import is_reference
 from skyasync.registry import resolve_reference
-from skyasync.rewards.openrlhf import extract_boxed_answer
+from skyasync.rewards.text import extract_boxed_answer
 from skyasync.rewards.verdicts import without_thinking
 
 Answer = Callable[[str], str | None]

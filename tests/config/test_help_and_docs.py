@@ -59,7 +59,7 @@ def test_no_key_is_both_given_and_refused_for_a_foreign_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "page"), [("skyasync.config", "configuration.md"), ("skyasync.config.peers", "coming_from.md")]
+    ("module", "page"), [("skyasync.config", "configuration.md"), ("skyasync.interop", "coming_from.md")]
 )
 def test_the_written_page_is_current(module: str, page: str) -> None:
     made = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True, timeout=60)

@@ -18,7 +18,7 @@ import functools
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isinf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -31,11 +31,11 @@ from skyasync.config.keys import Key, Keys
 from skyasync.config.load.command_line import Assignment, CommandLine, read_command_line, read_file
 from skyasync.config.load.help import print_help
 from skyasync.config.load.suggest import unknown_key
-from skyasync.config.peers import Around, value_hint
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden
 from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, written
 from skyasync.errors import UserError, unknown
+from skyasync.other_frameworks import other_frameworks
 
 log = logging.getLogger(__name__)
 
@@ -177,9 +177,7 @@ def _layers(
     default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
 
     def typed(assignments: Sequence[Assignment]) -> list[Setting]:
-        settings = [
-            setting for assignment in assignments for setting in _typed(assignment, keys, problems, line.around)
-        ]
+        settings = [setting for assignment in assignments for setting in _typed(assignment, keys, problems, line.given)]
         # A free mapping as a whole comes before its entries, whatever their order.
         return sorted(settings, key=lambda setting: setting.path not in keys)
 
@@ -219,14 +217,16 @@ def _preset(settings: Sequence[Setting], keys: Keys, problems: list[str]) -> lis
     return [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
 
 
-def _typed(assignment: Assignment, keys: Keys, problems: list[str], around: Around | None = None) -> list[Setting]:
+def _typed(
+    assignment: Assignment, keys: Keys, problems: list[str], given: Mapping[str, Value] | None = None
+) -> list[Setting]:
     """The assignment as a typed setting: one, or none and a problem."""
     path, where = assignment.path, assignment.where
     key = keys.holder(path)
     if path in keys.groups:
         problems.append(f"{where}{path} is a group, not a key: set one of its keys, see --help {path}")
     elif key is None:
-        problems.append(where + unknown_key(path, keys, free(assignment.node), around))
+        problems.append(where + unknown_key(path, keys, free(assignment.node), given))
     else:
         try:
             # An entry of a free mapping may be anything.
@@ -282,7 +282,7 @@ def _check_values(config: DictConfig, settings: Sequence[Setting], keys: Keys) -
 
 def _spelled(path: str, value: Value) -> str:
     """Whose word a wrong value is, if it is another system's."""
-    hint = value_hint(path, value)
+    hint = other_frameworks().value_hint(path, value)
     return f"; {hint}" if hint else ""
 
 

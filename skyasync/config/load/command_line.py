@@ -14,7 +14,6 @@ import yaml
 
 from skyasync.config.keys import Keys
 from skyasync.config.load.suggest import unknown_key
-from skyasync.config.peers import Around
 from skyasync.config.values import Value, parse, value_or_text
 
 
@@ -31,7 +30,7 @@ class Assignment:
 class CommandLine:
     """``help`` is the group that ``--help`` names ("" for everything), None if help is not asked for.
 
-    ``around`` is all that the arguments say, for hints; ``notes`` are no problems, but worth a line each.
+    ``given`` is all that the arguments say, anyone's keys, for hints; ``notes`` are no problems, but worth a line each.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
@@ -39,7 +38,7 @@ class CommandLine:
     help: str | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    around: Around = field(default_factory=Around)
+    given: dict[str, Value] | None = None
 
 
 def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
@@ -47,7 +46,7 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
     line = CommandLine()
     given: dict[str, list[str]] = {}
     arguments = list(argv)
-    line.around = around = _around(argv, keys)
+    line.given = said = _said(argv)
     while arguments:
         argument = arguments.pop(0)
         option, equals, text = argument.partition("=")
@@ -61,7 +60,7 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
         elif argument.startswith("-"):
             if not equals and _is_value(arguments):
                 text = arguments.pop(0)  # the value of an option we do not have
-            line.problems.append(_unknown_option(option, text, keys, around))
+            line.problems.append(_unknown_option(option, text, keys, said))
         else:
             problem = _override(argument, keys, given, line.assignments)
             if problem:
@@ -78,23 +77,23 @@ def _is_value(arguments: list[str]) -> bool:
     return bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("-")
 
 
-def _around(argv: Sequence[str], keys: Keys) -> Around:
+def _said(argv: Sequence[str]) -> dict[str, Value]:
     """All that the arguments say, whoever's keys they are: some units depend on other keys."""
     said: dict[str, Value] = {}
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         path, equals, text = argument.partition("=")
         if equals or argument.startswith("--"):
             said[path.lstrip("-+~")] = value_or_text(text if equals else following)
-    return Around(said, said, {key.path: key.default for key in keys})
+    return said
 
 
-def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:
+def _unknown_option(option: str, text: str, keys: Keys, given: dict[str, Value]) -> str:
     if close := get_close_matches(option, ("--config", "--help"), cutoff=0.7):
         return f"unknown option {option}: did you mean {close[0]}?"
     path = option.lstrip("-")
     # A flag without a value is switched on.
     way_out = (
-        f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys, value_or_text(text or "true"), around)
+        f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys, value_or_text(text or "true"), given)
     )
     return f"unknown option {option}: settings are key=value without dashes; {way_out}"
 

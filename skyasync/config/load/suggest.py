@@ -6,10 +6,11 @@ Invariant: one line, and every key it names exists.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 
 from skyasync.config.keys import Keys
-from skyasync.config.peers import Around, key_hint
-from skyasync.config.peers.hints import UNSAID
+from skyasync.config.values import Value
+from skyasync.other_frameworks import UNKNOWN, other_frameworks
 
 #: Below this similarity a key is no help.
 _CUTOFF = 0.6
@@ -17,10 +18,16 @@ _CUTOFF = 0.6
 _MARGIN = 0.03
 
 
-def unknown_key(path: str, keys: Keys, value: object = UNSAID, around: Around | None = None) -> str:
-    """What to say about a key that the schema does not have; ``value`` and ``around`` as for ``key_hint``."""
+def unknown_key(path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[str, Value] | None = None) -> str:
+    """What to say about a key that the schema does not have.
+
+    Args:
+        value: what it was set to, if that is known.
+        given: everything that was set, by anyone's keys.
+    """
     start = f"unknown key {path!r}"
-    hint = key_hint(path, value, around)
+    defaults = {key.path: key.default for key in keys}
+    hint = other_frameworks().key_hint(path, value, given or {}, defaults if given is not None else {})
     if hint:
         return f"{start}: {hint}{_our_own(path, hint, keys)}"
     parent = _parent_key(path, keys)

@@ -1,0 +1,251 @@
+"""A translation in the making: what each of their keys became, and what several of them decide together.
+
+Invariant: every key that was given is in ``left``, ``silent``, ``unknown`` or ``carried``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import ceil
+
+from skyasync.config.keys import Keys
+from skyasync.config.schema import Config
+from skyasync.config.values import Value, value_of, written
+from skyasync.interop.conversion import BATCH, ConversionContext, N, NoCounterpartError, converted
+from skyasync.interop.recipe import SourceRecipe
+from skyasync.interop.settings import TableRow, Target
+from skyasync.interop.system import System
+
+A = "trainer.algorithm."
+CORRECTION = f"{A}off_policy_correction"
+PLAN, PLACEMENT = "trainer.plan", "trainer.placement."
+MINI = "trainer.policy_mini_batch_size"
+SAMPLING = "generator.sampling_params"
+HUB = re.compile(r"[\w.-]+/[\w.-]+(#[^:]+)?")  # a data set of the hub, named without a split
+
+#: The bounds of each correction, low and high.
+BOUNDS = {
+    "token_tis": (f"{A}token_tis_ratio_clip_low", f"{A}token_tis_ratio_clip_high"),
+    "icepop": (f"{A}icepop_low", f"{A}icepop_high"),
+    "sequence_tis": ("", f"{A}sequence_tis_ratio_clip_high"),
+    "geometric_tis": ("", f"{A}geometric_tis_ratio_clip_high"),
+    "segment_tis": ("", f"{A}geometric_tis_ratio_clip_high"),
+    "sequence_icepop": (f"{A}product_mask_low", f"{A}product_mask_high"),
+    "sequence_mask_tis": (f"{A}geo_mask_low", f"{A}geo_mask_high"),
+}
+
+
+@dataclass
+class DraftSetting:
+    """A value for a key of ours, whose keys it came from, and whether they were given or are defaults there."""
+
+    value: Value
+    theirs: tuple[str, ...] = ()
+    given: bool = True
+
+
+@dataclass
+class Draft:
+    """What became of every key so far.
+
+    ``left``: key -> why it has no counterpart; ``silent``: key -> why it needs no setting; ``unknown``: in no table;
+    ``carried``: key -> the first of ours that it set, whatever decided in the end.
+    """
+
+    system: System
+    recipe: SourceRecipe
+    keys: Keys = field(default_factory=lambda: Keys.of(Config))
+    ours: dict[str, DraftSetting] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    carried: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, Value]:
+        return self.recipe.keys
+
+    def value(self, path: str) -> Value:
+        """What our key is, or will be."""
+        return self.ours[path].value if path in self.ours else self.keys[path].default
+
+    def number(self, path: str) -> float:
+        """``value`` of a key that is a number; its default where a shell fills the value in."""
+        value = self.value(path)
+        value = value if isinstance(value, int | float) else self.keys[path].default
+        assert isinstance(value, int | float), path
+        return value
+
+    def theirs(self, *names: str) -> Value:
+        """The value of their key: of the first of its names that is given, else the default there."""
+        for name in self.named(*names):
+            return self.given[name]
+        row = next((row for name in names if (row := self.system.table.exact.get(name))), None)
+        return value_of(row.default) if row and row.default else None
+
+    def named(self, *names: str) -> list[str]:
+        """Those of their keys that were given."""
+        return [name for name in names if name in self.given]
+
+    def origin(self, path: str) -> tuple[str, ...]:
+        """Their keys that our key came from."""
+        return self.ours[path].theirs if path in self.ours else ()
+
+    def put(self, path: str, value: Value, *theirs: str) -> None:
+        """Set our key; it counts as given if any of theirs is."""
+        self.ours[path] = DraftSetting(value, theirs, bool(self.named(*theirs)))
+
+    def drop(self, path: str, why: str = "") -> None:
+        """Leave our key at its default; their keys that were given go to ``left`` with ``why``."""
+        theirs = self.origin(path)
+        self.ours.pop(path, None)
+        for name in self.named(*theirs):
+            if not any(name in other.theirs for other in self.ours.values()):
+                self.left[name] = why or "it has no effect here beside the other settings"
+
+    def context(self) -> ConversionContext:
+        """What conversions may depend on."""
+        ours = {path: setting.value for path, setting in self.ours.items()}
+        return ConversionContext(ours, self.given, {key.path: key.default for key in self.keys})
+
+    # What the systems' ``finish`` have in common.
+
+    def set_one_of(self, path: str, name: str) -> None:
+        """Of two of their keys for one of ours, the one that counts."""
+        origin = self.origin(path)
+        if not origin or name in origin:
+            return
+        self.left |= dict.fromkeys(self.named(*origin), f"it has no effect there: {name} decides")
+        value = self.theirs(name)
+        result = converted(self.system.table.exact[name], value, self.context()) if value is not None else None
+        self.ours.pop(path)
+        if result:
+            self.put(path, result[path], name)
+
+    def set_correction(self, enabled: bool, bounds: Value, *names: str) -> None:
+        """The correction and its bounds; without one an asynchronous plan keeps ours, as none would be refused."""
+        for path in {path for pair in BOUNDS.values() for path in pair if {*self.origin(path)} & {*names}}:
+            self.ours.pop(path)
+        chosen = self.value(CORRECTION)
+        if not enabled:
+            for name in self.named(*names):
+                self.left.setdefault(name, "the correction is off")
+            self.ours.pop(CORRECTION, None)
+            if self.value(PLAN) in ("sync", "streamed"):
+                self.put(CORRECTION, "none")
+        elif isinstance(bounds, list):
+            for path, value in zip(BOUNDS.get(str(chosen), ("", "")), bounds, strict=True):
+                if path and isinstance(value, int | float):
+                    self.put(path, float(value), *self.named(*names))
+
+    def set_kl(self, in_loss: bool, coefficient: float) -> None:
+        """The KL term where their keys put it; none where its weight is 0."""
+        for path in (f"{A}use_kl_loss", f"{A}use_kl_in_reward"):
+            theirs = self.origin(path)
+            wanted = bool(coefficient) and in_loss == path.endswith("use_kl_loss")
+            self.ours.pop(path, None)
+            if wanted or self.named(*theirs):
+                self.put(path, wanted, *theirs)
+        if not coefficient:
+            for name in ("kl_loss_coef", "kl_estimator_type", "kl_ctrl.horizon", "kl_ctrl.kl_target", "kl_ctrl.type"):
+                self.drop(f"{A}{name}", "there is no KL term")
+
+    def set_staleness(self, name: str) -> None:
+        """A ratio of batches ahead is bounded by the whole number above it."""
+        ratio = self.value("trainer.async_generation_ratio")
+        if self.value(PLAN) == "fully_async" and isinstance(ratio, int | float) and ratio:
+            self.put("trainer.max_staleness", max(ceil(ratio), ceil(self.number("trainer.sync_interval")) - 1), name)
+
+    def set_prompts(self, path: str, responses: int, *names: str) -> None:
+        """Set a key that counts prompts from a number of responses, if it is one of whole groups."""
+        samples = self.number(N)
+        if responses % samples or responses < samples:
+            for name in self.named(*names):
+                self.left.setdefault(name, f"{responses} responses are no whole number of groups of {samples:g}")
+            return
+        prompts = int(responses // samples)
+        whole = path == MINI and prompts >= self.number(BATCH)
+        self.put(path, 0 if whole else prompts, *self.named(*names))
+        for name in self.named(*names):
+            self.left.pop(name, None)
+
+    def set_split(self, path: str, *names: str) -> None:
+        """The split of data sets that are named without one, from their keys for it."""
+        sources, given = self.value(path), self.named(*names)
+        split = self.given[given[0]] if given else None
+        if split and split != "train" and isinstance(sources, list):
+            whole: list[Value] = [f"{name}:{split}" if HUB.fullmatch(str(name)) else name for name in sources]
+            self.put(path, whole, *self.origin(path), *given)
+        for name in given:
+            self.left.pop(name, None)
+            self.silent.setdefault(name, "the split is written with the data set's name")
+
+
+def begin(system: System, recipe: SourceRecipe) -> Draft:
+    """Every key by its row, and the defaults that differ from ours. Units that depend on other keys come last."""
+    draft = Draft(system, recipe)
+    given = list(_rows(draft))
+    set_rows = {id(row) for _, row in given}
+    order = {id(row): at for at, row in enumerate(system.table.rows)}
+    rows = sorted(given, key=lambda entry: order.get(id(entry[1]), len(order)))  # keys that are ours come last
+    for later in (False, True):
+        for name, row in rows:
+            if bool(row.function) == later:
+                _carry(draft, name, row, draft.given[name], given=True)
+        for row in system.table.rows:
+            if row.default and row.kind == "key" and bool(row.function) == later and id(row) not in set_rows:
+                _carry(draft, row.names[0], row, value_of(row.default), given=False)
+    return draft
+
+
+def _rows(draft: Draft) -> Iterator[tuple[str, TableRow]]:
+    for name in draft.given:
+        if row := draft.system.table.find(name):
+            yield name, row
+        elif name in draft.keys and draft.system.has_our_keys:
+            yield name, TableRow((name,), (name,), "", "key", (Target(name),))
+        else:
+            draft.unknown.append(name)
+
+
+def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool) -> None:
+    """One key of theirs into the draft."""
+    if row.kind == "=":
+        draft.silent[name] = row.note
+        return
+    try:
+        settings = converted(row, value, draft.context())
+    except NoCounterpartError as reason:
+        if given:
+            draft.left[name] = str(reason) or row.note or f"there is no {written(value)} here"
+        return
+    if settings is None:
+        if given:
+            draft.silent[name] = row.note or "our default"
+        return
+    for path, entry in settings.items():
+        key = draft.keys.holder(path)
+        # A variable of a shell, for what should be a number, a switch or one of our names.
+        unfilled = key is not None and "$" in str(entry) and (key.options() or key.type in (int, float, bool))
+        if given and unfilled:
+            draft.left[name] = "a shell fills it in: write it by hand"
+        else:
+            _set(draft, path, entry, name, given)
+
+
+def _set(draft: Draft, path: str, value: Value, name: str, given: bool) -> None:
+    target = Target.read(path)
+    before = draft.ours.get(target.path)
+    draft.carried.setdefault(name, target.path)
+    if not given and before and (before.given or target.index is None):
+        return
+    if target.index is None:
+        draft.ours[path] = DraftSetting(value, (name,), given)
+        return
+    entries = draft.value(target.path)
+    assert isinstance(entries, list)
+    entries = [value if at == target.index else entry for at, entry in enumerate(entries)]
+    theirs = (*(before.theirs if before else ()), name)
+    draft.ours[target.path] = DraftSetting(entries, theirs, given or bool(before and before.given))

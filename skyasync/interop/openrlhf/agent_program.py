@@ -1,0 +1,182 @@
+"""Plays OpenRLHF's agent files whose ``AgentExecutor`` has an ``execute`` of its own, as agent programs.
+
+The executor is given a prompt's text, sampling parameters that it may change, the model's tokenizer, and an
+``llm_engine`` with ``generate(token_ids, sampling_params)``, which asks the endpoint: what is trained is what was
+recorded there.
+
+Invariant: the ``action_ranges`` of a result are actions that the engine wrote, behind the tokens that it had read, or
+the episode fails by name; a call of the engine that is in none of them is not trained.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from contextvars import ContextVar
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from skyasync.endpoint.agent_process import Score
+from skyasync.endpoint.forms.text import FIELDS as COMPLETION_FIELDS
+from skyasync.envs.base import Conversation
+from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object
+from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
+from skyasync.interop.openrlhf.user_modules import refuse_images
+from skyasync.rewards.score import as_score
+from skyasync.rollout.chat import PlainText
+from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, told
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+_EPISODE: ContextVar[_ExecutorEpisode] = ContextVar("episode")
+_TEXT = frozenset({"skip_special_tokens", "include_stop_str_in_output"})  # of the text, which is made here
+NOTHING: dict[str, object] = {}
+_PLAIN = frozenset({"n", "logprobs", "max_tokens"})
+
+
+async def play(
+    data: dict[str, object], base_url: str, api_key: str, config: dict[str, object] = NOTHING, is_eval: bool = False
+) -> Score:
+    """One episode of the file's executor; an agent program."""
+    import aiohttp
+
+    refuse_row_with_images(data)
+    path, named = str(config[PATH_KEY]), cast("tuple[str, str, str]", config["tokenizer"])
+    tokenizer = _tokenizer(*named)
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        episode = _ExecutorEpisode(
+            http, base_url, tokenizer, cast("dict[bool, dict[str, object]]", config["sampling"])[is_eval]
+        )
+        _EPISODE.set(episode)
+        max_length = cast(int, config["max_length"])
+        executor = _executor(path, named, max_length)
+        prompt = PlainText(tokenizer, bool(config["chat_template"])).opening(cast(Conversation, data["prompt"]))
+        known = {
+            "prompt": prompt, "label": data.get("label"), "sampling_params": sampling_object(episode.sampling),
+            "max_length": max_length, "hf_tokenizer": tokenizer, "llm_engine": ENGINE, "images": None,
+        }  # fmt: skip
+        wanted = inspect.signature(executor.execute).parameters
+        result = await executor.execute(**{name: value for name, value in known.items() if name in wanted})
+        return episode.score(result if result is not None else episode.queued)
+
+
+class _Engine:
+    """``llm_engine``, whichever episode asks."""
+
+    async def generate(
+        self, prompt_token_ids: object, sampling_params: object, *more: object, multi_modal_data: object = None
+    ) -> SimpleNamespace:
+        refuse_images(multi_modal_data)
+        if (episode := _EPISODE.get(None)) is None:
+            raise RuntimeError(
+                "llm_engine.generate was called outside of the episode that it belongs to (from a server's thread, "
+                "say): an agent behind a server of its own is a program, generator.agent_program"
+            )
+        given = getattr(prompt_token_ids, "get", lambda _: None)("prompt_token_ids") or prompt_token_ids
+        return await episode.generate(list(cast("list[int]", given)), sampling_params)
+
+
+class _Queue:
+    """``result_queue`` of older files."""
+
+    async def put(self, result: Mapping[str, object]) -> None:
+        _EPISODE.get().queued = result
+
+
+ENGINE, _QUEUE = _Engine(), _Queue()
+
+
+class _ExecutorEpisode:
+    """One episode: its calls of the engine, and what they come to."""
+
+    def __init__(self, http: ClientSession, base_url: str, tokenizer: Tokenizer, sampling: dict[str, object]) -> None:
+        self._http, self._url, self._tokenizer, self.sampling = http, f"{base_url}/completions", tokenizer, sampling
+        self._calls: list[tuple[str, list[int], list[int]]] = []  # id, read, wrote
+        self.queued: Mapping[str, object] | None = None
+
+    async def generate(self, tokens: list[int], sampling_params: object) -> SimpleNamespace:
+        body = {"prompt": tokens, "return_token_ids": True, "logprobs": 1, **self._changed(sampling_params)}
+        async with self._http.post(self._url, json=body) as response:
+            answer = await response.json()
+        if response.status != 200:
+            raise RuntimeError(f"llm_engine.generate: {answer['error']['message']}")
+        (choice,) = answer["choices"]
+        wrote: list[int] = choice["token_ids"]
+        self._calls.append((answer["id"], tokens, wrote))
+        text = self._tokenizer.decode(wrote, skip_special_tokens=getattr(sampling_params, "skip_special_tokens", False))
+        known = choice["logprobs"]["token_logprobs"]
+        logprobs = [{token: SimpleNamespace(logprob=value)} for token, value in zip(wrote, known, strict=True)]
+        output = SimpleNamespace(
+            token_ids=wrote, text=text, logprobs=logprobs, finish_reason=choice["finish_reason"], index=0
+        )
+        return SimpleNamespace(outputs=[output], prompt_token_ids=tokens, request_id=answer["id"], finished=True)
+
+    def _changed(self, sampling_params: object) -> dict[str, object]:
+        """What the executor has changed of the run's sampling, as the endpoint's fields."""
+        usual = vars(sampling_object(self.sampling))
+        changed: dict[str, object] = {}
+        for name, before in usual.items():
+            value = getattr(sampling_params, name, before)
+            if name == "max_tokens":
+                changed |= {name: value} if value else {}
+            elif name not in _PLAIN | _TEXT and value != before and value is not None:
+                if name not in COMPLETION_FIELDS:
+                    raise ValueError(
+                        f"the executor has changed sampling_params.{name} to {value!r}, which is not changed call by "
+                        f"call: set generator.sampling_params.{name}"
+                    )
+                changed[name] = list(value) if isinstance(value, tuple) else value
+        return changed
+
+    def score(self, result: Mapping[str, object] | None) -> Score:
+        """What ``execute`` has returned.
+
+        Raises:
+            ValueError: naming what is missing in it, or what the engine did not write.
+        """
+        if not isinstance(result, Mapping) or result.get("reward") is None:
+            raise ValueError(f"execute must return a dictionary with a reward; it returned {result!r:.120}")
+        refuse_images(cast("list[object] | None", result.get("images")))
+        answer = {"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": result.get("extra_logs")}
+        found = as_score("execute", OpenRLHFSignature().answer(answer))
+        return Score(found.reward, found.metrics, left_out=self._left_out(result))
+
+    def _left_out(self, result: Mapping[str, object]) -> frozenset[str]:
+        ranges, tokens = result.get("action_ranges"), result.get("observation_tokens")
+        if ranges is None or tokens is None:
+            return frozenset()
+        whole = [int(token) for token in cast("list[int]", tokens)]
+        trained = set()
+        for start, end in cast("list[tuple[int, int]]", ranges):
+            call = next(
+                (id for id, read, wrote in self._calls if whole[:start] == read and whole[start:end] == wrote), None
+            )
+            if call is None:
+                raise ValueError(
+                    f"execute returned action_ranges with {(start, end)}, tokens that the engine did not generate: "
+                    f"only generated tokens can be trained; check the offsets (they index observation_tokens, "
+                    f"prompt included)"
+                )
+            trained.add(call)
+        return frozenset(id for id, _, _ in self._calls) - trained
+
+
+@cache
+def _tokenizer(path: str, template: str, arguments: str) -> Tokenizer:
+    return told(load_tokenizer(path), template, json.loads(arguments))
+
+
+@cache
+def _executor(path: str, tokenizer: tuple[str, str, str], max_length: int) -> SimpleNamespace:
+    """The process's one executor."""
+    parts = {
+        "max_length": max_length,
+        "hf_tokenizer": _tokenizer(*tokenizer),
+        "llm_engine": ENGINE,
+        "result_queue": _QUEUE,
+    }
+    return cast(SimpleNamespace, made(load_agent(path)["AgentExecutor"], parts))

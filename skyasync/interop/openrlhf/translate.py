@@ -1,0 +1,94 @@
+"""OpenRLHF's keys that depend on each other."""
+
+from __future__ import annotations
+
+import re
+
+from skyasync.config.values import Value
+from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, as_list
+from skyasync.interop.draft import HUB, PLACEMENT, PLAN, SAMPLING, A, Draft
+
+
+def _reward(value: Value, context: ConversionContext) -> list[Value]:
+    """Files with a ``reward_func``, or the addresses of a reward model's servers."""
+    files = [str(part) for part in as_list(value)]
+    if all(re.match(r"https?://", file) for file in files):
+        return [[",".join(files)]]
+    return [[file if ":" in file else f"{file}:reward_func" for file in files]]
+
+
+CONVERSIONS: dict[str, Conversion] = {
+    "reward": _reward,
+    "wandb": lambda value, context: [["jsonl", "wandb"] if value else ["jsonl"]],
+    "tensorboard": lambda value, context: [["jsonl", "tensorboard"] if value else ["jsonl"]],
+}
+
+
+def finish(draft: Draft) -> None:
+    """Correction and its thresholds, the KL term, lengths, data sets, plan and placement."""
+    enabled = bool(draft.theirs("algo.advantage.is_correction_enable", "enable_vllm_is_correction"))
+    kind = ("algo.advantage.is_correction_type", "vllm_is_correction_type")
+    bounds = ("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold")
+    enabled = enabled or bool(draft.given.get("use_icepop"))
+    draft.set_correction(enabled, draft.theirs(*bounds), *kind, *bounds)
+    draft.set_kl(bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef"))
+    _lengths(draft)
+    draft.set_split("data.train_data", "data.prompt_split", "prompt_split")
+    draft.set_split("data.val_data", "eval.split", "eval_split")
+    _first_rows(draft)
+    if draft.value(PLAN) == "one_step_off":
+        _plan(draft)
+    together = draft.named("train.colocate_all", "colocate_all_models")
+    if together and draft.given[together[0]]:
+        # With asynchronous training the engines have their own devices, and the trained models share theirs.
+        draft.put(f"{PLACEMENT}colocate_policy_ref", True, *together)
+        if draft.value(f"{A}advantage_estimator") == "gae":
+            draft.put(f"{PLACEMENT}colocate_policy_critic", True, *together)
+        if draft.value(PLAN) != "sync":
+            draft.ours.pop(f"{PLACEMENT}colocate_all", None)
+    if "generator.agent_func_path" in draft.ours and f"{A}dynamic_sampling.type" in draft.ours:
+        draft.put(f"{A}dynamic_sampling.metric", "score")  # what is filtered there, and not the reward
+
+
+def _lengths(draft: Draft) -> None:
+    """Their limit counts prompt and response together."""
+    names = ("data.max_len", "max_len")
+    total, response = draft.theirs(*names), draft.theirs("rollout.max_new_tokens", "max_new_tokens")
+    if not isinstance(total, int):
+        return
+    if isinstance(response, int) and "prompt_max_len" not in draft.given:
+        draft.put("trainer.max_prompt_length", total - response, *draft.named(*names))
+    elif response is None and total > draft.number("trainer.max_prompt_length"):
+        room = total - int(draft.number("trainer.max_prompt_length"))
+        draft.put(f"{SAMPLING}.max_generate_length", room, *draft.named(*names))
+
+
+def _plan(draft: Draft) -> None:
+    """Asynchronous training that generates beyond a batch or keeps requests over a weight update."""
+    partial = draft.named("train.partial_rollout_enable", "partial_rollout")
+    more = draft.named("rollout.vllm_generate_batch_size", "vllm_generate_batch_size")
+    prompts = draft.value("generator.generate_batch_size")
+    larger = bool(more) and isinstance(prompts, int) and prompts > draft.number(BATCH)
+    if more and not larger:
+        draft.drop("generator.generate_batch_size", "no larger than rollout.batch_size, which is generated anyway")
+    if not larger and not (partial and draft.given[partial[0]]):
+        return
+    queue = ("train.async_queue_size", "async_queue_size")
+    draft.put(PLAN, "fully_async", *draft.named("train.async_enable", "async_train"), *partial, *more)
+    draft.put("trainer.max_staleness", draft.theirs(*queue), *draft.named(*queue))
+    draft.ours.pop("trainer.async_queue_size", None)
+
+
+def _first_rows(draft: Draft) -> None:
+    """The first rows of a data set, as a slice of its split."""
+    path = "data.train_data"
+    name = next(iter(draft.named("data.max_samples", "max_samples")), "")
+    rows, sources = draft.given.get(name), draft.value(path)
+    if not isinstance(rows, int) or not isinstance(sources, list):
+        return
+    source, colon, split = str(sources[0]).partition(":") if len(sources) == 1 else ("", "", "")
+    if not HUB.fullmatch(source) or not re.fullmatch(r"\w*", split):
+        draft.left[name] = "a data set of the hub is cut by its name: owner/name:train[:1000]"
+        return
+    draft.put(path, [f"{source}:{split if colon else 'train'}[:{rows}]"], *draft.origin(path), name)
+    draft.left.pop(name, None)

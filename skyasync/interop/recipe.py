@@ -1,0 +1,224 @@
+"""Reading a recipe: a shell script, flags, overrides, YAML or a program, as keys and values.
+
+Invariant: the recipe is read, never run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from skyasync.config.values import Value, free, value_or_text
+from skyasync.errors import UserError
+from skyasync.interop import shell
+from skyasync.interop.system import systems
+
+
+@dataclass
+class SourceRecipe:
+    """``keys``: theirs -> value. ``command`` is the program that a script starts, "" where there is none.
+
+    ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a program says so.
+    """
+
+    keys: dict[str, Value] = field(default_factory=dict)
+    command: str = ""
+    branches: bool = False
+    system: str = ""
+
+    def with_(self, other: SourceRecipe) -> SourceRecipe:
+        """Both, the other's keys over these."""
+        keys, command = self.keys | other.keys, other.command or self.command
+        return SourceRecipe(keys, command, self.branches or other.branches, other.system or self.system)
+
+
+def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
+    """The recipe that the arguments are, or name: files first, then flags and overrides, which win.
+
+    Raises:
+        UserError: for a file that cannot be read, or if there is nothing to translate.
+    """
+    recipe = SourceRecipe()
+    rest = list(arguments)
+    while rest and not rest[0].startswith("-") and (Path(rest[0]).is_file() or "=" not in rest[0]):
+        recipe = recipe.with_(_file(Path(rest.pop(0))))
+    recipe = recipe.with_(SourceRecipe(flags(rest), "" if recipe.command else " ".join(rest)))
+    if not recipe.keys and not recipe.system:
+        raise UserError("there are no keys to translate: give a script, a YAML file, or flags")
+    return recipe
+
+
+def _file(path: Path) -> SourceRecipe:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if path.suffix in (".yaml", ".yml"):
+        return _yaml(text, path)
+    if path.suffix == ".ipynb":
+        text = _cells(text, path)
+    if path.suffix in (".py", ".ipynb"):
+        [system] = [system for system in systems().values() if "program" in system.adapters]
+        program = system.adapter("program")(text, path)
+        # A program that reads its command line shows one.
+        shown = _script(program.command, path.parent).keys if program.command else {}
+        return SourceRecipe(shown | program.keys, program.name, system=system.name if program.name else "")
+    return _script(text, path.parent)
+
+
+def _cells(text: str, path: Path) -> str:
+    """The code of a notebook, without its shell's commands.
+
+    Raises:
+        UserError: if it is not a notebook.
+    """
+    try:
+        parts = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is no notebook") from None
+    return "\n".join(re.sub(r"^\s*[%!].*(\\\n.*)*$", "", part, flags=re.MULTILINE) for part in parts)
+
+
+def _script(text: str, folder: Path) -> SourceRecipe:
+    """The command with most keys; a YAML file that it names is read with it."""
+    script = shell.read(text, folder=folder)
+    found = [SourceRecipe(flags(_behind_program(words)), " ".join(words)) for words in script.commands]
+    best = max(found, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
+    known = {name for system in systems().values() for name in system.table.variables}
+    best.keys |= {n: value_or_text(v) for n, v in script.variables.items() if n in known and isinstance(v, str)}
+    best.branches = script.branches
+    if file := _config(best.keys, folder):
+        best = _file(file).with_(SourceRecipe(best.keys, best.command, best.branches))
+    return best
+
+
+def _config(keys: dict[str, Value], folder: Path) -> Path | None:
+    """Takes out of the keys the YAML file that they name: ``config``, or Hydra's ``config-path`` and ``config-name``.
+
+    It is looked for as it is written, beside the script and in the folders above.
+    """
+    names = [key for key in ("config", "config_file", "config_name", "config-name") if isinstance(keys.get(key), str)]
+    for key in names:
+        name = str(keys[key])
+        place = keys.get(key.replace("name", "path")) if "name" in key else None
+        name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+        whole = f"{place}/{name}" if isinstance(place, str) else name
+        # What a shell would fill in is most often the script's own folder.
+        tries = [whole, name, name.rpartition("/")[2]]
+        for tail in (tried.rpartition("}/")[2].rpartition(")/")[2].lstrip("/") for tried in tries):
+            for base in (folder, *folder.parents):
+                if "$" not in tail and (base / tail).is_file():
+                    for used in (key, key.replace("name", "path")):
+                        keys.pop(used, None)
+                    return base / tail
+    others = [key for key in keys if key not in names]
+    if names and not any(system.table.find(key) for system in systems().values() for key in others):
+        raise UserError(f"{names[0]}={keys[names[0]]} is not beside {folder}: give the YAML file itself")
+    return None
+
+
+def _behind_program(words: list[str]) -> list[str]:
+    """What follows the program that is started: its module, its file, or a system's command and subcommand."""
+    commands = {system.command for system in systems().values()} - {""}
+    if "--" in words:
+        words = words[words.index("--") + 1 :]
+    for at, word in enumerate(words):
+        if word == "-m" and at + 1 < len(words) and not words[at + 1].startswith("torch.distributed"):
+            return words[at + 2 :]
+        if word.endswith(".py") and not word.startswith("-"):
+            return words[at + 1 :]
+        if word in commands:
+            return words[at + 2 :]
+    return words
+
+
+def flags(words: Sequence[str]) -> dict[str, Value]:
+    """``--flag value ...``, ``--flag=value``, ``key=value`` and Hydra's ``+key=value``; a bare flag is true."""
+    keys: dict[str, Value] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if word.startswith("--"):
+            values = [text] if equals else []
+            while not equals and rest and not _is_flag(rest[0]) and not (values and re.match(r"\w+=", rest[0])):
+                values.append(rest.pop(0))
+            values = [said.removesuffix(",") for said in values] if values[1:] else values
+            read = [value_or_text(said) for said in values]
+            value: Value = True if not read else read if read[1:] else read[0]
+            keys[name.lstrip("-")] = value
+        elif equals and re.fullmatch(r"\+{0,2}[\w.@/-]+", name):
+            keys[name.lstrip("+")] = value_or_text(text)
+    return keys
+
+
+def _is_flag(word: str) -> bool:
+    return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=", word))
+
+
+def _yaml(text: str, path: Path) -> SourceRecipe:
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{path} holds no keys")
+    keys = dict(_leaves(root, ""))
+    if isinstance(job := keys.get("run"), str) and "\n" in job:  # a launcher's, with the script in it
+        return _script(job, path.parent)
+    return SourceRecipe({key: _resolved(value, keys) for key, value in keys.items()})
+
+
+def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Value]]:
+    for name, value in node.value:
+        path = f"{prefix}{name.value}"
+        if isinstance(value, yaml.MappingNode) and value.value and path not in _mappings():
+            yield from _leaves(value, f"{path}.")
+        elif not path.endswith("_target_"):
+            yield path, free(value)
+
+
+@cache
+def _mappings() -> frozenset[str]:
+    """The keys that are mappings themselves, without keys in them."""
+    rows = [row for system in systems().values() for row in system.table.rows]
+    return frozenset(name for row in rows if row.function == "proportions" for name in row.names)
+
+
+def _resolved(value: Value, keys: Mapping[str, Value], depth: int = 0) -> Value:
+    """``${other.key}`` replaced by its value; what the file does not say stays as it is written."""
+    if isinstance(value, list):
+        return [_resolved(entry, keys, depth) for entry in value]
+    if not isinstance(value, str) or "${" not in value or depth > 8:
+        return value
+    if match := re.fullmatch(r"\$\{([\w.]+)\}", value):
+        return _resolved(keys[match[1]], keys, depth + 1) if match[1] in keys else value
+    return re.sub(r"\$\{([\w.]+)\}", lambda match: str(_resolved(keys.get(match[1], match[0]), keys, depth + 1)), value)
+
+
+def detect(recipe: SourceRecipe) -> str:
+    """The system that a program names, or whose tables know most keys; of two, the one that names more exactly.
+
+    Raises:
+        UserError: if no system knows any, or two know as many.
+    """
+    if recipe.system:
+        return recipe.system
+    scores = {}
+    for name, system in systems().items():
+        known = [key for key in recipe.keys if system.table.find(key)]
+        scores[name] = (len(known), sum(key in system.table.exact for key in known))
+    best = max(scores.values())
+    names = [name for name, score in scores.items() if score == best]
+    titles = [system.title for system in systems().values() if not best[0] or system.name in names]
+    if not best[0]:
+        raise UserError(f"these are no keys of {', '.join(titles)}: name the system with --from")
+    if names[1:]:
+        raise UserError(f"these keys are of {' and of '.join(titles)}: add --from {'|'.join(names)}")
+    return names[0]

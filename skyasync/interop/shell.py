@@ -1,0 +1,409 @@
+"""A shell script as the words of its commands.
+
+Invariant: nothing is run. Variables and arrays that the script sets, and those of the environment, take effect;
+``$(command)`` and what is not set stay as they are written. A condition that compares what is known is evaluated;
+branches of any other only set what has no value before.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+from tree_sitter import Language, Node, Parser
+
+_NAME = r"[A-Za-z_]\w*"
+#: What stands in braces: the length sign, a name, an index, an operator and its word.
+_PARAMETER = re.compile(rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL)
+_PLACEHOLDER = re.compile(r"(?<!<)<([A-Za-z][\w./-]*)>")  # which a shell would take for two redirections
+_EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
+_LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
+_SHELLS = ("bash", "sh", "zsh")
+_OPERATORS = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod,
+    "**": operator.pow,
+}  # fmt: skip
+_COMPARISONS = {
+    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
+    "-le": operator.le,
+}  # fmt: skip
+
+Known = bool | None
+"""Whether a condition holds or a branch runs; None if that is not known."""
+
+
+@dataclass
+class Script:
+    """``commands``: the words of each. ``branches``: some condition was not evaluated."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    variables: dict[str, str | list[str]] = field(default_factory=dict)
+    branches: bool = False
+
+
+def commands(text: str, environment: Mapping[str, str] | None = None) -> list[list[str]]:
+    """The words of each command, assignments left out, in the script's order."""
+    return read(text, environment).commands
+
+
+def read(text: str, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> Script:
+    """The whole script; scripts that it starts or sources are read with it where they stand in ``folder``."""
+    script = Script(variables={**(os.environ if environment is None else environment), "@": []})
+    reader = _Reader(script, folder)
+    reader.run(_parse(text), True)
+    while reader.functions:  # never called by name
+        reader.run(reader.functions.pop(next(iter(reader.functions))), True)
+    return script
+
+
+@cache
+def _parser() -> Parser:
+    import tree_sitter_bash
+
+    return Parser(Language(tree_sitter_bash.language()))
+
+
+def _parse(text: str) -> Node:
+    joined = re.sub(r"\\[ \t]*\n", " ", text.replace("\r\n", "\n"))
+    return _parser().parse(_PLACEHOLDER.sub("\ue000\\1\ue001", joined).encode()).root_node
+
+
+def _decoded(source: bytes | None) -> str:
+    return (source or b"").decode().replace("\ue000", "<").replace("\ue001", ">")
+
+
+def _text(node: Node) -> str:
+    return _decoded(node.text)
+
+
+def _parts(node: Node) -> list[Node]:
+    return [child for child in node.named_children if child.type != "comment"]
+
+
+def _and(left: Known, right: Known) -> Known:
+    return False if False in (left, right) else None if None in (left, right) else True
+
+
+def _not(known: Known) -> Known:
+    return None if known is None else not known
+
+
+@dataclass
+class _Reader:
+    script: Script
+    folder: Path | None
+    functions: dict[str, Node] = field(default_factory=dict)
+    depth: int = 0
+
+    # Statements: ``runs`` is whether the branch that they stand in is taken. Each returns whether it succeeds.
+
+    def run(self, node: Node, runs: Known) -> Known:
+        kind, children = node.type, _parts(node)
+        if runs is False:
+            return None
+        if kind == "function_definition":
+            self.functions[_text(children[0])] = children[-1]
+        elif kind == "list":
+            sign = _text(node.children[1])
+            left = self.run(children[0], runs)
+            # Where it is not known whether the first succeeds, the second is no branch of the script's: it counts.
+            right = self.run(children[1], _and(runs, left if sign == "&&" else _not(left)))
+            return _and(left, right) if sign == "&&" else _not(_and(_not(left), _not(right)))
+        elif kind == "if_statement":
+            self._if(node, runs)
+        elif kind == "case_statement":
+            self._case(node, runs)
+        elif kind in _LOOPS:
+            name = node.child_by_field_name("variable")
+            if name is not None and (value := node.child_by_field_name("value")) is not None:
+                self.script.variables.setdefault(_text(name), self.joined(value))
+            self.run(children[-1], None)
+        elif kind in ("test_command", "negated_command"):
+            return self.holds(node)
+        elif kind in ("variable_assignment", "declaration_command", "variable_assignments"):
+            for assignment in [node] if kind == "variable_assignment" else children:
+                self._assign(assignment, runs)
+        elif kind == "command":
+            return self._command(node, runs)
+        elif kind == "redirected_statement":
+            return self.run(children[0], runs)
+        else:  # a sequence, a pipeline, or what was not understood
+            for child in children:
+                self.run(child, runs)
+        return None
+
+    def _if(self, node: Node, runs: Known) -> None:
+        taken: Known = False
+        for branch in [node, *(child for child in node.children if child.type in ("elif_clause", "else_clause"))]:
+            parts = branch.children
+            then = next((at for at, child in enumerate(parts) if child.type in ("then", "else")), 0)
+            condition = [child for child in parts[:then] if child.is_named]
+            known = self.holds(condition[-1]) if len(condition) == 1 else None if condition else True
+            active = _and(_not(taken), known)
+            taken = _not(_and(_not(taken), _not(active)))
+            for child in parts[then:]:
+                if child.is_named and child.type not in ("elif_clause", "else_clause"):
+                    self.run(child, _and(runs, active))
+
+    def _case(self, node: Node, runs: Known) -> None:
+        [word, *items] = node.named_children
+        value, taken = self.joined(word), False
+        for item in items:
+            if item.type != "case_item":
+                continue
+            patterns = item.children_by_field_name("value")
+            matched = any(fnmatchcase(value, self.joined(pattern)) for pattern in patterns)
+            active = None if "$" in value else matched and not taken
+            taken = taken or matched
+            for child in item.named_children[len(patterns) :]:
+                self.run(child, _and(runs, active))
+
+    def _assign(self, node: Node, runs: Known) -> None:
+        if node.type != "variable_assignment" or node.named_children[0].type != "variable_name":
+            return
+        name, plus = _text(node.named_children[0]), node.children[1].type == "+="
+        variables, value = self.script.variables, node.child_by_field_name("value")
+        if runs is None:
+            self.script.branches = True
+            if variables.get(name) and not plus:
+                return
+        before = variables.get(name, "") if plus else ""
+        if value is not None and value.type == "array":
+            entries = [word for child in _parts(value) for word in self.expanded(child)]
+            variables[name] = [*(before if isinstance(before, list) else []), *entries]
+        else:
+            variables[name] = (before if isinstance(before, str) else "") + (self.joined(value) if value else "")
+
+    def _command(self, node: Node, runs: Known) -> Known:
+        """A call of a function, another script, or a command, and the assignments in front of it."""
+        self.script.branches |= runs is None
+        children = [child for child in _parts(node) if not child.type.endswith("_redirect")]
+        for child in children:
+            self._assign(child, runs)
+        raw = [child for child in children if child.type != "variable_assignment"]
+        words = [word for child in raw for word in self.expanded(child)]
+        if words[:1] == ["test"]:
+            return self.holds(_parse(f"[ {' '.join(map(_text, raw[1:]))} ]").named_children[0])
+        while words and re.match(rf"env$|{_NAME}=", words[0]):
+            words.pop(0)
+        if words and words[0] != ":" and self.depth < 8:
+            self.depth += 1
+            if not self._other(words):
+                self.script.commands.append(words)
+            self.depth -= 1
+        return None
+
+    def _other(self, words: list[str]) -> bool:
+        """Whether it starts statements that are read in its place: a function, another script, ``eval``, ``-c``."""
+        name, arguments = words[0], words[1:]
+        if name in self.functions:
+            return self._with(arguments, self.functions.pop(name))
+        if name == "eval":
+            return self._with(self._arguments(), _parse(" ".join(arguments)))
+        for at, word in enumerate(words[:-2]):
+            if word in _SHELLS and re.fullmatch(r"-\w*c", words[at + 1]):
+                return self._with(self._arguments(), _parse(words[at + 2]))
+        if name in (*_SHELLS, "source", ".") and arguments and self.folder:
+            file = self.folder / arguments[0].rpartition("/")[2]
+            if file.is_file() and "\0" not in (text := file.read_text(encoding="utf-8", errors="replace")):
+                return self._with(arguments[1:], _parse(text))
+        return False
+
+    def _arguments(self) -> list[str]:
+        found = self.script.variables.get("@", [])
+        return found if isinstance(found, list) else [found]
+
+    def _with(self, arguments: list[str], statements: Node) -> bool:
+        before, count = self._arguments(), len(self.script.commands)
+        self.script.variables["@"] = arguments
+        self.run(statements, True)
+        self.script.variables["@"] = before
+        return len(self.script.commands) > count or not arguments
+
+    # Conditions.
+
+    def holds(self, node: Node, patterns: bool = False) -> Known:
+        """Whether a condition holds. ``patterns``: it stands in ``[[``, where the right side of ``==`` is one."""
+        parts = node.named_children
+        if node.type == "test_command":
+            return self.holds(parts[0], node.children[0].type == "[[") if len(parts) == 1 else None
+        if node.type in ("parenthesized_expression", "negated_command"):
+            known = self.holds(parts[-1], patterns)
+            return _not(known) if node.type == "negated_command" else known
+        if node.type == "command":
+            return self._command(node, True) if _text(parts[0]) == "test" else None
+        sign = next((_text(child) for child in node.children if child not in parts or "operator" in child.type), "")
+        if node.type == "unary_expression":
+            return _not(self.holds(parts[-1], patterns)) if sign == "!" else self._is_empty(parts[-1], sign)
+        if node.type not in ("binary_expression", "list"):
+            return None
+        left, right = parts[0], parts[-1]
+        if sign in ("&&", "||"):
+            first, second = self.holds(left, patterns), self.holds(right, patterns)
+            return _and(first, second) if sign == "&&" else _not(_and(_not(first), _not(second)))
+        one, other = self.joined(left), self.joined(right)
+        if "$" in one + other:
+            return None
+        if sign in ("=", "==", "!="):
+            return (fnmatchcase(one, other) if patterns else one == other) is (sign != "!=")
+        try:
+            return bool(_COMPARISONS[sign](int(one), int(other)))
+        except (KeyError, ValueError):
+            return None
+
+    def _is_empty(self, node: Node, sign: str) -> Known:
+        """``-z`` and ``-n``; a variable that has no value is empty."""
+        value = self.joined(node)
+        if re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(node)) and "$" in value:
+            value = ""
+        return None if sign not in ("-z", "-n") or "$" in value else (not value) is (sign == "-z")
+
+    # Words.
+
+    def joined(self, node: Node) -> str:
+        """A word as one text."""
+        return " ".join(self.expanded(node))
+
+    def expanded(self, node: Node) -> list[str]:
+        """A word as words: quotes off, variables put in, split where they are not quoted."""
+        fields, solid = [""], False  # an empty word that is quoted counts
+        for value, quoted in self._pieces(node):
+            if isinstance(value, list):
+                parts = value if quoted else [part for entry in value for part in _split(entry)]
+            else:
+                parts = [value] if quoted or value.startswith("$") else _split(value)
+            solid = solid or (quoted and bool(parts))
+            fields[-1] += parts[0] if parts else ""
+            fields += parts[1:]
+        return [word for word in fields if word or solid]
+
+    def _pieces(self, node: Node) -> Iterator[tuple[str | list[str], bool]]:
+        """What a word consists of, and whether it is quoted or written out, so that it is not split."""
+        text = _text(node)
+        if node.type in ("concatenation", "command_name"):
+            for child in node.children:
+                yield from self._pieces(child)
+        elif node.type == "string":
+            source, begin = node.text or b"", 1
+            expansions = [child for child in node.children if child.type in _EXPANSIONS]
+            for child in expansions:
+                if before := source[begin : child.start_byte - node.start_byte]:
+                    yield _unescaped(before), True
+                yield self._value(child), True
+                begin = child.end_byte - node.start_byte
+            if source[begin:-1] or not expansions:
+                yield _unescaped(source[begin:-1]), True
+        elif node.type == "raw_string":
+            yield text[1:-1], True
+        elif node.type in _EXPANSIONS:
+            yield self._value(node), False
+        else:
+            yield re.sub(r"\\(.)", r"\1", text), True
+
+    def _value(self, node: Node) -> str | list[str]:
+        """What a ``$`` stands for; as it is written if that is not known."""
+        text = _text(node)
+        if node.type == "command_substitution":
+            return text
+        if node.type == "arithmetic_expansion":
+            number = self._number(node.named_children[0]) if node.named_child_count == 1 else None
+            return text if number is None else str(number)
+        found = self._parameter(text[2:-1] if text.startswith("${") else text[1:])
+        return text if found is None else found
+
+    def _number(self, node: Node) -> int | None:
+        """Whole numbers added, subtracted, multiplied and divided; None for anything else."""
+        parts = node.named_children
+        if node.type == "parenthesized_expression":
+            return self._number(parts[0])
+        if node.type == "binary_expression" and _text(node.children[1]) in _OPERATORS:
+            left, sign, right = self._number(parts[0]), _text(node.children[1]), self._number(parts[1])
+            if (
+                left is None
+                or right is None
+                or (sign in "/%" and not right)
+                or (sign == "**" and right not in range(65))
+            ):
+                return None
+            result: int = _OPERATORS[sign](left, right)
+            return result
+        if node.type == "unary_expression" and _text(node).startswith("-"):
+            negated = self._number(parts[-1])
+            return None if negated is None else -negated
+        value = self.script.variables.get(_text(node)) if node.type == "variable_name" else self.joined(node)
+        return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else None
+
+    def _parameter(self, body: str) -> str | list[str] | None:
+        """``name``, ``name:-word`` and the like; None if there is no value."""
+        if body == "#":
+            return str(len(self._arguments()))
+        match = _PARAMETER.fullmatch(body)
+        if not match:
+            return None
+        length, name, index, sign, word = match.groups()
+        value, sign = self._variable(name, index), sign or ""
+        if length:
+            return None if value is None else str(len(value))
+        missing = value is None or (not value and sign.startswith(":"))
+        if sign in (":-", "-", ":=", "="):
+            if not missing:
+                return value
+            value = self._word(word)
+            if sign.endswith("="):
+                self.script.variables[name] = value
+            return value
+        if sign in (":+", "+"):
+            return "" if missing else self._word(word)
+        if value is None or not sign or sign in (":?", "?"):
+            return value
+        if isinstance(value, list):
+            return value[int(word.partition(":")[0]) - (name == "@") :] if sign == ":" and word.isdigit() else value
+        return _changed(value, sign, self._word(word))
+
+    def _word(self, word: str) -> str:
+        command = _parse(f": {word}" if '"' in word else f': "{word}"').named_children
+        return " ".join(self.joined(child) for child in command[0].named_children[1:]) if command else word
+
+    def _variable(self, name: str, index: str | None) -> str | list[str] | None:
+        if name in "@*":
+            return self._arguments()
+        if name.isdigit():
+            return dict(enumerate(self._arguments(), start=1)).get(int(name))
+        value = self.script.variables.get(name)
+        if index is None or value is None:
+            return " ".join(value) if isinstance(value, list) and index is None else value
+        entries = value if isinstance(value, list) else [value]
+        if index in ("@", "*"):
+            return entries
+        return entries[int(index)] if index.isdigit() and int(index) < len(entries) else None
+
+
+def _unescaped(quoted: bytes) -> str:
+    return re.sub(r'\\(["\\$`])', r"\1", _decoded(quoted))
+
+
+def _split(value: str) -> list[str]:
+    """An unquoted value, split at its blanks; quotes in it hold together, and blanks at its ends part words as well."""
+    words = re.findall(r"""(?:"[^"]*"|'[^']*'|\S)+""", value)
+    return [*([""] if value[:1].isspace() else []), *words, *([""] if value[-1:].isspace() else [])]
+
+
+def _changed(value: str, sign: str, word: str) -> str | None:
+    """A value without the part that a pattern names, with one text for another, or in other letters."""
+    if sign in ("#", "##", "%", "%%"):
+        cuts: Sequence[int] = range(len(value) + 1) if sign in ("#", "%%") else range(len(value), -1, -1)
+        for cut in cuts:
+            part, rest = (value[:cut], value[cut:]) if "#" in sign else (value[cut:], value[:cut])
+            if fnmatchcase(part, word):
+                return rest
+        return value
+    if sign in ("/", "//"):
+        old, _, new = word.partition("/")
+        return value.replace(old, new, -1 if sign == "//" else 1)
+    return {",,": value.lower(), "^^": value.upper()}.get(sign)

@@ -1,0 +1,301 @@
+"""SkyRL's generators: ``GeneratorInterface``, its input and output, and the inference client that they are made with.
+
+Invariant: a generator of theirs is asked in its own words and answers in ours. Its tokens count as written by the
+policy that the engines had when it was asked, unless it hands on the client's ``response_versions`` as
+``rollout_versions``.
+Sources: ``skyrl/train/generators/base.py``, ``skyrl/train/generators/utils.py``, the inference client's interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypedDict, cast
+
+from aiohttp import web
+
+from skyasync.arrays import ints
+from skyasync.endpoint.door import Door
+from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
+from skyasync.endpoint.session import Session
+from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.envs.base import Conversation
+from skyasync.envs.registry import Foreign
+from skyasync.errors import UserError, unknown
+from skyasync.rollout import types
+from skyasync.rollout.types import PromptId, TrajectoryId
+
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+#: Of an output, what is no list per trajectory, or has no part in training here.
+_ASIDE = frozenset({"rollout_metrics", "is_last_step", "env_metrics", "trajectory_generation_times",
+                    "trajectory_time_splits", "rollout_expert_indices"})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrajectoryID:
+    """Which sample of which prompt."""
+
+    instance_id: str
+    repetition_id: int
+
+    def to_string(self) -> str:
+        return f"{self.instance_id}_{self.repetition_id}"
+
+
+@dataclass
+class BatchMetadata:
+    global_step: int
+    training_phase: str
+
+
+class GeneratorInput(TypedDict, total=False):
+    prompts: list[Conversation]
+    env_classes: list[str]
+    env_extras: list[dict[str, Any]]
+    sampling_params: dict[str, Any]
+    trajectory_ids: list[Any]
+    batch_metadata: BatchMetadata
+
+
+class GeneratorOutput(TypedDict, total=False):
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    rewards: list[float] | list[list[float]]
+    loss_masks: list[list[int]]
+    stop_reasons: list[str] | None
+    rollout_metrics: dict[str, Any] | None
+    rollout_logprobs: list[list[float]] | None
+    trajectory_ids: list[Any] | None
+
+
+class InferenceEngineInput(TypedDict, total=False):
+    prompts: list[Conversation] | None
+    prompt_token_ids: list[list[int]] | None
+    sampling_params: dict[str, Any] | None
+    session_ids: list[Hashable] | None
+
+
+class InferenceEngineOutput(TypedDict):
+    responses: list[str]
+    response_ids: list[list[int]]
+    stop_reasons: list[str]
+    response_logprobs: list[list[float]] | None
+
+
+class GeneratorInterface:
+    """Subclass it and define ``async def generate(self, input_batch)``."""
+
+    inference_engine_client: Foreign
+
+    def __init_subclass__(cls, **more: object) -> None:
+        super().__init_subclass__(**more)
+        if "generate" in vars(cls):
+            cls.generate = _in_both_words(cls.generate)  # type: ignore[method-assign,assignment]
+
+    async def generate(self, input_batch: Foreign) -> Foreign:
+        raise NotImplementedError(f"{type(self).__name__} must define generate(input_batch)")
+
+
+def _in_both_words(theirs: Callable[[Foreign, Foreign], Awaitable[Foreign]]) -> Callable[..., Awaitable[Foreign]]:
+    async def generate(self: GeneratorInterface, input_batch: Foreign) -> Foreign:
+        if "is_eval" not in input_batch:  # in their words: a loop of theirs, or super().generate
+            return await theirs(self, input_batch)
+        client = getattr(self, "inference_engine_client", None)
+        if isinstance(client, InferenceEngineClient):
+            await client.open_endpoint(input_batch["sampling_params"])
+        asked = input_batch["trajectory_ids"]
+        metadata = BatchMetadata(max((t.prompt.epoch for t in asked), default=0), _phase(input_batch))
+        request = {name: value for name, value in input_batch.items() if name != "is_eval"}
+        request |= {"sampling_params": as_dictionary(input_batch["sampling_params"]), "batch_metadata": metadata}
+        return in_our_words(await theirs(self, request), asked)
+
+    generate.__doc__ = theirs.__doc__
+    return generate
+
+
+def _phase(input_batch: Mapping[str, Any]) -> str:
+    return "eval" if input_batch["is_eval"] else "train"
+
+
+def in_our_words(output: Mapping[str, Any], asked: Sequence[types.TrajectoryId]) -> types.GeneratorOutput:
+    """What a generator of theirs returned, without what is None there, and with the ids that were asked for."""
+    found = {name: value for name, value in output.items() if value is not None and name not in _ASIDE}
+    if output.get("pixel_values") is not None:
+        raise UserError("the generator returned pixel_values: models are trained on text alone here")
+    found.setdefault("stop_reasons", ["stop"] * len(found.get("response_ids", ())))
+    if metrics := output.get("rollout_metrics"):
+        found["rollout_metrics"] = {str(n): float(v) for n, v in metrics.items() if isinstance(v, bool | int | float)}
+    if "trajectory_ids" in found:
+        known = {(t.instance_id, t.repetition_id): t for t in asked}
+        found["trajectory_ids"] = [known[t.instance_id, t.repetition_id] for t in found["trajectory_ids"]]
+    return cast(types.GeneratorOutput, found)
+
+
+def as_dictionary(sampling: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as their generators hand them on."""
+    return {**asdict(sampling), "logprobs": 1, "max_generate_length": sampling.max_tokens}
+
+
+def as_sampling(given: Mapping[str, Any] | SamplingParams | None, usual: SamplingParams) -> SamplingParams:
+    """The run's sampling with these changes.
+
+    Raises:
+        UserError: for a name that is none of vLLM's.
+    """
+    if isinstance(given, SamplingParams):
+        return given
+    changes = dict(given or {})
+    if changes.pop("n", 1) != 1:
+        raise UserError("sampling_params.n must be 1: generator.n_samples_per_prompt says how many samples there are")
+    changes.pop("logprobs", None)
+    length = changes.pop("max_generate_length", None)
+    if length is not None:
+        changes.setdefault("max_tokens", length)
+    for name in changes:
+        if name not in SAMPLING:
+            raise UserError(unknown("name in sampling_params", name, SAMPLING))
+    return SamplingParams(**{**asdict(usual), **{k: v for k, v in changes.items() if v is not None}})
+
+
+class InferenceEngineClient:
+    """The run's inference client, which also answers batches as SkyRL's does; everything else is the client's own.
+
+    Args:
+        client: ``skyasync.engines.client.InferenceClient``.
+        tokenizer: gives the model's tokenizer.
+        sampling: of the run, where a request says nothing.
+        max_model_len: most tokens of a sequence.
+    """
+
+    def __init__(
+        self, client: Foreign, tokenizer: Callable[[], Foreign], sampling: SamplingParams, max_model_len: int,
+        model_name: str = "policy",
+    ) -> None:  # fmt: skip
+        self._client, self._tokenizer, self._sampling, self._max_model_len = client, tokenizer, sampling, max_model_len
+        self.model_name = model_name
+        self._numbers = itertools.count()
+        self._endpoint: OpenEndpoint | None = None
+
+    def __getattr__(self, name: str) -> Foreign:
+        return getattr(object.__getattribute__(self, "_client"), name)
+
+    async def generate(self, request: Foreign, model: str | None = None) -> Foreign:
+        """One ``GenerationRequest``, or a batch in SkyRL's form."""
+        if isinstance(request, GenerationRequest):
+            return await self._client.generate(request)
+        return await self._batch(request)
+
+    async def _batch(self, batch: Mapping[str, Any]) -> InferenceEngineOutput:
+        prompts, sampling = self._prompts(batch), as_sampling(batch.get("sampling_params"), self._sampling)
+        sessions = list(batch.get("session_ids") or [])
+        requests = [
+            GenerationRequest(
+                request_id=f"skyrl-{next(self._numbers)}",
+                prompt_token_ids=ints(prompt),
+                sampling=self._within(prompt, sampling),
+                session_id=str(sessions[index]) if index < len(sessions) else f"skyrl-session-{next(self._numbers)}",
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*(self._client.generate(request) for request in requests))
+        ids = [answer.token_ids.tolist() for answer in answers]
+        asked = batch.get("sampling_params") or {}
+        wanted = "logprobs" not in asked or asked["logprobs"] is not None
+        return {
+            "responses": [self._tokenizer().decode(tokens, skip_special_tokens=True) for tokens in ids],
+            "response_ids": ids,
+            "stop_reasons": [answer.finish_reason or "stop" for answer in answers],
+            "response_logprobs": [answer.logprobs.tolist() for answer in answers] if wanted else None,
+            "response_versions": [answer.versions.tolist() for answer in answers],
+        }  # type: ignore[typeddict-unknown-key]
+
+    def _prompts(self, batch: Mapping[str, Any]) -> list[list[int]]:
+        if batch.get("mm_features"):
+            raise UserError("the generator asked with mm_features: models are trained on text alone here")
+        given = batch.get("prompt_token_ids")
+        if given is not None:
+            return [list(tokens) for tokens in given]
+        template = self._tokenizer().apply_chat_template
+        return [template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+                for messages in batch.get("prompts") or ()]  # fmt: skip
+
+    def _within(self, prompt: Sequence[int], sampling: SamplingParams) -> SamplingParams:
+        room = self._max_model_len - len(prompt)
+        if room < 1:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens leaves no room for a response: raise generator.max_model_len="
+                f"{self._max_model_len}"
+            )
+        return SamplingParams(**{**asdict(sampling), "max_tokens": min(sampling.max_tokens, room)})
+
+    def get_endpoint_url(self) -> str:
+        """The address of an OpenAI-compatible endpoint (without ``/v1``), on the loopback, open to any key.
+
+        It answers as soon as the generator is asked for its first batch. What is asked there is not recorded.
+        """
+        if self._endpoint is None:
+            self._endpoint = OpenEndpoint(self, self._tokenizer(), self._max_model_len)
+        return self._endpoint.address
+
+    async def open_endpoint(self, sampling: SamplingParams) -> None:
+        """Answer at that address, if somebody asked for it."""
+        if self._endpoint is not None:
+            self._endpoint.sampling = sampling
+            await self._endpoint.start()
+
+    async def shutdown(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
+        await self._client.shutdown()
+
+
+def get_sampling_params_for_backend(backend: str, sampling_params: Foreign) -> dict[str, Any]:
+    """The configuration's sampling settings, as generators take them."""
+    from skyasync.rollout.requests import sampling_params as settled
+
+    return as_dictionary(settled(sampling_params))
+
+
+def prepare_generator_input(
+    prompts: Sequence[Mapping[str, Any]], n_samples_per_prompt: int, sampling_params: dict[str, Any],
+    default_env_class: str, training_phase: str, global_step: int,
+) -> tuple[GeneratorInput, list[str]]:  # fmt: skip
+    """What a generator is asked for, for a batch of the data loader; and each trajectory's uid."""
+    pairs = [(prompt, repetition) for prompt in prompts for repetition in range(n_samples_per_prompt)]
+    return {
+        "prompts": [prompt["prompt"] for prompt, _ in pairs],
+        "env_classes": [prompt["env_class"] or default_env_class for prompt, _ in pairs],
+        "env_extras": [deepcopy(prompt["env_extras"]) for prompt, _ in pairs],
+        "sampling_params": sampling_params,
+        "trajectory_ids": [TrajectoryID(prompt["uid"], repetition) for prompt, repetition in pairs],
+        "batch_metadata": BatchMetadata(global_step, training_phase),
+    }, [prompt["uid"] for prompt, _ in pairs]
+
+
+class OpenEndpoint(Endpoint):
+    """Its port is taken when it is made, so that the address is known before anything runs."""
+
+    sampling = SamplingParams()
+
+    def __init__(self, client: Foreign, tokenizer: Foreign, max_model_len: int) -> None:
+        super().__init__(client, tokenizer, max_model_len)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind((LOOPBACK, 0))
+        self._numbers = itertools.count()
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
+
+    async def _listen(self, door: Door, runner: web.AppRunner) -> int:
+        return await door.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
+
+    @contextmanager
+    def entered(self, request: web.Request) -> Iterator[Session]:
+        """A session for this request alone, which is forgotten."""
+        yield Session(TrajectoryId(PromptId(0, next(self._numbers)), 0), self.sampling, "endpoint")

@@ -1,0 +1,150 @@
+"""SkyRL's environments: ``BaseTextEnv``, tool groups, ``register`` and ``make``.
+
+Invariant: an episode of such a class says what ``skyasync.envs`` lets an environment say. Its metrics may be truth
+values and texts, as there: the first are numbers here, the second are left out. Source: ``skyrl_gym``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from skyasync import envs
+from skyasync.envs.base import BaseTextEnvStepOutput, Conversation
+from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.registry import Foreign, env_factory, register
+
+__all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "ConversationType", "Env", "ToolGroup", "make", "register", "tool"]
+
+ConversationType = Conversation
+F = TypeVar("F", bound=Callable[..., object])
+log = logging.getLogger(__name__)
+
+
+class AttributeDict(dict[str, Any]):
+    """A mapping whose entries are attributes as well, at every depth."""
+
+    def __init__(self, values: Mapping[str, object] | None = None) -> None:
+        super().__init__({k: AttributeDict(v) if isinstance(v, Mapping) else v for k, v in (values or {}).items()})
+
+    def __getattr__(self, name: str) -> Foreign:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"environment.env_config has no {name!r}; it has: {', '.join(self)}") from None
+
+
+class tool:
+    """Marks a method of a tool group."""
+
+    def __init__(self, func: Callable[..., object]) -> None:
+        self.func, self.name = func, func.__name__
+
+    def __get__(self, instance: object, owner: type) -> Foreign:
+        return self if instance is None else self.func.__get__(instance, owner)
+
+
+class ToolGroup:
+    """Tools that share a state."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        marked = [found for found in (getattr(type(self), n, None) for n in dir(type(self))) if isinstance(found, tool)]
+        self._tool_registry = {found.name: getattr(self, found.name) for found in marked}
+
+    def get_name(self) -> str:
+        return self.name
+
+    def get_tool(self, name: str) -> Callable[..., object] | None:
+        return self._tool_registry.get(name)
+
+    def get_tool_names(self) -> list[str]:
+        return list(self._tool_registry)
+
+    def execute_tool(self, name: str, *args: object, **kwargs: object) -> Foreign:
+        if name not in self._tool_registry:
+            raise ValueError(f"tool {name!r} is not in the group {self.name!r}: {', '.join(self._tool_registry)}")
+        return self._tool_registry[name](*args, **kwargs)
+
+    def get_tool_to_group_mapping(self) -> dict[str, str]:
+        return dict.fromkeys(self._tool_registry, self.name)
+
+
+class BaseTextEnv(envs.BaseTextEnv):
+    """As in SkyRL: ``super().__init__()`` without arguments, ``max_turns`` and tool groups."""
+
+    tool_groups: list[ToolGroup]
+    tool_to_toolgroup: dict[str, str]
+
+    def __init__(self, env_config: Foreign = None, extras: dict[str, Any] | None = None, **kwargs: object) -> None:
+        super().__init__(env_config, extras)
+        self.max_turns = int(self.extras.get("max_turns", 1))
+        self.init_tool_groups([])
+
+    def init_tool_groups(self, tool_groups: list[ToolGroup] | None = None) -> None:
+        self.tool_groups = list(tool_groups or ())
+        groups = [group.get_tool_to_group_mapping() for group in self.tool_groups]
+        self.tool_to_toolgroup = {name: group for mapping in groups for name, group in mapping.items()}
+
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Foreign) -> Foreign:
+        for group in self.tool_groups:
+            if group.name == tool_group_name:
+                return group.execute_tool(tool_name, *tool_input)
+        raise ValueError(f"there is no tool group {tool_group_name!r}: {', '.join(g.name for g in self.tool_groups)}")
+
+    @staticmethod
+    def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+        """Means of the numbers, which is what happens to all metrics here."""
+        found = [_numbers(episode) for episode in metrics]
+        names = dict.fromkeys(name for episode in found for name in episode)
+        columns = {name: [episode[name] for episode in found if name in episode] for name in names}
+        return {name: sum(values) / len(values) for name, values in columns.items()}
+
+    @classmethod
+    def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[envs.BaseTextEnv]:
+        """What plays episodes of this class; asked for by ``skyasync.envs.registry``."""
+        if cls.aggregate_metrics is not BaseTextEnv.aggregate_metrics:
+            log.warning("%s.aggregate_metrics is not called: an environment's metrics are averaged", cls.__name__)
+        return type(cls.__name__, (_GymEpisode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)})
+
+
+Env = BaseTextEnv
+
+
+class _GymEpisode:
+    """In front of a user's class: what it is made with, and what it says."""
+
+    spec_name: ClassVar[str] = ""
+    spec_kwargs: ClassVar[dict[str, object]] = {}
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+        config = env_config or {}
+        own = config.get(self.spec_name) if isinstance(config.get(self.spec_name), Mapping) else config
+        given = {"env_config": AttributeDict(own), "extras": dict(extras or {}), **self.spec_kwargs}
+        super().__init__(**given)
+        for name in ("env_config", "extras"):  # of a class that hands none of them on
+            if not getattr(self, name, None):
+                setattr(self, name, given[name])
+
+    def step(self, action: str) -> Foreign:
+        output = super().step(action)  # type: ignore[misc]
+        if isinstance(output, Mapping) and output.get("postprocessed_action") not in (None, action):
+            raise InvalidEnvOutputError(
+                "step returned a postprocessed_action that is not the action: the model is trained on the tokens that "
+                "it wrote, which are never made again from text"
+            )
+        return output
+
+    def get_metrics(self) -> dict[str, float]:
+        return _numbers(super().get_metrics())  # type: ignore[misc]
+
+
+def make(id: str, **kwargs: Foreign) -> envs.BaseTextEnv:
+    """An environment to be played by hand."""
+    env_config, extras = kwargs.pop("env_config", {}), kwargs.pop("extras", {})
+    return env_factory(id, kwargs)(env_config=env_config, extras=extras)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}

@@ -1,0 +1,33 @@
+"""SkyRL's keys that depend on each other."""
+
+from __future__ import annotations
+
+import re
+
+from skyasync.config.values import Value
+from skyasync.interop.conversion import Conversion
+from skyasync.interop.draft import PLAN, A, Draft
+
+CONVERSIONS: dict[str, Conversion] = {}
+_MASKS = f"{A}off_policy_masks"
+
+
+def finish(draft: Draft) -> None:
+    """Masks that are on where a threshold is given, the plan of the program, rewards of its environments."""
+    masks = draft.value(_MASKS)
+    chosen: list[Value] = [masks] if isinstance(masks, str) else list(masks) if isinstance(masks, list) else []
+    for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
+        if any(f"{A}{prefix}_threshold_{end}" in draft.ours for end in ("low", "high")):
+            chosen.append(mask)
+    if chosen:
+        draft.put(_MASKS, chosen, *draft.origin(_MASKS))
+    if PLAN not in draft.ours:
+        if "fully_async" in draft.recipe.command:
+            draft.put(PLAN, "fully_async")
+        elif re.search(r"\.main_async\b|async\.main", draft.recipe.command):
+            draft.put(PLAN, "one_step_off")
+    if draft.value("environment.env_class") == "reward":
+        draft.put("environment.reward_funcs", ["gsm8k"], "environment.env_class")
+    if not draft.value(f"{A}use_kl_loss") and not draft.value(f"{A}use_kl_in_reward"):
+        draft.drop(f"{A}kl_loss_coef", "there is no KL term")
+        draft.drop(f"{A}kl_estimator_type", "there is no KL term")

@@ -1,0 +1,79 @@
+"""TRL's keys that depend on each other."""
+
+from __future__ import annotations
+
+import re
+
+from skyasync.config.values import Value
+from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, N, NoCounterpartError, as_list
+from skyasync.interop.draft import CORRECTION, MINI, PLAN, SAMPLING, A, Draft
+
+
+def _rewards(value: Value, context: ConversionContext) -> list[Value]:
+    names = [str(name) for name in as_list(value)]
+    if any(":" not in name and "." not in name for name in names):
+        raise NoCounterpartError("name each function with its file: file.py:function")
+    return [[name if ":" in name else ":".join(name.rsplit(".", 1)) for name in names]]
+
+
+CONVERSIONS: dict[str, Conversion] = {"rewards": _rewards}
+
+
+def finish(draft: Draft) -> None:
+    """Batches from per-device sizes, the loss's reduction, what scales rewards, names of data sets, other trainers."""
+    loss = draft.theirs("loss_type")
+    if draft.theirs("importance_sampling_level") == "sequence":
+        draft.put(f"{A}policy_loss_type", "gspo", "importance_sampling_level", "loss_type")
+    if draft.given.get("use_peft"):
+        for name, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
+            if f"trainer.policy.lora.{name}" not in draft.ours:
+                draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
+    if re.search(r"RLOO|\brloo\b", draft.recipe.command):
+        _rloo(draft)
+    if "Async" in draft.recipe.command:
+        draft.put(PLAN, "fully_async")
+        draft.put("generator.backend", "vllm")
+        draft.put("trainer.max_staleness", draft.given.get("max_staleness", 4), "max_staleness")
+        draft.put(CORRECTION, "none")
+        draft.put("trainer.allow_uncorrected", True)
+    reductions = {"grpo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
+    draft.put(f"{A}loss_reduction", reductions.get(str(loss), "token_mean"), "loss_type")
+    if loss == "dr_grpo":
+        draft.put(f"{A}max_seq_len", draft.value(f"{SAMPLING}.max_generate_length"), "loss_type")
+    if draft.value(f"{A}advantage_estimator") == "normalized":
+        draft.put(f"{A}reward_norm_mean", "group")
+    enabled = bool(draft.theirs("vllm_importance_sampling_correction")) and bool(draft.theirs("use_vllm"))
+    mode, low, high, cap = (f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap"))
+    bounds: list[Value] = [draft.theirs(low) or 0.0, draft.given.get(cap, draft.given.get(high, 3.0))]
+    draft.set_correction(enabled, bounds, mode, low, high, cap)
+    _batches(draft)
+    config = draft.given.get("dataset_config")
+    if config and isinstance(sources := draft.value("data.train_data"), list):
+        draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
+        draft.left.pop("dataset_config", None)
+    draft.set_split("data.train_data", "dataset_train_split")
+
+
+def _batches(draft: Draft) -> None:
+    device, accumulation, generation = (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+    )  # fmt: skip
+    per_device, steps = draft.theirs(device), draft.given.get(accumulation, 1)
+    if isinstance(per_device, int) and isinstance(steps, int):
+        generations = draft.theirs(generation) or steps
+        if "generation_batch_size" not in draft.given and isinstance(generations, int):
+            draft.set_prompts(BATCH, per_device * generations, device, generation)
+        draft.set_prompts(MINI, per_device * steps, device, accumulation)
+
+
+def _rloo(draft: Draft) -> None:
+    """TRL's RLOO, whose defaults are not GRPO's."""
+    draft.put(f"{A}advantage_estimator", "rloo")
+    for name in ("reward_norm_std", "use_kl_loss", "kl_loss_coef"):
+        draft.ours.pop(f"{A}{name}", None)
+    if "num_generations" not in draft.given:
+        draft.put(N, 2)
+    if beta := draft.given.get("beta", 0.05):
+        draft.put(f"{A}use_kl_in_reward", True, "beta")
+        draft.put(f"{A}kl_loss_coef", beta, "beta")
+        draft.put(f"{A}kl_estimator_type", "k1")

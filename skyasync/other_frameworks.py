@@ -1,0 +1,95 @@
+"""What the library asks about code and recipes of other frameworks: ``skyasync.interop`` answers, if it is installed.
+
+Invariant: no other module outside of ``skyasync.interop`` imports it, and the library trains without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from typing import Any, NoReturn
+
+from skyasync.errors import UserError
+
+_PACKAGE = "skyasync.interop"
+Foreign = Any  # of the user, or of rooms above
+
+#: Stands for a value that is not known: ``--flag`` alone, or a key without ``=``.
+UNKNOWN = object()
+
+
+class OtherFrameworks:
+    """Every question, with the answer that holds where ``skyasync.interop`` is not installed."""
+
+    #: Modules that register environments.
+    environments: tuple[str, ...] = ()
+
+    #: The environment that plays agent files.
+    agent_file_environment = ""
+
+    #: The programs that play agent files with a loop of their own, by all names that they ever had.
+    agent_file_programs: tuple[str, ...] = ()
+
+    def titles(self) -> list[str]:
+        """What the known frameworks call themselves."""
+        return []
+
+    def key_hint(self, path: str, value: Foreign, given: Mapping[str, Foreign], defaults: Mapping[str, Foreign]) -> str:
+        """Our setting for a key of another framework, "" if none has this key.
+
+        Args:
+            value: the value to set, or ``UNKNOWN``.
+            given: all that was set, by anyone's keys: some units depend on other keys.
+            defaults: the defaults of our keys.
+        """
+        return ""
+
+    def value_hint(self, path: str, value: Foreign) -> str:
+        """Our value for another framework's value of our key ``path``, "" if none has this value."""
+        return ""
+
+    def variables(self) -> Mapping[str, tuple[str, str]]:
+        """Environment variables that only another framework reads: name -> its title and our key."""
+        return {}
+
+    def translate(self, argv: Sequence[str]) -> None:
+        """Print a recipe as our configuration."""
+        _missing("translate")
+
+    def reward_signatures(self) -> Sequence[Foreign]:
+        """Instances of ``skyasync.rewards.signature.Signature``."""
+        return ()
+
+    def remote_reward(self, addresses: str) -> Callable[..., Foreign]:
+        """The reward function that asks the servers at these addresses."""
+        _missing(f"environment.reward_funcs={addresses}")
+
+    def modules_for_user_files(self) -> AbstractContextManager[None]:
+        """While it is entered, files can import what they need of a framework that is not installed."""
+        return nullcontext()
+
+    def settle_agent_file(self, cfg: Foreign) -> None:
+        """Choose what plays the file of ``generator.agent_func_path``."""
+        _missing(f"generator.agent_func_path={cfg.generator.agent_func_path}")
+
+    def agent_program(self, agent_class: type, settings: Mapping[str, object]) -> Callable[..., Foreign]:
+        """A program that plays episodes with an object of this class, made with these settings."""
+        _missing(f"the class {agent_class.__name__} in generator.agent_program")
+
+
+def _missing(what: str) -> NoReturn:
+    raise UserError(f"{what} needs {_PACKAGE}, which is not part of this installation")
+
+
+@cache
+def other_frameworks() -> OtherFrameworks:
+    """The answers of ``skyasync.interop``, or the defaults above."""
+    try:
+        found: OtherFrameworks = import_module(_PACKAGE).Interop()
+    except ModuleNotFoundError as error:
+        if error.name != _PACKAGE:
+            raise
+        return OtherFrameworks()
+    return found

@@ -1,0 +1,281 @@
+"""A recipe of another system becomes a configuration that loads, with every key accounted for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from skyasync.config import Config, ConfigError, load_config
+from skyasync.errors import UserError
+from skyasync.interop import shell
+from skyasync.interop.recipe import SourceRecipe, detect, flags, read_recipe
+from skyasync.interop.system import systems
+from skyasync.interop.translation import translated
+from skyasync.tools.ways import translate
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+SAMPLES = [
+    ("openrlhf/recipe.sh", "openrlhf"),
+    ("skyrl/recipe.sh", "skyrl"),
+    ("roll/recipe.yaml", "roll"),
+    ("areal/recipe.yaml", "areal"),
+    ("verl/recipe.yaml", "verl"),
+    ("trl/recipe.py", "trl"),
+    ("trl/recipe.yaml", "trl"),
+]
+A = "trainer.algorithm."
+
+
+def ours(text: str, folder: Path) -> Config:
+    file = folder / "ours.yaml"
+    file.write_text(text)
+    return load_config(["--config", str(file)])
+
+
+def flat(text: str) -> dict[str, object]:
+    def leaves(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+        found: dict[str, object] = {}
+        for name, value in tree.items():
+            whole = f"{prefix}{name}"
+            is_group = isinstance(value, dict) and whole != "environment.domains"
+            found |= leaves(value, f"{whole}.") if is_group else {whole: value}  # type: ignore[arg-type]
+        return found
+
+    return leaves(yaml.safe_load(text))
+
+
+def of(*words: str, system: str) -> dict[str, object]:
+    return flat(translated(SourceRecipe(flags(words)), system))
+
+
+@pytest.mark.parametrize(("file", "system"), SAMPLES)
+def test_a_recipe_is_recognised_loads_and_accounts_for_every_key(file: str, system: str, tmp_path: Path) -> None:
+    recipe = read_recipe([str(HERE / file)])
+    assert detect(recipe) == system
+    text = translated(recipe, system)
+    assert isinstance(ours(text, tmp_path), Config)
+    lines = text.splitlines()
+    accounted = [key for key in recipe.keys if any(key in line.partition("#")[2] for line in lines)]
+    assert [key for key in recipe.keys if key not in accounted] == []
+
+
+EXPECTED = {
+    "openrlhf/recipe.sh": {
+        "trainer.plan": "fully_async", "trainer.train_batch_size": 96, "trainer.policy_mini_batch_size": 24,
+        "generator.n_samples_per_prompt": 12, f"{A}off_policy_correction": "icepop", f"{A}icepop_low": 0.4,
+        f"{A}icepop_high": 4.0, f"{A}use_kl_loss": True, f"{A}kl_loss_coef": 0.002, f"{A}eps_clip_high": 0.3,
+        "trainer.max_prompt_length": 1024, "trainer.update_epochs_per_batch": 2, "trainer.epochs": 3,
+        "data.train_data": ["acme/sums:hard"], "environment.reward_funcs": ["/data/rewards/judge.py:reward_func"],
+        f"{A}advantage_estimator": "reinforce++_baseline", "trainer.eval_interval": 0,
+        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95], "trainer.ckpt_path": "/data/runs/one/ckpt",
+    },
+    "skyrl/recipe.sh": {
+        "trainer.plan": "fully_async", "trainer.max_staleness": 3, "generator.max_concurrent_rollouts": 192,
+        f"{A}policy_loss_type": "ppo", f"{A}off_policy_correction": "sequence_tis",
+        f"{A}off_policy_masks": ["outlier_mask"], "trainer.policy.optimizer_config.scheduler": "constant",
+        "trainer.ckpt_keep": 0, "trainer.resume_mode": "none", "data.train_data": ["/data/sums/train.parquet"],
+        "environment.reward_funcs": ["gsm8k"], "trainer.policy.optimizer_config.weight_decay": 0.01,
+    },
+    "roll/recipe.yaml": {
+        "trainer.plan": "fully_async", "trainer.async_generation_ratio": 1.5, "trainer.max_staleness": 2,
+        "trainer.policy_mini_batch_size": 16, f"{A}advantage_estimator": "normalized", f"{A}reward_norm_std": "batch",
+        f"{A}policy_loss_type": "dual_clip", f"{A}kl_loss_coef": 0.002, f"{A}dynamic_sampling.mode": "refill",
+        "environment.domains": {"sums": {"proportion": 0.7}, "products": {"proportion": 0.3}},
+        "generator.sampling_params.max_generate_length": 900, "generator.num_inference_engines": 4,
+        "trainer.run_name": "sums-acme-small", f"{A}loss_reduction": "sequence_mean",
+    },
+    "areal/recipe.yaml": {
+        "trainer.plan": "fully_async", "trainer.max_staleness": 3, "trainer.staleness_bound": "mean",
+        f"{A}policy_loss_type": "decoupled_ppo", f"{A}behave_imp_weight_cap": 4.0, f"{A}eps_clip_low": 0.3,
+        f"{A}eps_clip_high": 0.4, "trainer.policy_mini_batch_size": 32, f"{A}reward_norm_mean": "group",
+        "generator.num_inference_engines": 3, "generator.inference_engine_tensor_parallel_size": 2,
+        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95], "trainer.logger": ["wandb"],
+        "trainer.placement.policy_num_gpus_per_node": 2, f"{A}reward_clip": 20.0,
+    },
+    "verl/recipe.yaml": {
+        f"{A}policy_loss_type": "gspo", f"{A}loss_reduction": "sequence_mean", f"{A}kl_loss_coef": 0.004,
+        f"{A}kl_estimator_type": "k3", f"{A}use_kl_loss": True, "trainer.policy_mini_batch_size": 20,
+        "generator.num_inference_engines": 4, "environment.reward_funcs": ["rewards/sums.py:judge"],
+        "generator.eval_n_samples_per_prompt": 3, "data.val_data": ["/data/sums/test.parquet"],
+        "trainer.placement.colocate_all": True, "trainer.ckpt_interval": 0,
+    },
+    "trl/recipe.py": {
+        "trainer.train_batch_size": 4, "generator.n_samples_per_prompt": 6, f"{A}loss_reduction": "sequence_mean",
+        f"{A}advantage_estimator": "normalized", f"{A}reward_norm_std": "none", f"{A}kl_loss_coef": 0.02,
+        f"{A}off_policy_correction": "token_tis", f"{A}token_tis_ratio_clip_high": 2.5,
+        "data.train_data": ["acme/sums#hard:train"], f"{A}truncated_responses": "mask", f"{A}eps_clip_high": 0.28,
+    },
+    "trl/recipe.yaml": {
+        "trainer.train_batch_size": 8, "data.train_data": ["acme/sums#hard"],
+        "environment.reward_funcs": ["my_rewards:brevity"], "generator.sampling_params.top_k": -1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "system"), SAMPLES)
+def test_a_recipe_says_here_what_it_says_there(file: str, system: str) -> None:
+    found = flat(translated(read_recipe([str(HERE / file)]), system))
+    assert {path: found.get(path) for path in EXPECTED[file]} == EXPECTED[file]
+
+
+def test_keys_without_a_counterpart_are_comments_with_a_reason() -> None:
+    text = translated(read_recipe([str(HERE / "openrlhf/recipe.sh")]), "openrlhf")
+    assert "#   critic.num_gpus_per_node=2: trainer.placement" in text  # which has no effect without gae
+    assert "#   ds.zero_stage=3: fsdp2 always shards" in text
+    assert "# Not known as keys of OpenRLHF:\n#   quux.zorp=7" in text
+
+
+@pytest.mark.parametrize("system", systems())
+def test_a_system_s_defaults_alone_load(system: str, tmp_path: Path) -> None:
+    text = translated(SourceRecipe({}), system)
+    assert isinstance(ours(text, tmp_path), Config)
+
+
+@pytest.mark.parametrize("system", systems())
+def test_every_key_at_its_default_is_accounted_for(system: str, tmp_path: Path) -> None:
+    from skyasync.config.values import free, parse
+
+    keys = {row.names[0]: free(parse(row.default)) for row in systems()[system].table.rows if row.default}
+    text = translated(SourceRecipe(keys), system)
+    ours(text, tmp_path)
+    assert [key for key in keys if not any(key in line.partition("#")[2] for line in text.splitlines())] == []
+
+
+def test_what_contradicts_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    text = translated(SourceRecipe({"trainer.placement.colocate_all": True}, "-m examples.async.main_async"), "skyrl")
+    assert ours(text, tmp_path).trainer.placement.colocate_all is False
+    assert "#   trainer.placement.colocate_all=true: plan one_step_off" in text
+
+
+def test_units_and_kinds_that_other_keys_decide() -> None:
+    sync = of("--rollout.n_samples_per_prompt", "8", "--rollout.batch_size", "128", "--train.batch_size", "1024",
+              system="openrlhf")  # fmt: skip
+    assert sync["trainer.policy_mini_batch_size"] == 0
+    reward = of("--algo.kl.init_coef", "0.05", system="openrlhf")
+    assert (reward[f"{A}use_kl_in_reward"], reward[f"{A}kl_loss_coef"]) == (True, 0.05)
+    none = of("--algo.kl.init_coef", "0", "--algo.kl.use_loss", system="openrlhf")
+    assert none[f"{A}use_kl_loss"] is False
+    band = of("algorithm.rollout_correction.rollout_is=token",
+              "algorithm.rollout_correction.rollout_is_threshold=0.5_3.0", system="verl")  # fmt: skip
+    assert (band[f"{A}off_policy_correction"], band[f"{A}icepop_high"]) == ("icepop", 3.0)
+
+
+def test_a_shell_script_is_read_as_a_shell_would() -> None:
+    text = """
+    H=${NOT_SET:-"${A:-h}/i"}; A=1; B='$A'; : "${C:=3}" ; D=${E:-$C}  # not this
+    LIST=(--x "$A" --y '#z'  # nor this
+       --w $((C * (A + 1))))
+    export F="a b"
+    if [ "$A" = 1 ]; then G=yes; else G=no; fi
+    run "${LIST[@]}" $B "$F" ${D} $G $H ${NOT_SET} $@ | tee log
+    """
+    words = ["run", "--x", "1", "--y", "#z", "--w", "6", "$A", "a b", "3", "yes", "h/i", "${NOT_SET}"]
+    assert words in shell.commands(text, environment={})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run --model <your-model> --n 8", ["run", "--model", "<your-model>", "--n", "8"]),
+        ("case $A in x|1) B=2;; *) B=3;; esac; run $B > log 2>&1 &", ["run", "2"]),
+        ("f() { run \"$@\" ${#} ${A%%.*}; }; f 'a b' c", ["run", "a b", "c", "2", "1"]),
+        ("if [ $A -gt 0 ] && [[ $A == [12] ]]; then B=yes; else B=no; fi; run $B", ["run", "yes"]),
+        ("if command -v x; then B=1; else B=2; fi; env C=3 run --b=$B --c=${C}", ["run", "--b=1", "--c=${C}"]),
+        ("run [1,2] e={a:1} +f.g=null 'q'\"\\\"r\" ~k {1,2} $(nproc)  # s",
+         ["run", "[1,2]", "e={a:1}", "+f.g=null", 'q"r', "~k", "{1,2}", "$(nproc)"]),
+    ],
+)  # fmt: skip
+def test_a_command_of_a_shell_script(text: str, words: list[str]) -> None:
+    assert words in shell.commands(text, environment={"A": "1"})
+
+
+def test_flags_are_read_as_argparse_and_hydra_would() -> None:
+    assert flags(["--a", "-1", "--b", "--c=2", "+d.e=[1,2]", "--f", "0.2", "0.3", "++g=null"]) == {
+        "a": -1, "b": True, "c": 2, "d.e": [1, 2], "f": [0.2, 0.3], "g": None,
+    }  # fmt: skip
+
+
+def test_an_ambiguous_or_foreign_recipe_asks_for_the_system() -> None:
+    with pytest.raises(UserError, match="--from"):
+        detect(SourceRecipe({"quux": 1}))
+    with pytest.raises(UserError, match=r"add --from openrlhf\|"):
+        detect(SourceRecipe({"seed": 1, "temperature": 1}))
+
+
+def test_the_verb_prints_a_configuration_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys, json\nfrom skyasync.__main__ import command\ncommand(sys.argv[1:])\n"
+        "heavy = {'torch', 'ray', 'transformers', 'vllm', 'datasets', 'matplotlib'} & set(sys.modules)\n"
+        "print(json.dumps(sorted(heavy)), file=sys.stderr)"
+    )
+    arguments = [sys.executable, "-c", code, "translate", str(HERE / "areal/recipe.yaml")]
+    ran = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert json.loads(ran.stderr) == []
+    assert ours(ran.stdout, tmp_path).trainer.plan == "fully_async"
+
+
+def test_flags_may_be_given_without_a_file_and_win_over_one(capsys: pytest.CaptureFixture[str]) -> None:
+    translate(["--from", "trl", "--learning_rate", "5e-6"])
+    assert flat(capsys.readouterr().out)["trainer.policy.optimizer_config.lr"] == 5e-6
+    translate([str(HERE / "verl/recipe.yaml"), "trainer.total_epochs=9"])
+    assert flat(capsys.readouterr().out)["trainer.epochs"] == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such.sh"], "cannot read /no/such.sh: No such file"),
+        (["--from", "verll", "a=1"], "unknown system 'verll': did you mean 'verl'"),
+        (["--from"], "--from needs a system: skyrl, openrlhf"),
+    ],
+)
+def test_what_cannot_be_translated_is_said_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        translate(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_the_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    translate(["--help"])
+    assert ", ".join(systems()) in capsys.readouterr().out
+
+
+def test_values_of_secret_keys_are_not_repeated() -> None:
+    text = translated(SourceRecipe({"stats_logger.wandb.wandb_api_key": "hush", "seed": 1}), "areal")
+    assert "stats_logger.wandb.wandb_api_key" in text
+    assert "hush" not in text
+
+
+def test_what_a_shell_would_fill_in_stays_as_text_and_is_said(tmp_path: Path) -> None:
+    text = translated(SourceRecipe({"data.prompt_dataset": "${ROOT}/sums", "train.seed": 1}), "openrlhf")
+    assert ours(text, tmp_path).data.train_data == ["${ROOT}/sums"]
+    assert "to be written by hand:\n#   data.prompt_dataset=${ROOT}/sums" in text
+
+
+def test_nothing_is_translated_that_the_loader_would_refuse() -> None:
+    with pytest.raises(ConfigError):
+        load_config(["trainer.placement.colocate_all=true", "trainer.plan=one_step_off"])
+
+
+def test_a_recipe_with_a_critic_keeps_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "ppo.sh"
+    recipe.write_text(
+        "python3 -m openrlhf.cli.train_ppo_ray --algo.advantage.estimator gae --critic.num_gpus_per_node 2 "
+        "--critic.adam.lr 9e-6 --critic.freezing_steps 10 --actor.model_name_or_path a/b --data.prompt_dataset c/d\n"
+    )
+    found = flat(translated(read_recipe([str(recipe)]), "openrlhf"))
+    expected = {
+        "trainer.algorithm.advantage_estimator": "gae", "trainer.placement.critic_num_gpus_per_node": 2,
+        "trainer.placement.colocate_policy_critic": False, "trainer.critic.optimizer_config.lr": 9e-6,
+        "trainer.critic.optimizer_config.adam_betas": [0.9, 0.95], "trainer.critic.value_clip": 0.5,
+        "trainer.critic.warmup_steps": 10,
+    }  # fmt: skip
+    assert {path: found.get(path) for path in expected} == expected
