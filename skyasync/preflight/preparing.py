@@ -26,7 +26,6 @@ from skyasync.engines.server_check import check_servers
 from skyasync.engines.settings import engine_config
 from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
-from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
 from skyasync.other_frameworks import other_frameworks
 from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths

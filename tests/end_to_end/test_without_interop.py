@@ -37,7 +37,7 @@ from skyasync.endpoint.agent_process import load_program
 from skyasync.envs import make
 from skyasync.errors import UserError
 from skyasync.rewards.registry import find
-from skyasync.tools.ways import translate
+from skyasync.cli.commands import translate
 
 class Agent:
     async def run(self, data, **extra): ...

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from skyasync.cli.commands import translate
 from skyasync.config import Config, ConfigError, load_config
 from skyasync.errors import UserError
 from skyasync.interop import shell
 from skyasync.interop.recipe import SourceRecipe, detect, flags, read_recipe
 from skyasync.interop.system import systems
 from skyasync.interop.translation import translated
-from skyasync.tools.ways import translate
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Self
 
-from skyasync.compat.skyrl.generators import InferenceEngineClient
-from skyasync.cluster.placement import plan_slots
-from skyasync.cluster.ray_cluster import start_on_loopback
 from skyasync.config import Config as Ours
 from skyasync.config import load_config
 from skyasync.config.algorithm import AlgorithmConfig
@@ -22,7 +19,6 @@ from skyasync.config.check import check_config
 from skyasync.config.load import ConfigError
 from skyasync.config.schema import GeneratorConfig, TrainerConfig
 from skyasync.envs.registry import Foreign
-from skyasync.experiment import BasePPOExp as _BasePPOExp
 from skyasync.interop.skyrl.generators import InferenceEngineClient
 from skyasync.registry import add_user_parts, user_parts
 from skyasync.rollout.requests import sampling_params

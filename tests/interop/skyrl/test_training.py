@@ -15,9 +15,9 @@ from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyasync.algorithms.objective import Objective
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
-from skyasync.run.experiment import BasePPOExp as Ours
 from skyasync.interop.skyrl import BasePPOExp, make
 from skyasync.plans import PLANS
+from skyasync.run.experiment import BasePPOExp as Ours
 from tests.interop.harness import ROWS, configuration, train
 from tests.interop.skyrl.files import (
     callbacks,
