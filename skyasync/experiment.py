@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from skyasync import program
 from skyasync.assembly import Assembly
-from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import hidden
 from skyasync.engines.protocol import ENGINES, EngineConfig, InferenceEngine
 from skyasync.engines.server_check import KEY_VARIABLE, check_servers
@@ -25,7 +25,7 @@ from skyasync.engines.settings import engine_config, engines_per_device, roundin
 from skyasync.engines.wanted import FILE as ENGINES_FILE
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans import PLANS
-from skyasync.preflight.preparing import prepare
+from skyasync.preflight.prepare import prepare
 from skyasync.restarting import Restarting
 from skyasync.rollout.tokenizer import told
 from skyasync.trainer import RayPPOTrainer

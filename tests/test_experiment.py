@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.config.paths import model_path
+from skyasync.config.model_files import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.experiment import BasePPOExp

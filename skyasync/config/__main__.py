@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skyasync.config.help import allowed_text, default_text
 from skyasync.config.keys import Key, Keys
-from skyasync.config.load.help import allowed_text, default_text
 from skyasync.config.schema import Config
 from skyasync.config.values import type_name
 

@@ -19,8 +19,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from skyasync.config.sampling import evaluation
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import evaluation
 from skyasync.endpoint.agent_process import Score
 from skyasync.endpoint.forms.text import FIELDS as COMPLETION_FIELDS
 from skyasync.envs.adapters.openrlhf import PATH_KEY, PROGRAM, refuse_row_with_images, sampling_object

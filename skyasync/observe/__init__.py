@@ -9,7 +9,10 @@ from skyasync.registry import Registry
 #: name -> class built from a ``TrackerContext``; ``trainer.logger`` lists the ones a run uses.
 TRACKERS = Registry(
     "tracker",
-    ["skyasync.observe.trackers", "skyasync.observe.services"],
+    {
+        "skyasync.observe.trackers": "jsonl console tensorboard wandb",
+        "skyasync.observe.services": "mlflow trackio swanlab",
+    },
     capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or a package beside it
 )
 

@@ -14,9 +14,8 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from skyasync.config.check import TASK_SOURCE
-from skyasync.config.evaluation import eval_sources
 from skyasync.config.schema import Config
+from skyasync.config.schema.data import TASK_SOURCE, eval_sources
 from skyasync.data.datasets import as_prompt, check_rows
 from skyasync.data.sources import FILES, HUB, Row, check_file, parse_line, rows
 from skyasync.errors import UserError, unknown

@@ -46,7 +46,7 @@ def evaluate(argv: Arguments) -> int | None:
         settings = _settings_of(options.get("--of", ""), stack, best="--best" in options)
         given = {argument.partition("=")[0] for argument in rest}
         rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
-        from skyasync.config.evaluation import most_samples
+        from skyasync.config.schema.data import most_samples
         from skyasync.main import configuration
         from skyasync.rollout.evaluation import Scoring
         from skyasync.tools.playing import Playing

@@ -18,7 +18,7 @@ from skyasync.config.load import origins
 from skyasync.config.schema import AlgorithmConfig, TrainerConfig
 from skyasync.errors import UserError
 from skyasync.main import configuration
-from skyasync.preflight.preparing import about_recipe
+from skyasync.preflight.prepare import about_recipe
 
 
 class Mode(enum.Enum):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from skyasync.config.domains import Domain, check_domains, domains_of, proportions_of
-from skyasync.config.judges import judges_of
 from skyasync.config.load import ConfigError, load_config
+from skyasync.config.schema.environment import Domain, check_domains, domains_of, proportions_of
+from skyasync.config.schema.judges import judges_of
 
 
 def load(*overrides):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyasync.config.schema import Config
-from skyasync.planning.machine import Machine
-from skyasync.planning.place import Place
-from skyasync.planning.plan import PROCESS, make_plan
+from skyasync.planning.plan import PROCESS, Machine, Place, make_plan
 from skyasync.planning.shape import shape_of
 from tests.planning.models import as_json, configuration
 

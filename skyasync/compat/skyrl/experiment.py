@@ -17,10 +17,10 @@ from skyasync.cluster.ray_cluster import start_on_loopback
 from skyasync.compat.skyrl.generators import InferenceEngineClient
 from skyasync.config import Config as Ours
 from skyasync.config import load_config
-from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.check import check_config
 from skyasync.config.load import ConfigError
 from skyasync.config.schema import GeneratorConfig, TrainerConfig
+from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.envs.registry import Foreign
 from skyasync.experiment import BasePPOExp as _BasePPOExp
 from skyasync.registry import add_user_parts, user_parts

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from skyasync.config.domains import proportions_of
 from skyasync.config.schema import Config
+from skyasync.config.schema.environment import proportions_of
 from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt

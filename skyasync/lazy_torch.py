@@ -1,0 +1,17 @@
+"""``torch``, imported when one of its names is first used: the algorithms are known before it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Torch:
+        def __getattr__(self, name: str) -> object:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch()
