@@ -118,9 +118,7 @@ class Registry(dict[str, Any]):
         def add(part: T) -> T:
             for capability, value in capabilities.items():
                 setattr(part, capability, value)
-            if _is_ours(part):
-                self.setdefault(name, part)  # a user's part of the same name stays
-            else:
+            if not _is_ours(part) or name not in self or _is_ours(self[name]):  # a user's part of the name stays
                 self[name] = part
             return part
 
@@ -178,7 +176,7 @@ class Registry(dict[str, Any]):
         return {name: part for name, part in self.items() if not _is_ours(part) or name not in self._builtins}
 
     @cached_property
-    def _builtins(self) -> dict[str, tuple[str, About | None]]:
+    def _builtins(self) -> Mapping[str, tuple[str, About | None]]:
         """Name -> the module that registers it, and what is known of it without importing that."""
         found: dict[str, str] = {}
         if isinstance(self.homes, Mapping):

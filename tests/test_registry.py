@@ -149,3 +149,10 @@ def test_a_file_that_fails_while_it_loads_fails_for_every_thread_with_its_own_er
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(resolve_reference, f"{file}:x", kind="part") for _ in range(4)]
         assert {repr(a.exception()) for a in asked} == {"ValueError('their own')"}
+
+
+def test_a_users_part_of_a_built_in_name_stays_when_the_library_registers_its_own():
+    parts = Registry("part")
+    parts["mine"] = Theirs
+    parts.register("mine")(Registry)
+    assert parts["mine"] is Theirs and parts.user_parts() == {"mine": Theirs}

@@ -98,8 +98,8 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
     keys = Keys.of(type(cfg))
     preset = apply_preset(cfg.trainer.algorithm.preset) if cfg.trainer.algorithm.preset else {}
     changed = [key for key in keys if attrgetter(key.path)(cfg) not in (key.default, preset.get(key.path, key.default))]
-    asked = [key for key in keys if key in changed or key.path in given]
-    yield from _of_plans(cfg, plan, asked)
+    checked = [key for key in keys if key in changed or key.path in given]
+    yield from _of_plans(cfg, plan, checked)
     yield from _of_functions(cfg.trainer.algorithm, changed)
     for key in changed:
         if key.when and not key.when(cfg) and not _settled(cfg, key):
@@ -126,14 +126,14 @@ def _policys(cfg: Config, key: Key) -> str:
     return f"trainer.placement.policy_{key.name.partition('_')[2]}" if there else ""
 
 
-def _of_plans(cfg: Config, plan: Plan | None, asked: Collection[Key]) -> Iterator[str]:
+def _of_plans(cfg: Config, plan: Plan | None, checked: Collection[Key]) -> Iterator[str]:
     from skyasync.plans import PLANS
 
     readers: dict[str, list[str]] = {}
     for name, about in PLANS.builtins().items():
         for path in about.can["reads"]:
             readers.setdefault(path, []).append(name)
-    for key in asked:
+    for key in checked:
         if plan is None or plan.reads(key.path):
             continue
         if key.path in readers:

@@ -94,12 +94,12 @@ def _is_value(arguments: list[str]) -> bool:
 
 def _around(argv: Sequence[str], keys: Keys) -> Around:
     """All that the arguments say, whoever's keys they are: some units depend on other keys."""
-    said: dict[str, Value] = {}
+    found: dict[str, Value] = {}
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         path, equals, text = argument.partition("=")
         if equals or argument.startswith("--"):
-            said[path.lstrip("-+~")] = value_or_text(text if equals else following)
-    return Around(said, said, {key.path: key.default for key in keys})
+            found[path.lstrip("-+~")] = value_or_text(text if equals else following)
+    return Around(found, found, {key.path: key.default for key in keys})
 
 
 def _unknown_option(option: str, text: str, keys: Keys, around: Around) -> str:

@@ -112,8 +112,8 @@ class Key:
             (self.high, "at most"),
             (self.below, "less than"),
         )
-        told = " and ".join(f"{words} {_written(limit)}" for limit, words in limits if limit is not None)
-        return " or ".join([*map(_written, self.also), told]) if self.also else told
+        text = " and ".join(f"{words} {_written(limit)}" for limit, words in limits if limit is not None)
+        return " or ".join([*map(_written, self.also), text]) if self.also else text
 
     def allows(self, number: float) -> bool:
         """Whether a number lies within the bounds; NaN never does."""

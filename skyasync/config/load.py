@@ -57,7 +57,7 @@ class ConfigError(UserError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class TypedSetting:
     """A typed value for a key, or for an entry of a free mapping; ``where`` as in ``Assignment``."""
 
     path: str
@@ -165,7 +165,7 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
 
 def _layers(
     line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]
-) -> tuple[list[Setting], set[tuple[str, str | None]]]:
+) -> tuple[list[TypedSetting], set[tuple[str, str | None]]]:
     """All settings, a later one of a key behind an earlier; the keys that the user has written by hand, for which plan.
 
     A file that names most keys is a configuration that was dumped: its user has not chosen them one by one. A key of a
@@ -175,7 +175,7 @@ def _layers(
     by_hand: set[tuple[str, str | None]] = {(path, None) for path in given}
     default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
 
-    def typed(assignments: Sequence[Assignment]) -> list[Setting]:
+    def typed(assignments: Sequence[Assignment]) -> list[TypedSetting]:
         settings = [
             setting for assignment in assignments for setting in _typed(assignment, keys, problems, line.around)
         ]
@@ -188,7 +188,7 @@ def _layers(
         for setting in typed(read_file(file, keys, problems))
         if DATA_KEY not in given or setting.path == MODEL_KEY
     ]
-    explicit: list[Setting] = []
+    explicit: list[TypedSetting] = []
     for file in line.files:
         settings = typed(read_file(file, keys, problems))
         if 2 * len(settings) < len(keys.by_path):
@@ -199,7 +199,7 @@ def _layers(
     return default + _preset(default + explicit, keys, problems) + explicit, by_hand
 
 
-def _preset(settings: Sequence[Setting], keys: Keys, problems: list[str]) -> list[Setting]:
+def _preset(settings: Sequence[TypedSetting], keys: Keys, problems: list[str]) -> list[TypedSetting]:
     """The settings that the chosen algorithm preset stands for, if the schema has presets and one is chosen."""
     if PRESET_KEY not in keys:
         return []
@@ -218,7 +218,7 @@ def _preset(settings: Sequence[Setting], keys: Keys, problems: list[str]) -> lis
     return [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
 
 
-def _typed(assignment: Assignment, keys: Keys, problems: list[str], around: Around | None = None) -> list[Setting]:
+def _typed(assignment: Assignment, keys: Keys, problems: list[str], around: Around | None = None) -> list[TypedSetting]:
     """The assignment as a typed setting: one, or none and a problem."""
     path, where = assignment.path, assignment.where
     key = keys.holder(path)
@@ -229,7 +229,7 @@ def _typed(assignment: Assignment, keys: Keys, problems: list[str], around: Arou
     else:
         try:
             # An entry of a free mapping may be anything.
-            return [Setting(path, convert(assignment.node, key.type if path == key.path else Any), where)]
+            return [TypedSetting(path, convert(assignment.node, key.type if path == key.path else Any), where)]
         except WrongTypeError as error:
             allowed = f" (allowed: {', '.join(map(written, key.choices))})" if key.choices else ""
             problems.append(f"{where}{path}: {error}{allowed}{_spelled(path, free(assignment.node))}")
@@ -244,7 +244,7 @@ def _defaults(schema: type) -> DictConfig:
     return config
 
 
-def _merge(schema: type, settings: Sequence[Setting], keys: Keys, problems: list[str]) -> DictConfig:
+def _merge(schema: type, settings: Sequence[TypedSetting], keys: Keys, problems: list[str]) -> DictConfig:
     config = copy.deepcopy(_defaults(schema))
     for setting in settings:
         holder = keys.holder(setting.path)
@@ -257,7 +257,7 @@ def _merge(schema: type, settings: Sequence[Setting], keys: Keys, problems: list
     return config
 
 
-def _check_values(config: DictConfig, settings: Sequence[Setting], keys: Keys) -> list[str]:
+def _check_values(config: DictConfig, settings: Sequence[TypedSetting], keys: Keys) -> list[str]:
     """Bounds, choices and names of everything that was set; a default is always right."""
     where = {setting.path: setting.where for setting in settings if setting.path in keys}
     problems = []
@@ -285,7 +285,7 @@ def _spelled(path: str, value: Value) -> str:
     return f"; {hint}" if hint else ""
 
 
-def _missing(settings: Sequence[Setting], keys: Keys) -> list[str]:
+def _missing(settings: Sequence[TypedSetting], keys: Keys) -> list[str]:
     given = {setting.path: setting.value for setting in settings}
     paths = [key.path for key in keys if given.get(key.path, key.default) == MISSING]
     return [f"{path} has no value and no default: write {path}=VALUE" for path in paths]

@@ -72,7 +72,7 @@ def supported(backends: Sequence[str]) -> str:
 # ---------------------------------------------------------------- the objective
 
 
-class Chosen(NamedTuple):
+class ChosenFunction(NamedTuple):
     """A function of the objective: the key that chose it, the registry that has it."""
 
     key: str
@@ -93,20 +93,20 @@ class Chosen(NamedTuple):
         return f"trainer.algorithm.{self.key}={self.name}: {wrong}" if wrong else ""
 
 
-def functions(algorithm: AlgorithmConfig) -> list[Chosen]:
+def functions(algorithm: AlgorithmConfig) -> list[ChosenFunction]:
     """All functions that the objective is made of."""
     correction = algorithm.off_policy_correction
     if correction == "auto":
         correction = "none" if _uses_behaviour(algorithm) else "token_tis"
     chosen = [
-        Chosen("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES),
-        Chosen("advantage_estimator", algorithm.advantage_estimator, ADVANTAGE_ESTIMATORS),
-        Chosen("loss_reduction", algorithm.loss_reduction, LOSS_REDUCTIONS),
-        Chosen("off_policy_correction", correction, CORRECTIONS),
-        *(Chosen("off_policy_masks", mask, CORRECTIONS) for mask in algorithm.off_policy_masks),
+        ChosenFunction("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES),
+        ChosenFunction("advantage_estimator", algorithm.advantage_estimator, ADVANTAGE_ESTIMATORS),
+        ChosenFunction("loss_reduction", algorithm.loss_reduction, LOSS_REDUCTIONS),
+        ChosenFunction("off_policy_correction", correction, CORRECTIONS),
+        *(ChosenFunction("off_policy_masks", mask, CORRECTIONS) for mask in algorithm.off_policy_masks),
     ]
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
-        chosen.append(Chosen("kl_estimator_type", algorithm.kl_estimator_type, KL_ESTIMATORS))
+        chosen.append(ChosenFunction("kl_estimator_type", algorithm.kl_estimator_type, KL_ESTIMATORS))
     return chosen
 
 
@@ -140,10 +140,10 @@ def _enters(about: About, algorithm: AlgorithmConfig) -> bool:
 
 def depends_on_pool(algorithm: AlgorithmConfig, about: About, capability: str, pool: str) -> bool:
     """Whether an estimator has a capability, which may depend on settings: those that choose its pools, or switches."""
-    said = about.can[capability]
-    if isinstance(said, bool):
-        return said
-    return any(getattr(algorithm, about.keys[setting]) in (pool, True) for setting in said)
+    value = about.can[capability]
+    if isinstance(value, bool):
+        return value
+    return any(getattr(algorithm, about.keys[setting]) in (pool, True) for setting in value)
 
 
 def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:

@@ -15,7 +15,7 @@ from skyasync.config.schema import Config
 from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.planning import estimate
-from skyasync.planning.plan import Machine, MemoryPlan, Place, parse_size, this_machine
+from skyasync.planning.plan import Machine, MemoryPlan, MemoryUse, parse_size, this_machine
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 HELP = """\
@@ -157,7 +157,7 @@ def _counted(plan: MemoryPlan) -> list[tuple[str, int]]:
     return [(text, texts.count(text)) for text in dict.fromkeys(texts)]
 
 
-def _table(place: Place, *, plain: bool) -> Table:
+def _table(place: MemoryUse, *, plain: bool) -> Table:
     each = f"{place.count} x " if place.count > 1 else ""
     title = f"\n{each}{place.name}: fullest in {place.when}"
     look = box.ASCII if plain else box.ROUNDED

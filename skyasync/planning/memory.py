@@ -200,7 +200,7 @@ IN_BLOCKS = 1 + FLOAT32 / 256
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankMemory:
     """How one rank computes.
 
     Args:
@@ -264,19 +264,19 @@ class Rank:
         return int(2 * numbers * (IN_BLOCKS if self.eight_bits else self.master))
 
 
-def held(shape: ModelShape, rank: Rank) -> Lines:
+def held(shape: ModelShape, rank: RankMemory) -> Lines:
     """Between two calls, where it computes."""
     away = offloaded(shape, rank)
     return {what: size for what, size in kept(shape, rank).items() if what not in away}
 
 
-def offloaded(shape: ModelShape, rank: Rank) -> Lines:
+def offloaded(shape: ModelShape, rank: RankMemory) -> Lines:
     """Of what is kept between two calls, what the host holds."""
     away = {"none": (), "optimizer": ("moments",), PARAMETERS: ("weights", "adapters", "moments")}[rank.offloads]
     return {what: size for what, size in kept(shape, rank).items() if what in away}
 
 
-def on_host(shape: ModelShape, rank: Rank) -> Lines:
+def on_host(shape: ModelShape, rank: RankMemory) -> Lines:
     """What the host holds for a rank's device at most, gradients included."""
     lines = {f"{what} on the host": size for what, size in offloaded(shape, rank).items()}
     if rank.trained and rank.offloads == PARAMETERS:
@@ -284,7 +284,7 @@ def on_host(shape: ModelShape, rank: Rank) -> Lines:
     return lines
 
 
-def kept(shape: ModelShape, rank: Rank) -> Lines:
+def kept(shape: ModelShape, rank: RankMemory) -> Lines:
     """Between two calls, wherever it is."""
     share = -(-shape.parameters // rank.ranks)
     if not rank.trained:
@@ -298,7 +298,7 @@ def kept(shape: ModelShape, rank: Rank) -> Lines:
     return {"weights": share * rank.master, "moments": rank.moments(share) - turned * FLOAT32} | head
 
 
-def learnt(shape: ModelShape, rank: Rank) -> Lines:
+def learnt(shape: ModelShape, rank: RankMemory) -> Lines:
     """Of what is held, what training changes: all that a checkpoint needs."""
     if not rank.adapters:
         return kept(shape, rank)
@@ -306,12 +306,12 @@ def learnt(shape: ModelShape, rank: Rank) -> Lines:
     return {"adapters": share * FLOAT32, "moments": rank.moments(share)} | _head(shape, rank)
 
 
-def _head(shape: ModelShape, rank: Rank) -> Lines:
+def _head(shape: ModelShape, rank: RankMemory) -> Lines:
     """A head for values on the layers: one vector and its moments, which one rank holds."""
     return {"critic": 3 * shape.hidden * FLOAT32} if rank.critic else {}
 
 
-def scoring(shape: ModelShape, rank: Rank) -> Lines:
+def scoring(shape: ModelShape, rank: RankMemory) -> Lines:
     """A log-probability pass: a layer's activations, or what is kept of them beside a piece of the logits."""
     layer, logits = _one_layer(shape, rank), logits_bytes(shape, rank, backward=False)
     beside = int(KEPT * layer) + rank.work.loss_tokens * shape.hidden * rank.b
@@ -325,12 +325,12 @@ def scoring(shape: ModelShape, rank: Rank) -> Lines:
     }
 
 
-def gradients(shape: ModelShape, rank: Rank) -> int:
+def gradients(shape: ModelShape, rank: RankMemory) -> int:
     """Bytes of a rank's share of them, from its backward pass to its step."""
     return -(-(rank.adapters or shape.parameters) // rank.ranks) * FLOAT32
 
 
-def updating(shape: ModelShape, rank: Rank) -> Lines:
+def updating(shape: ModelShape, rank: RankMemory) -> Lines:
     """An optimizer step at its fullest: in the head's backward pass, when all activations are there, or at the end of
     the whole, when the embeddings' gradient is, too."""
     own = held(shape, rank)
@@ -362,12 +362,12 @@ def updating(shape: ModelShape, rank: Rank) -> Lines:
     return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
 
 
-def _routed(rank: Rank) -> Lines:
+def _routed(rank: RankMemory) -> Lines:
     """The experts of the micro-batch in hand."""
     return {"replayed experts": rank.work.tokens * rank.routed} if rank.routed else {}
 
 
-def activations(shape: ModelShape, rank: Rank) -> int:
+def activations(shape: ModelShape, rank: RankMemory) -> int:
     """Saved for the backward pass; with checkpointing each layer's input, what is kept of it besides, and one layer's
     while it is recomputed."""
     b, work = rank.b, rank.work
@@ -379,7 +379,7 @@ def activations(shape: ModelShape, rank: Rank) -> int:
     return layers + final_norm_bytes(shape, work, b, frozen=frozen)
 
 
-def logits_bytes(shape: ModelShape, rank: Rank, *, backward: bool) -> int:
+def logits_bytes(shape: ModelShape, rank: RankMemory, *, backward: bool) -> int:
     """Of the piece of the loss tokens that spans the vocabulary at once."""
     if not rank.vocabulary:
         return rank.work.loss_tokens * FLOAT32 * (shape.hidden * (rank.b != FLOAT32) + 1)  # values, of float32 states
@@ -393,7 +393,7 @@ def logits_bytes(shape: ModelShape, rank: Rank, *, backward: bool) -> int:
     return tokens * shape.vocabulary * copies + values
 
 
-def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
+def _gathered(shape: ModelShape, rank: RankMemory, *, reduced: int = 0) -> int:
     """Whole parameters that FSDP puts together: the root's, and those of two layers; and ``reduced`` parameters'
     gradients, in the computing dtype and in float32, on their way to the shards."""
     if not rank.sharded:
@@ -401,7 +401,7 @@ def _gathered(shape: ModelShape, rank: Rank, *, reduced: int = 0) -> int:
     return (shape.root + 2 * shape.layer) * rank.b + reduced * (rank.b + FLOAT32)
 
 
-def publishing(shape: ModelShape, rank: Rank) -> Lines:
+def publishing(shape: ModelShape, rank: RankMemory) -> Lines:
     """Weights leave one tensor at a time; where they go is not counted here."""
     gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 or rank.split else 0
     if rank.adapters:
@@ -410,7 +410,7 @@ def publishing(shape: ModelShape, rank: Rank) -> Lines:
     return held(shape, rank) | {"gathered": gathered, "fragmentation": kept}
 
 
-def _one_layer(shape: ModelShape, rank: Rank) -> int:
+def _one_layer(shape: ModelShape, rank: RankMemory) -> int:
     return layer_bytes(shape, rank.work, rank.b) + 2 * rank.work.tokens * shape.hidden * rank.b
 
 

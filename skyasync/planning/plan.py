@@ -26,7 +26,7 @@ from skyasync.planning.memory import (
     GIB,
     EngineMemory,
     Lines,
-    Rank,
+    RankMemory,
     batch_bytes,
     engine_memory,
     expert_bytes,
@@ -100,7 +100,7 @@ def _host_memory() -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class MemoryUse:
     """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``."""
 
     name: str
@@ -118,9 +118,9 @@ class Place:
         return self.total <= self.room
 
 
-def fullest(name: str, count: int, room: int, phases: Mapping[str, Lines]) -> Place:
+def fullest(name: str, count: int, room: int, phases: Mapping[str, Lines]) -> MemoryUse:
     when = max(phases, key=lambda phase: sum(phases[phase].values()))
-    return Place(name, count, room, when, {what: size for what, size in phases[when].items() if size})
+    return MemoryUse(name, count, room, when, {what: size for what, size in phases[when].items() if size})
 
 
 BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
@@ -128,12 +128,12 @@ BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
 
 
 @dataclass(frozen=True)
-class Other:
+class OtherRole:
     """A role's model beside the policy; ``shape`` is a rank's part of it."""
 
     name: str
     shape: ModelShape
-    rank: Rank
+    rank: RankMemory
     shared: bool  # on the policy's devices
     ranks: int
 
@@ -155,21 +155,23 @@ class Other:
         return (updating if self.rank.trained else scoring)(self.shape, self.rank)
 
 
-def other_role(cfg: Config, shape: ModelShape, role: Role, policy: Rank, *, gpus: bool, ranks: int) -> Other:
+def other_role(cfg: Config, shape: ModelShape, role: Role, policy: RankMemory, *, gpus: bool, ranks: int) -> OtherRole:
     shape = shape if role.head == VOCABULARY else shape.with_value_head
     if role.trains:
         rank, own = trained_rank(cfg, shape, role, gpus=gpus, ranks=ranks)
     else:
         b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
-        rank = Rank(
+        rank = RankMemory(
             _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
             shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
         )  # fmt: skip
         own = divided(shape, axes.tensor, gathers=filters(cfg))
-    return Other(role.name, own, rank, role.shares(cfg), ranks)
+    return OtherRole(role.name, own, rank, role.shares(cfg), ranks)
 
 
-def trained_rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int) -> tuple[Rank, ModelShape]:
+def trained_rank(
+    cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int
+) -> tuple[RankMemory, ModelShape]:
     trainer, sampling = cfg.trainer, cfg.generator.sampling_params
     axes = role.axes(cfg, ranks)
     work, count = largest_micro_batch(
@@ -179,7 +181,7 @@ def trained_rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, rank
     optimizer = role.settings(cfg).optimizer_config
     asked = str(role.settings(cfg).gradient_checkpointing).lower()
     sharing = _sharing(cfg, role, axes)
-    rank = Rank(
+    rank = RankMemory(
         ranks=sharing,
         replicas=axes.data * axes.context // sharing,
         routed=expert_bytes(cfg, shape) if role.name == POLICY else 0,
@@ -223,7 +225,7 @@ def named(lines: Lines, who: str, count: int = 1) -> Lines:
     return {f"{who}: {what}": count * size for what, size in lines.items()}
 
 
-def received(cfg: Config, shape: ModelShape, rank: Rank, *, gpus: bool) -> Lines:
+def received(cfg: Config, shape: ModelShape, rank: RankMemory, *, gpus: bool) -> Lines:
     """Of the receiver there; nothing where there is no such host, or weights go from GPU to GPU.
 
     Args:
@@ -265,8 +267,8 @@ class MemoryPlan:
     machine: Machine
     processes: dict[str, int]
     slots: Slots
-    places: tuple[Place, ...]
-    rank: Rank
+    places: tuple[MemoryUse, ...]
+    rank: RankMemory
     engine: EngineMemory
 
     @property
@@ -302,33 +304,33 @@ def make_plan(
     engine = engine_memory(
         cfg, settings, shape, backend=backend(cfg), b=bytes_of(settings.dtype, gpus=gpus), share=share
     )
-    parts = _Parts(cfg, shape, own, machine, rank, engine, roles, others, per_device)
+    parts = _Planner(cfg, shape, own, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
     return MemoryPlan(shape, machine, processes, slots, tuple(parts.places()), rank, engine)
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Planner:
     """Everything that shares the machine's places; ``own`` is a policy rank's part of its model."""
 
     cfg: Config
     shape: ModelShape
     own: ModelShape
     machine: Machine
-    rank: Rank
+    rank: RankMemory
     engine: EngineMemory
     roles: dict[str, int]
-    others: tuple[Other, ...]
+    others: tuple[OtherRole, ...]
     engines_per_device: int
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[MemoryUse]:
         if not self.machine.gpus:
             return [self._host_without_gpus(), *self._elsewhere()]
         return [*self._gpus(), self._host_beside_gpus(), *self._elsewhere()]
 
     # ------------------------------------------------------------ devices
 
-    def _gpus(self) -> list[Place]:
+    def _gpus(self) -> list[MemoryUse]:
         placement, room = self.cfg.trainer.placement, self.machine.gpu_memory
         policy = {
             phase: lines | {"context": CONTEXT * (1 + len(self._beside_policy))}
@@ -340,10 +342,10 @@ class _Parts:
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                places.append(Place(other.name, other.ranks, room, other.phase, lines))
+                places.append(MemoryUse(other.name, other.ranks, room, other.phase, lines))
         devices = self.roles[ENGINES] * self.cfg.generator.devices_per_engine
         share = int(room * self.cfg.generator.gpu_memory_utilization)
-        engines = [Place("engines", devices, share, "generation", self.engine.lines)] if devices else []
+        engines = [MemoryUse("engines", devices, share, "generation", self.engine.lines)] if devices else []
         return [*places, *engines]
 
     def _taking_turns(self, policy: dict[str, Lines]) -> dict[str, Lines]:
@@ -381,19 +383,19 @@ class _Parts:
             )
         return phases
 
-    def _waiting(self, other: Other, ranks: int = 1) -> Lines:
+    def _waiting(self, other: OtherRole, ranks: int = 1) -> Lines:
         """The policy's gradients, while one that is trained behind it finds its own: both step after that."""
         if not (other.rank.trained and other.shared):
             return {}
         return {"policy: gradients": ranks * gradients(self.own, self.rank)}
 
     @property
-    def _beside_policy(self) -> list[Other]:
+    def _beside_policy(self) -> list[OtherRole]:
         return [other for other in self.others if other.shared]
 
     # ------------------------------------------------------------ hosts
 
-    def _host_beside_gpus(self) -> Place:
+    def _host_beside_gpus(self) -> MemoryUse:
         """Of the first policy node, which hands over the weights."""
         always = self._beside_gpus()
         phases = {"training": always, "hand-over": always | self._hand_over()}
@@ -419,7 +421,7 @@ class _Parts:
                 always |= named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
         return always
 
-    def _elsewhere(self) -> list[Place]:
+    def _elsewhere(self) -> list[MemoryUse]:
         """A host with engines to which weights are carried: the policy's others, or one that may have all engines."""
         if not self._received:
             return []
@@ -445,7 +447,7 @@ class _Parts:
         """Of the policy; without GPUs they are planned as one."""
         return self.cfg.trainer.placement.policy_num_nodes if self.machine.gpus else 1
 
-    def _host_without_gpus(self) -> Place:
+    def _host_without_gpus(self) -> MemoryUse:
         ranks, engines = self.roles[POLICY], self.roles[ENGINES]
         workers = sum(self.roles.values()) - engines
         always = self._processes(workers, engines) | named(self.engine.lines, "engines", engines)

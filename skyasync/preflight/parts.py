@@ -203,8 +203,8 @@ def _check_engine(name: str) -> None:
     if ":" not in name:
         return check_installed(ENGINES, name)
     engine = ENGINES.find(name)
-    wanted = [name for name in vars(InferenceEngine) if not name.startswith("_") and name not in MAY_LACK]
-    if missing := [method for method in wanted if not hasattr(engine, method)]:
+    required = [name for name in vars(InferenceEngine) if not name.startswith("_") and name not in MAY_LACK]
+    if missing := [method for method in required if not hasattr(engine, method)]:
         raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.engines.protocol.InferenceEngine)")
     return None
 

@@ -189,11 +189,11 @@ def settle_references(cfg: Config) -> None:
         setattr(holder, name, whole)
 
 
-def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -> None:
+def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) -> None:
     """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's.
 
     Args:
-        wanted: the roles of the run, whose models are looked at.
+        roles: the roles of the run, whose models are looked at.
         own_tokenizer: the experiment brings one of its own.
     """
     for name, entry in cfg.trainer.reward.models.items():
@@ -208,7 +208,7 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         if not named and role.when and key in role.when.paths:
             continue  # there is none
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
-        if role not in wanted:
+        if role not in roles:
             continue
         own = named or role.name == POLICY
         if own:

@@ -10,7 +10,7 @@ from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.planning import memory
 from skyasync.planning.advice import advise
-from skyasync.planning.plan import PART_BYTES, PROCESS, Machine, MemoryPlan, Place, make_plan, parse_size
+from skyasync.planning.plan import PART_BYTES, PROCESS, Machine, MemoryPlan, MemoryUse, make_plan, parse_size
 from skyasync.planning.shape import shape_of
 from skyasync.workers.roles import ROLES, Role
 from tests.planning.models import as_json, configuration
@@ -37,7 +37,7 @@ def settings(ranks: int = 4, engines: int = 4) -> Config:
     return cfg
 
 
-def place(plan: MemoryPlan, name: str) -> Place:
+def place(plan: MemoryPlan, name: str) -> MemoryUse:
     return next(place for place in plan.places if place.name == name)
 
 
@@ -213,7 +213,7 @@ def test_logits_that_are_capped_or_scaled_take_copies_of_them() -> None:
     plain, scaled, capped = (
         shape_of(as_json(config) | more, "m") for more in ({}, {"logit_scale": 0.5}, {"final_logit_softcapping": 30.0})
     )
-    rank = memory.Rank(1, 2, memory.Pass(tokens=64, width=64, loss_tokens=64))
+    rank = memory.RankMemory(1, 2, memory.Pass(tokens=64, width=64, loss_tokens=64))
     counts = [memory.logits_bytes(shape, rank, backward=True) for shape in (plain, scaled, capped)]
     logits = 64 * plain.vocabulary * 2
     assert counts == [counts[0], counts[0] + logits, counts[0] + 2 * logits]
@@ -329,7 +329,7 @@ def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
     """Larger than the policy, it takes most while it is trained; on devices of its own that is while the policy is."""
     small, machine = replace(QWEN_7B, layers=4), replace(EIGHT, gpus=0)
 
-    def host(**placement: object) -> Place:
+    def host(**placement: object) -> MemoryUse:
         cfg = with_critic(**placement)
         cfg.trainer.critic.model.path = "larger"
         return place(make_plan(cfg, small, machine, shapes={"critic": QWEN_7B}), "host")

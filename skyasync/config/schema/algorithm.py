@@ -443,8 +443,8 @@ def whole_batch_settings(cfg: Config) -> Iterator[str]:
         yield f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}"
     estimator = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
     if depends_on_pool(algorithm, estimator, "whole_batch", "batch"):
-        said = estimator.can["whole_batch"]
-        switches = [] if said is True else [estimator.keys[name] for name in said]
+        depends = estimator.can["whole_batch"]
+        switches = [] if depends is True else [estimator.keys[name] for name in depends]
         on = [f" with trainer.algorithm.{key}=true" for key in switches if getattr(algorithm, key) is True]
         yield f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{''.join(on)}"
     if algorithm.advantage_batch_normalize:

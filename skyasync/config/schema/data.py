@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.keys import When, key
-from skyasync.config.schema.environment import proportions_of
+from skyasync.config.schema.environment import check_domains, proportions_of
 from skyasync.config.schema.judges import is_reference, pattern_problems
 from skyasync.config.schema.sampling import evaluation
 from skyasync.errors import unknown
@@ -124,7 +124,8 @@ def check_data(cfg: Config) -> Iterator[str]:
     data = cfg.data
     if data.streaming and not cfg.trainer.max_training_steps:
         yield "data.streaming=true reads on without end: say when the run ends, trainer.max_training_steps=N"
-    for name in proportions_of(cfg.environment.domains) if data.streaming else ():
+    domains = cfg.environment.domains
+    for name in () if not data.streaming or any(check_domains(domains)) else proportions_of(domains):
         yield (
             f"environment.domains.{name}.proportion needs the rows of each domain at hand, and data.streaming=true "
             f"holds none: leave the proportion out (several sources take turns), or set data.streaming=false"

@@ -77,14 +77,14 @@ def check_placement(cfg: Config) -> Iterator[str]:
     parallel, placement = cfg.trainer.parallel, cfg.trainer.placement
     ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     sharing = parallel.context * parallel.tensor
-    told = (
+    placed = (
         f"trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
         f"trainer.placement.policy_num_gpus_per_node={placement.policy_num_gpus_per_node}"
     )
     axes = f"trainer.parallel.context={parallel.context} times trainer.parallel.tensor={parallel.tensor}"
     if ranks % sharing:
         more = -(-ranks // sharing) * sharing
-        yield f"{axes} does not divide the {ranks} ranks of {told}: make them {more}, or the axes divisors of {ranks}"
+        yield f"{axes} does not divide the {ranks} ranks of {placed}: make them {more}, or the axes divisors of {ranks}"
     if parallel.context_kind != "ulysses" and parallel.context == 1:
         yield (
             f"trainer.parallel.context_kind={parallel.context_kind} has no effect with trainer.parallel.context=1, "

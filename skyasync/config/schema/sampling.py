@@ -153,9 +153,9 @@ def _check_mirrored(sampling: SamplingConfig, reader: str) -> Iterator[str]:
     """Distributions that the trainer cannot compute, and an objective that takes its own for them."""
     names = _used(sampling, UNMIRRORED) if reader and sampling.temperature else []
     if names:
-        said = ", ".join(f"{name}={written(getattr(sampling, name))}" for name in names)
+        named = ", ".join(f"{name}={written(getattr(sampling, name))}" for name in names)
         yield (
-            f"{unmirrored(f'generator.sampling_params ({said})', reader)}: leave "
+            f"{unmirrored(f'generator.sampling_params ({named})', reader)}: leave "
             f"{'it' if len(names) == 1 else 'them'} out, or choose trainer.algorithm.off_policy_correction=none and a "
             f"loss without the behaviour policy (with trainer.allow_uncorrected=true where samples may be stale)"
         )
@@ -212,8 +212,8 @@ def _set_groups(generator: GeneratorConfig) -> Iterator[tuple[str, SamplingConfi
 
 def _own(generator: GeneratorConfig) -> dict[str, Any]:
     """What evaluation sets itself."""
-    asked = generator.eval_sampling_params
-    values = {item.name: getattr(asked, item.name) for item in dataclasses.fields(asked)}
+    own = generator.eval_sampling_params
+    values = {item.name: getattr(own, item.name) for item in dataclasses.fields(own)}
     return {name: value for name, value in values.items() if value is not None}
 
 
