@@ -29,8 +29,8 @@ class AgentsConfig:
     agent_program: str = key(
         "",
         "Agent program in place of environments, module:function or file.py:function: it is called with data, base_url "
-        "and api_key of an OpenAI-compatible endpoint, and returns the score. Or a class with async "
-        "run(data, **extra). Or online: programs outside of the run open sessions and score them.",
+        "and api_key of an OpenAI-compatible endpoint, and returns the reward. Or a class with async run(data, "
+        "**extra). Or online: programs outside of the run open sessions and send their rewards.",
         open_ended=True,
     )
     turn_discount: float = key(

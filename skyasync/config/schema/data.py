@@ -69,7 +69,7 @@ class DataConfig:
         when=_TEMPLATE,
     )
     chat_template_kwargs: dict[str, Any] = key(
-        {}, "What the template is told besides, such as {enable_thinking: false}.", when=_TEMPLATE
+        {}, "Further variables of the template, such as {enable_thinking: false}.", when=_TEMPLATE
     )
     chat_history: str = key(
         "template",

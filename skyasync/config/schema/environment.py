@@ -36,8 +36,8 @@ class EnvironmentConfig:
     )
     on_error: str = key(
         "raise",
-        "What an environment that raises, hangs or says nonsense does: end the run, or end its own episode, which is "
-        "then left out of the loss (mask) or trained (keep), with give_up_reward.",
+        "What an environment that raises, hangs or returns invalid output does: end the run, or end its own episode, "
+        "which is then left out of the loss (mask) or trained (keep), with give_up_reward.",
         choices=("raise", "mask", "keep"),
     )
     max_retries: int = key(
@@ -78,7 +78,7 @@ class EnvironmentConfig:
         pattern=r".+\.py",
         open_ended=True,
     )
-    reward_weights: list[float] = key([], "Factors of the functions' scores in their sum; none weighs all 1.")
+    reward_weights: list[float] = key([], "Factors of the functions' rewards in their sum; an empty list weighs all 1.")
     reward_timeout_s: float = key(10.0, "Seconds a reward function may take for one response.", above=0.0)
     reward_unjudged: str = key(
         "zero",

@@ -41,21 +41,22 @@ class FaultToleranceConfig:
     )
     max_restarts: int = key(
         3,
-        "Times in an hour that workers or the controller, whose process has died, are started again from the newest "
-        "checkpoint; at the next death, or with 0 at the first, the run ends, as it does where it keeps none.",
+        "Failures of workers or of the controller in an hour after which they are started again from the newest "
+        "checkpoint; at the next failure, or with 0 at the first, the run ends, as it does if it saves no checkpoints.",
         low=0,
     )
     restart_from: str = key(
         "checkpoint",
-        "What workers that are started again go on from: the newest checkpoint, or (engines) the weights that the "
-        "engines hold, where these are newer, with the moments of the newest checkpoint or, without one, fresh ones.",
+        "What workers that are started again continue from: the newest checkpoint, or (engines) the weights that the "
+        "engines hold, if these are newer, with the optimizer state of the newest checkpoint or, without one, a new "
+        "one.",
         choices=("checkpoint", "engines"),
         when=When(lambda cfg: cfg.trainer.max_restarts, "trainer.max_restarts"),
     )
     heartbeat_timeout_s: float = key(
         120.0,
-        "Seconds without a sign of life after which a process of a model, while it is asked for something, or the "
-        "controller counts as dead; where checkpoints are kept and trainer.max_restarts is above 0.",
+        "Seconds without a heartbeat after which a process of a model, while it works on a request, or the controller "
+        "counts as failed; if checkpoints are saved and trainer.max_restarts is above 0.",
         above=0.0,
     )
     on_nonfinite: str = key(
@@ -65,12 +66,13 @@ class FaultToleranceConfig:
         choices=("raise", "skip"),
     )
     spike_limits: dict[str, Any] = key(
-        {}, "Metric -> the largest value that is no spike, such as {policy/approx_kl: 0.2, off_policy/ratio_max: 50}."
+        {},
+        "Metric -> the largest value that is not a spike, such as {policy/approx_kl: 0.2, off_policy/ratio_max: 50}.",
     )
     on_spike: str = key(
         "warn",
-        "What a spike does: a line and a count; end the run; or go back to the weights and moments of the newest "
-        "checkpoint, with the data behind it left out.",
+        "What a spike does: a line and a count; end the run; or return to the weights and optimizer state of the "
+        "newest checkpoint, and leave out the data since then.",
         choices=("warn", "raise", "rollback"),
         when=When(lambda cfg: cfg.trainer.spike_limits, "trainer.spike_limits"),
     )
@@ -90,7 +92,7 @@ class FaultToleranceConfig:
 def check_fault_tolerance(trainer: TrainerConfig) -> Iterator[str]:
     for name, limit in trainer.spike_limits.items():
         if isinstance(limit, bool) or not isinstance(limit, int | float):
-            yield f"trainer.spike_limits.{name}={limit!r} is no number: it is the largest value that is no spike"
+            yield f"trainer.spike_limits.{name}={limit!r} is no number: it is the largest value that is not a spike"
         elif trainer.on_spike == "rollback" and name.startswith(("sync/", "eval/")):
             yield (
                 f"trainer.spike_limits.{name} is known when the engines have the weights, too late for "

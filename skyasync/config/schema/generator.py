@@ -50,8 +50,8 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     )
     spare_samples_per_prompt: int = key(
         0,
-        "Samples of a group that are started besides, so that its slowest need not be waited for: the first "
-        "n_samples_per_prompt that are complete are trained, which favours short responses.",
+        "Oversampling: further samples of a group that are started, so that its stragglers need not be waited for. The "
+        "first n_samples_per_prompt that are complete are trained, which favours short responses.",
         low=0,
     )
     eval_n_samples_per_prompt: int = key(1, "Responses per prompt in evaluation.", low=1)
@@ -64,7 +64,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
         0, "Prompts generated at once in the fully_async plan; 0 has no such limit.", low=0
     )
     max_turns: int = key(
-        0, "Most turns per episode, told to environments as extras['max_turns']; 0 has no such limit.", low=0
+        0, "Most turns per episode, which environments read as extras['max_turns']; 0 has no such limit.", low=0
     )
     max_concurrent_episodes: int = key(
         0, "Episodes in flight at once, over all prompts; the others wait their turn. 0 has no such limit.", low=0
@@ -110,20 +110,21 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     engine_start_timeout_s: float = key(300.0, "Seconds an engine may take to start.", above=0.0)
     max_engine_restarts: int = key(
         3,
-        "Engines that may die in an hour and are started again, while the run goes on; at the next death, or with 0 at "
-        "the first, the run ends.",
+        "Engine failures in an hour after which an engine is started again, while the run continues; at the next "
+        "failure, or with 0 at the first, the run ends.",
         low=0,
     )
     heartbeat_s: float = key(
         5.0,
-        "Seconds from one question for an engine's new tokens to the next; what it told goes on if it dies.",
+        "Seconds from one request for an engine's new tokens to the next; responses continue from these tokens if it "
+        "fails.",
         above=0.0,
         when=_RESTARTS,
     )
     heartbeat_timeout_s: float = key(
         60.0,
-        "Seconds after which an engine that does not answer this question is dead; a busy one answers between two "
-        "tokens.",
+        "Seconds after which an engine that does not answer this request counts as failed; a busy one answers between "
+        "two tokens.",
         above=0.0,
         when=_RESTARTS,
     )

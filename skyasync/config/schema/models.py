@@ -67,14 +67,15 @@ BY_A_METRIC = tuple(
 class OptimizerConfig:
     name: str = key(
         "adamw",
-        "adamw; adamw_8bit: moments of matrices in eight bits, in blocks with a scale each; or muon: the matrices of "
-        "decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
+        "adamw; adamw_8bit: its state of matrices quantized to eight bits, in blocks with a scale each; or muon: the "
+        "matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
         choices=("adamw", "adamw_8bit", "muon"),
     )
     bf16_stochastic_round: bool = key(
         False,
-        "Keep no float32 masters: weights (and moments, but for adamw_8bit's) are bfloat16, each step rounded up or "
-        "down by chance, so that small ones are not lost. Needs model.dtype=bfloat16 (on a GPU auto is that).",
+        "Keep no float32 master weights: weights (and optimizer state, except that of adamw_8bit) are bfloat16, each "
+        "step is rounded up or down by chance, so that small steps are not lost. Needs model.dtype=bfloat16 (on a GPU "
+        "auto is that).",
     )
     muon_momentum: float = key(0.95, "Muon's momentum; read with name=muon.", low=0.0, below=1.0)
     lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
@@ -90,7 +91,7 @@ class OptimizerConfig:
         choices=tuple(SCHEDULES),
         refused=BY_A_METRIC,
     )
-    scheduler_kwargs: dict[str, Any] = key({}, "What the schedule is told besides, such as {min_lr_rate: 0.1}.")
+    scheduler_kwargs: dict[str, Any] = key({}, "Further parameters of the schedule, such as {min_lr_rate: 0.1}.")
 
 
 _ADAPTERS = When(lambda cfg: cfg.trainer.policy.lora.rank, "trainer.policy.lora.rank")
@@ -114,7 +115,7 @@ class LoraConfig:
     exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
     base_dtype: str = key(
         "",
-        "Hold the frozen weights of linear layers in few bits (QLoRA): nf4, four with a scale per block, by "
+        "Hold the frozen weights of linear layers quantized (QLoRA): nf4, four bits with a scale per block, by "
         "bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty "
         "rounds nothing.",
         choices=("", "nf4", "int8"),
@@ -167,9 +168,9 @@ def _fsdp_size(when: When | None = None) -> int:
 def _cpu_offload(when: When | None = None) -> str:
     return key(
         "none",
-        "What lies in host memory while the model is trained: optimizer: the moments, which come to the device for "
-        "each optimizer step; parameters: weights, gradients and moments (FSDP2), where the CPU makes the step, and a "
-        "layer's weights come when it computes.",
+        "What lies in host memory while the model is trained: optimizer: the optimizer state, which comes to the "
+        "device for each step; parameters: weights, gradients and optimizer state (FSDP2), where the CPU makes the "
+        "step, and a layer's weights come when it computes.",
         choices=("none", "optimizer", "parameters"),
         when=when,
     )
@@ -184,8 +185,8 @@ class PolicyConfig:
     reduce_gradients: str = _reduce_gradients()
     torch_compile: bool = key(
         False,
-        "Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows then "
-        "stand one below the other.",
+        "Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows are "
+        "then a padded batch.",
     )
     fsdp_size: int = _fsdp_size()
     cpu_offload: str = _cpu_offload()

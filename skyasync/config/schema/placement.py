@@ -36,9 +36,9 @@ class ParallelConfig:
     context: int = key(1, "Ranks that split each sequence of the same rows, for long ones (Ulysses).", low=1)
     context_kind: str = key(
         "ulysses",
-        "How they attend: ulysses exchanges columns for heads, which the axis must divide; ring passes keys and values "
-        "on from rank to rank, for any number of heads (prompts are not shared, and there are no windows; on a GPU in "
-        "bfloat16, where it has not run).",
+        "How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes "
+        "keys and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in "
+        "bfloat16 it has not been run).",
         choices=("ulysses", "ring"),
     )
     tensor: int = key(

@@ -41,18 +41,18 @@ class RewardConfig:
         "Several, by name: path, and dtype, weight, mean, std, clip as of the one. What all say is added up.",
     )
     weight: float = key(
-        1.0, "Factor of the reward model's score in the reward, to which it is added.", when=_ONE_REWARD
+        1.0, "Factor of the reward model's output in the reward, to which it is added.", when=_ONE_REWARD
     )
     mean: float = key(
-        0.0, "Mean of the model's scores, measured beforehand: it is subtracted from each.", when=_ONE_REWARD
+        0.0, "Mean of the model's outputs, measured beforehand: it is subtracted from each.", when=_ONE_REWARD
     )
     std: float = key(
         1.0,
-        "Standard deviation of the model's scores: what is left is divided by it.",
+        "Standard deviation of the model's outputs: the difference is divided by it.",
         above=0.0,
         when=_ONE_REWARD,
     )
-    clip: float = key(0.0, "Clamp scores, so scaled, to plus or minus this; 0 is off.", low=0.0, when=_ONE_REWARD)
+    clip: float = key(0.0, "Clamp the scaled outputs to plus or minus this; 0 is off.", low=0.0, when=_ONE_REWARD)
     threads: int = key(0, "CPU threads per rank of the reward model; 0 takes as many as a policy rank has.", low=0)
 
 
@@ -62,8 +62,8 @@ class RewardModel:
 
     path: str = key("", "Hugging Face name, local folder, or module:function that makes one and returns its path.")
     dtype: str = key("auto", "Dtype of its weights.", choices=("auto", "float32", "bfloat16"))
-    weight: float = key(1.0, "Factor of its score in the reward.")
-    mean: float = key(0.0, "Subtracted from each of its scores.")
+    weight: float = key(1.0, "Factor of its output in the reward.")
+    mean: float = key(0.0, "Subtracted from each of its outputs.")
     std: float = key(1.0, "What is left is divided by it.", above=0.0)
     clip: float = key(0.0, "Clamps what comes of that to plus or minus this; 0 is off.", low=0.0)
 

@@ -52,7 +52,9 @@ class SamplingConfig:
         high=100.0,
     )
     stop: list[str] = key([], "Strings that end a response.")
-    stop_token_ids: list[int] = key([], "Tokens that end a response, besides the model's own.", low=0, high=INT32)
+    stop_token_ids: list[int] = key(
+        [], "Further tokens that end a response, in addition to the model's own.", low=0, high=INT32
+    )
     include_stop_str_in_output: bool = key(
         True, "What environments read holds the string that ended the response; its tokens are trained in any case."
     )

@@ -47,9 +47,7 @@ class TrainerConfig(FaultToleranceConfig):
     max_staleness: int = key(
         1, "Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous.", low=0
     )
-    sync_interval: int = key(
-        1, "Steps from one hand-over of weights to the engines to the next; samples age by up to one less.", low=1
-    )
+    sync_interval: int = key(1, "Steps from one weight sync to the next; samples age by up to one less.", low=1)
     staleness_bound: str = key(
         "hard", "max_staleness bounds every prompt's age, or (AReaL's formula) the mean.", choices=("hard", "mean")
     )
@@ -58,12 +56,12 @@ class TrainerConfig(FaultToleranceConfig):
     )
     partial_rollout: str = key(
         "keep",
-        "At a weight swap requests in flight go on with their cache, start over from their tokens, or finish first.",
+        "At a weight sync requests in flight continue with their cache, start over from their tokens, or finish first.",
         choices=("keep", "recompute", "wait"),
     )
     eval_mode: str = key(
         "overlap",
-        "Evaluate beside the generation for training, or pause it: what is in flight finishes, nothing new starts.",
+        "Evaluate while training generates, or pause it: requests in flight finish, nothing new starts.",
         choices=("overlap", "pause"),
     )
     allow_uncorrected: bool = key(False, "Let an asynchronous plan run without an off-policy correction.")
@@ -110,8 +108,8 @@ class TrainerConfig(FaultToleranceConfig):
     )
     ckpt_best_metric: str = key(
         "",
-        "Save a checkpoint whenever this metric (eval/score) is better than before, and keep the best one beside the "
-        "newest.",
+        "Save a checkpoint whenever this metric (eval/score) is better than before, and keep the best one in addition "
+        "to the newest.",
         open_ended=True,
     )
     ckpt_best_mode: str = key(
@@ -137,7 +135,7 @@ class TrainerConfig(FaultToleranceConfig):
     )
     ckpt_async: bool = key(
         False,
-        "Write checkpoints while training goes on, of a copy in host memory; the next one waits for the former.",
+        "Write checkpoints while training continues, from a copy in host memory; the next one waits for the previous.",
         when=CHECKPOINTS,
     )
     ckpt_rollouts: bool = key(
@@ -147,9 +145,9 @@ class TrainerConfig(FaultToleranceConfig):
     )
     resume_mode: str = key(
         "auto",
-        "Start anew (none), or go on from the newest checkpoint in ckpt_path if there is one (latest); or from the one "
-        "of a step (a number) or in a folder (a path with a slash), which there must be. auto is latest for a run_name "
-        "that has checkpoints, else none.",
+        "Start a new run (none), or continue from the newest checkpoint in ckpt_path if there is one (latest); or from "
+        "that of a step (a number) or in a folder (a path with a slash), which must exist. auto is latest for a "
+        "run_name that has checkpoints, else none.",
         choices=("auto", "none", "latest"),
         pattern=r"\d+|.*/.*",
     )

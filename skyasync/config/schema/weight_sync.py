@@ -41,7 +41,9 @@ class WeightSyncConfig:
         open_ended=True,
         when=When(lambda cfg: cfg.generator.engines, "generator.engines"),
     )
-    verify_weight_sync: bool = key(True, "Compare probe log-probabilities, trainer against engine, after weight syncs.")
+    verify_weight_sync: bool = key(
+        True, "Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."
+    )
     verify_interval: int = key(
         10,
         "Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc.",
@@ -49,7 +51,7 @@ class WeightSyncConfig:
     )
     weight_sync_tolerance: float = key(
         0.0,
-        "Largest mean gap per token allowed in it, in nats; 0 takes 4 times the gap at start-up.",
+        "Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up.",
         low=0.0,
         when=When(lambda cfg: cfg.generator.verify_weight_sync, "generator.verify_weight_sync"),
     )
