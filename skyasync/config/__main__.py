@@ -75,17 +75,14 @@ def _key_tables(keys: Keys) -> Iterator[str]:
 def _row(key: Key) -> str:
     meaning = " ".join(filter(None, (key.doc, allowed_text(key))))
     default = default_text(key).removeprefix("= ")
-    return _cells(f"`{key.name}`", type_name(key.type), f"`{default}`", meaning)
+    cells = (f"`{key.name}`", type_name(key.type), f"`{default}`", meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _peer_note() -> Iterator[str]:
     yield from ("", "## Coming from another library", "")
     yield "Keys and values of SkyRL, OpenRLHF, ROLL, AReaL, verl and TRL are recognised and answered with ours: see"
     yield "[coming_from.md](coming_from.md). `python -m skyasync translate run.sh` turns a whole recipe into ours."
-
-
-def _cells(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

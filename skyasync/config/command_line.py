@@ -180,13 +180,14 @@ def unknown_key(path: str, keys: Keys, value: object = UNSAID, around: Around | 
     hint = key_hint(path, value, around)
     if hint:
         return f"{start}: {hint}{_our_own(path, hint, keys)}"
-    parent = _parent_key(path, keys)
-    if parent:
+    parts = path.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    if parent := next((prefix for prefix in prefixes[:-1] if prefix in keys), ""):
         return f"{start}: {parent} is a value, not a group; write {parent}=VALUE"
     close = nearest_keys(path, keys)
     if close:
         return f"{start}: did you mean {' or '.join(close)}?"
-    group = _known_group(path, keys)
+    group = next((prefix for prefix in reversed(prefixes) if prefix in keys.groups), "")
     return f"{start}: see --help {group}" if group else f"{start}: see --help for all keys"
 
 
@@ -223,15 +224,3 @@ def _similarity(path: str, candidate: str) -> float:
 
 def _ratio(left: str, right: str) -> float:
     return SequenceMatcher(None, left, right).ratio()
-
-
-def _parent_key(path: str, keys: Keys) -> str:
-    parts = path.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return next((prefix for prefix in prefixes if prefix in keys), "")
-
-
-def _known_group(path: str, keys: Keys) -> str:
-    parts = path.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in keys.groups), "")

@@ -32,7 +32,8 @@ def print_help(keys: Keys, topic: str = "", console: Console | None = None) -> N
     if not shown:
         close = nearest(topic, keys.groups, count=1) or nearest_keys(topic, keys)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise UserError(f"--help {topic}: no such group or key: {hint}groups: {', '.join(_top(keys))}")
+        groups = ", ".join(group for group in keys.groups if "." not in group)
+        raise UserError(f"--help {topic}: no such group or key: {hint}groups: {groups}")
     console = console or Console(highlight=False)
     if not topic:
         console.print(Text(_USAGE, style="bold"))
@@ -75,7 +76,3 @@ def _values_text(key: Key) -> str:
         return f"One of: {', '.join(map(written, options))}{other}."
     bounds = key.bounds()
     return f"{bounds[0].upper()}{bounds[1:]}." if bounds else ""
-
-
-def _top(keys: Keys) -> list[str]:
-    return [group for group in keys.groups if "." not in group]

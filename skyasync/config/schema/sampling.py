@@ -119,7 +119,10 @@ def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
 def check_sampling(cfg: Config) -> Iterator[str]:
     """What the engine does not have, and distributions that the objective or the plan cannot do with."""
     lacking: list[str] = []
-    for group, sampling in _set_groups(cfg.generator):
+    own = SamplingConfig(
+        **_own(cfg.generator)
+    )  # what was set there: a wrong value is told once, by the key that has it
+    for group, sampling in (("sampling_params", cfg.generator.sampling_params), ("eval_sampling_params", own)):
         yield from _check_bias(f"generator.{group}.logit_bias", sampling)
         lacking += _check_engine(cfg, group, sampling)
     yield from lacking or _check_mirrored(cfg.generator.sampling_params, reads_behaviour(cfg.trainer.algorithm))
@@ -204,12 +207,6 @@ def sampling_warnings(cfg: Config) -> Iterator[str]:
             f"generator.sampling_params ({history}) depends on the tokens before and is in the engine's "
             f"log-probabilities alone, so the ratio to the behaviour policy is biased where it acts"
         )
-
-
-def _set_groups(generator: GeneratorConfig) -> Iterator[tuple[str, SamplingConfig]]:
-    """Each with what was set there, so that a wrong value is told once, by the key that has it."""
-    yield "sampling_params", generator.sampling_params
-    yield "eval_sampling_params", SamplingConfig(**_own(generator))
 
 
 def _own(generator: GeneratorConfig) -> dict[str, Any]:
