@@ -12,6 +12,7 @@ else:
         def __getattr__(self, name: str) -> object:
             import torch
 
-            return getattr(torch, name)
+            self.__dict__[name] = found = getattr(torch, name)
+            return found
 
     torch = _Torch()
