@@ -85,9 +85,10 @@ def _frozen_group(kind: type) -> type:
         "__delattr__": refuse,
         "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),
         "__reduce__": lambda self: (object.__new__, (kind,), settings(self)),
-        "__eq__": lambda self, other: isinstance(other, kind) and all(
-            getattr(self, item.name) == getattr(other, item.name) for item in fields(self)
+        "__eq__": lambda self, other: (
+            isinstance(other, kind)
+            and all(getattr(self, item.name) == getattr(other, item.name) for item in fields(self))
         ),
         "__hash__": None,
-    }  # fmt: skip
+    }
     return type(kind.__name__, (kind,), methods)

@@ -27,12 +27,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENDING = {"full_attention", "sliding_attention"}
 
 #: Families of language models that transformers cannot split (a test compares them); others are asked when they load.
-_WITHOUT_TENSOR_PLAN = (
-    "bamba", "bloom", "codegen", "dbrx", "diffllama", "falcon", "falcon_h1", "falcon_mamba", "gpt2", "gpt_bigcode",
-    "gpt_neo", "gptj", "granitemoe", "granitemoehybrid", "granitemoeshared", "jamba", "lfm2", "lfm2_moe", "mamba",
-    "mamba2", "mpt", "nemotron", "nemotron_h", "opt", "persimmon", "phimoe", "recurrent_gemma", "stablelm", "xglm",
-    "zamba", "zamba2",
-)  # fmt: skip
+_WITHOUT_TENSOR_PLAN = """
+bamba bloom codegen dbrx diffllama falcon falcon_h1 falcon_mamba gpt2 gpt_bigcode gpt_neo gptj granitemoe
+granitemoehybrid granitemoeshared jamba lfm2 lfm2_moe mamba mamba2 mpt nemotron nemotron_h opt persimmon
+phimoe recurrent_gemma stablelm xglm zamba zamba2
+"""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
@@ -125,7 +124,7 @@ def check_axes(parallel: ParallelConfig, path: str, key: str) -> None:
         )
         _check_divides(both, context * tensor, shape.get(_HEADS), _HEADS, path)
     family = shape.get("model_type")
-    if tensor > 1 and family in _WITHOUT_TENSOR_PLAN:
+    if tensor > 1 and family in _WITHOUT_TENSOR_PLAN.split():
         raise UserError(
             f"trainer.parallel.tensor={tensor}: transformers has no tensor-parallel plan for {family} ({path}): set "
             f"trainer.parallel.tensor=1"
