@@ -140,10 +140,9 @@ def held(device: str) -> int:
 
 
 def planned(cfg: Any, case: Case, device: str) -> int:
-    from skyasync.planning.machine import Machine
-    from skyasync.planning.plan import make_plan
+    from skyasync.planning.memory import updating
+    from skyasync.planning.plan import Machine, make_plan
     from skyasync.planning.shape import shape_of
-    from skyasync.planning.training_memory import updating
 
     shape = shape_of(SHAPES[case.shape], case.shape)
     gpus = int(device == "cuda")

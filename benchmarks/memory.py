@@ -231,17 +231,16 @@ def _resident(field: str) -> int:
 
 def estimated(case: Case, *, exact: bool = False) -> dict[str, int]:
     """The plan's bytes of the same phases; before the first optimizer step there are no moments."""
-    from skyasync.planning import training_memory
+    from skyasync.planning import memory
 
-    with mock.patch.multiple(training_memory, KEPT=0.0, FRAGMENTATION=0.0) if exact else nullcontext():
+    with mock.patch.multiple(memory, KEPT=0.0, FRAGMENTATION=0.0) if exact else nullcontext():
         return _estimated(case)
 
 
 def _estimated(case: Case) -> dict[str, int]:
-    from skyasync.planning.machine import Machine
-    from skyasync.planning.plan import make_plan
+    from skyasync.planning.memory import publishing, scoring, updating
+    from skyasync.planning.plan import Machine, make_plan
     from skyasync.planning.shape import shape_of
-    from skyasync.planning.training_memory import publishing, scoring, updating
 
     shape = shape_of(case.model, case.name)
     rank = make_plan(_config(case, case.name), shape, Machine(0, 0, 1 << 40)).rank

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skyasync.algorithms import CORRECTIONS, POLICY_LOSSES
 from skyasync.algorithms.objective import Objective, loss_weights
-from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.schema.algorithm import AlgorithmConfig
 
 LIMIT = 1.5
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from skyasync.errors import UserError
@@ -23,8 +24,8 @@ UNKNOWN = object()
 class OtherFrameworks:
     """Every question, with the answer that holds where ``skyasync.interop`` is not installed."""
 
-    #: Modules that register environments.
-    environments: tuple[str, ...] = ()
+    #: Modules that register environments, and the environments' names.
+    environments: Mapping[str, str] = MappingProxyType({})
 
     #: The environment that plays agent files.
     agent_file_environment = ""

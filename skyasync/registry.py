@@ -1,9 +1,9 @@
 """Named parts that a configuration key selects.
 
-A registry is a plain dictionary with a ``register`` decorator, and a catalogue: ``about`` says of every part, built in,
-registered or named by ``module:attribute``, what it takes and what it can do. Nothing else lists names. Of built-in
-parts that are not loaded it is read off their modules' sources (``skyasync.catalogue``), so that a wrong name or
-setting is refused without importing torch.
+A registry is a plain dictionary with a ``register`` decorator. ``about`` says of every part, built in, registered or
+named by ``module:attribute``, what it takes and what it can do: its signature, ``configured``, what it hands to
+``register`` or has as class attributes. Modules that import torch or an engine are described in tables instead, so that
+a wrong name or setting is refused without importing them.
 
 Invariant: a part that a user registers in the program exists in every process of the run. Whoever starts a
 process that looks parts up sends ``user_parts()``, and that process begins with ``add_user_parts``.
@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from skyasync.catalogue import About, complaint, describe, registered_in
 from skyasync.errors import UserError, nearest, unknown
 
 T = TypeVar("T")
@@ -47,14 +48,45 @@ _FILE_MODULES: dict[Path, ModuleType] = {}
 _LOADING = threading.RLock()  # one file at a time, but a file may ask for another while it loads
 
 
+@dataclass(frozen=True)
+class About:
+    """One part.
+
+    Args:
+        inputs: names of its positional parameters, in order; none for a class.
+        settings: its keyword-only parameters; ``required``: those of them without a default.
+        keys: setting -> the key under ``trainer.algorithm`` that feeds it.
+        can: its capabilities, those of its registry.
+        selector: what it chooses tokens by beforehand, if it does (``prepared_by``).
+        odd: parameters that have no name to be fed by: positional-only ones, ``*args`` and ``**kwargs``.
+    """
+
+    inputs: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    can: Mapping[str, Any] = field(default_factory=dict)
+    selector: About | None = None
+    odd: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[About]:
+        """This and its selector."""
+        yield self
+        if self.selector is not None:
+            yield self.selector
+
+
 class Registry(dict[str, Any]):
     """``REGISTRY["name"]`` (or ``["file.py:name"]``) gives the part; ``@REGISTRY.register("name")`` adds one.
 
     Args:
         kind: what the parts are, in the singular, for error messages ("policy loss").
-        homes: modules that register the built-in ones when they are imported, and nothing in another registry.
+        homes: modules that register the built-in ones when they are imported. Either with the names that each
+            registers, separated by spaces; it is then imported when one of these is looked up. Or modules that are
+            cheap to import, alone.
         capabilities: what parts may say of themselves, with the defaults: keyword arguments of ``register``, or class
             attributes.
+        table: name -> capabilities of built-in parts that are described before their module is imported.
         inputs: names that the parts' positional parameters may have; none leaves them free.
         needs: those of them that every part must have.
 
@@ -65,15 +97,16 @@ class Registry(dict[str, Any]):
     def __init__(
         self,
         kind: str,
-        homes: Sequence[str] = (),
+        homes: Sequence[str] | Mapping[str, str] = (),
         *,
         capabilities: Mapping[str, Any] | None = None,
+        table: Mapping[str, Mapping[str, Any]] | None = None,
         inputs: str = "",
         needs: str = "",
     ) -> None:
         super().__init__()
-        self.kind, self.homes = kind, tuple(homes)
-        self._capabilities = dict(capabilities or {})
+        self.kind, self.homes = kind, homes
+        self._capabilities, self._table = dict(capabilities or {}), dict(table or {})
         self._inputs, self._needs = frozenset(inputs.split()), frozenset(needs.split())
 
     def register(self, name: str, **capabilities: Any) -> Callable[[T], T]:
@@ -85,13 +118,14 @@ class Registry(dict[str, Any]):
         def add(part: T) -> T:
             for capability, value in capabilities.items():
                 setattr(part, capability, value)
-            self[name] = part
+            if not _is_ours(part) or name not in self or _is_ours(self[name]):  # a user's part of the name stays
+                self[name] = part
             return part
 
         return add
 
     def names(self) -> list[str]:
-        """All names, built-in and registered, sorted; imports nothing."""
+        """All names, built-in and registered, sorted."""
         return sorted({*self._builtins, *self})
 
     def find(self, name: str) -> Any:
@@ -103,18 +137,17 @@ class Registry(dict[str, Any]):
         return self[name]
 
     def about(self, name: str) -> About:
-        """What is known of a part. Imports a user's module, and none of ours that it can read.
+        """What is known of a part.
 
         Raises:
             UserError: if there is no such part.
         """
-        if ":" not in name and name not in self and name in self._builtins:
-            return self._builtins[name][1]
-        return self.describe(self.find(name))
+        known = self._builtins[name][1] if name not in self and name in self._builtins else None
+        return known or self.describe(self.find(name))
 
     def describe(self, part: object) -> About:
         """What a part says of itself, whoever holds it."""
-        return describe(part, self._capabilities)
+        return _described(part, self._capabilities)
 
     def problem(self, name: str) -> str:
         """What is wrong with the parameters of a user's part, "" if nothing is."""
@@ -122,21 +155,38 @@ class Registry(dict[str, Any]):
             return ""
         if not callable(self.find(name)):
             return f"{self.kind} {name!r} cannot be called"
-        return complaint(self.about(name), f"{self.kind} {name!r}", self._inputs, self._needs, unknown)
+        about, what = self.about(name), f"{self.kind} {name!r}"
+        for piece in about:
+            if piece.odd:
+                return f"{what} takes {', '.join(piece.odd)} without a name of its own: name what it takes"
+            if wrong := [name for name in piece.inputs if name not in self._inputs]:
+                return f"{what}: {unknown('parameter', wrong[0], self._inputs)} (settings stand behind a *)"
+            if missing := [name for name in piece.required if name not in piece.keys]:
+                return f"{what}: its setting {missing[0]!r} has no default and no key (@configured)"
+        if missing := sorted(self._needs - set(about.inputs)):
+            return f"{what} has no parameter {missing[0]!r}; it may take: {', '.join(sorted(self._inputs))}"
+        return ""
 
     def builtins(self) -> Mapping[str, About]:
-        """The built-in parts; imports nothing."""
-        return {name: about for name, (_, about) in self._builtins.items()}
+        """The built-in parts."""
+        return {name: about or self.about(name) for name, (_, about) in self._builtins.items()}
 
     def user_parts(self) -> dict[str, Any]:
         """What stands here that the library did not bring: new names, and built-in ones that were replaced."""
         return {name: part for name, part in self.items() if not _is_ours(part) or name not in self._builtins}
 
     @cached_property
-    def _builtins(self) -> dict[str, tuple[str, About]]:
-        """Name -> the module that registers it, and what is known of it."""
-        read = {home: registered_in(home, self._capabilities) for home in self.homes}
-        return {name: (home, about) for home, parts in read.items() for name, about in parts.items()}
+    def _builtins(self) -> Mapping[str, tuple[str, About | None]]:
+        """Name -> the module that registers it, and what is known of it without importing that."""
+        found: dict[str, str] = {}
+        if isinstance(self.homes, Mapping):
+            found = {name: home for home, names in self.homes.items() for name in names.split()}
+        else:
+            for home in self.homes:
+                importlib.import_module(home)
+                found |= {name: home for name, part in self.items() if getattr(part, "__module__", "") == home}
+        known = {name: About(can={**self._capabilities, **own}) for name, own in self._table.items()}
+        return {name: (home, known.get(name)) for name, home in found.items()}
 
     def __missing__(self, name: str) -> Any:
         if ":" in name:
@@ -146,6 +196,24 @@ class Registry(dict[str, Any]):
             if name in self:
                 return self[name]
         raise UserError(unknown(self.kind, name, self.names()))
+
+
+def _described(part: object, capabilities: Mapping[str, Any]) -> About:
+    can = {name: getattr(part, name, default) for name, default in capabilities.items()}
+    if inspect.isclass(part) or not callable(part):
+        return About(can=can)
+    parameters = inspect.signature(part).parameters.values()
+    settings = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    select = getattr(part, "select", None)
+    return About(
+        inputs=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
+        settings=tuple(p.name for p in settings),
+        required=tuple(p.name for p in settings if p.default is p.empty),
+        keys=dict(getattr(part, "configuration_keys", {})),
+        can=can,
+        selector=_described(select, {}) if select else None,
+        odd=tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)),
+    )
 
 
 def resolve_reference(reference: str, *, kind: str) -> Any:

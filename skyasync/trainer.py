@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from skyasync.callbacks import TrainerCallback
+from skyasync.config.parts import Plan, check_correction, reads_behaviour
 from skyasync.config.resume import keeps_checkpoints
-from skyasync.config.rules import Plan, check_correction, corrected
 from skyasync.config.schema import Config
-from skyasync.config.streaming import check_streaming
+from skyasync.config.schema.algorithm import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import NonFiniteError, UserError
 from skyasync.observe.jsonl import read_rows
@@ -406,7 +406,7 @@ class RayPPOTrainer(Life):
         assert plan is not None
         for problem in chain(check_streaming(self.cfg, plan), check_correction(self.cfg, plan)):
             raise UserError(problem)
-        self._on_policy = not plan.stale(self.cfg) and not corrected(self.cfg.trainer.algorithm)
+        self._on_policy = not plan.stale(self.cfg) and not reads_behaviour(self.cfg.trainer.algorithm)
         if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
             raise UserError(
                 f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data or data.val_sets"

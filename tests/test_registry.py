@@ -1,5 +1,6 @@
 """Named parts: a plain dictionary that knows where the built-in parts live."""
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -8,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from skyasync import registry
-from skyasync.catalogue import describe
 from skyasync.errors import UserError, nearest
 from skyasync.registry import Registry, resolve_reference
 
@@ -106,10 +106,18 @@ def test_nearest_is_empty_for_a_name_like_no_other():
 
 
 @pytest.mark.parametrize("reference", CATALOGUES)
-def test_what_is_read_off_the_source_is_what_the_loaded_part_says(reference):
+def test_what_is_said_before_a_part_is_loaded_is_what_the_loaded_part_says(reference):
     parts = resolve_reference(reference, kind="registry")
     for name, about in parts.builtins().items():
-        assert describe(parts[name], parts._capabilities) == about, name
+        assert parts.describe(parts[name]).can == about.can, name
+
+
+@pytest.mark.parametrize("reference", CATALOGUES)
+def test_a_module_registers_the_names_that_are_said_of_it(reference):
+    parts = resolve_reference(reference, kind="registry")
+    for home in parts.homes:
+        importlib.import_module(home)
+    assert {name for name in parts if name not in parts.user_parts()} == parts.builtins().keys()
 
 
 def test_threads_that_want_a_file_at_once_all_get_the_module_that_it_makes_once(tmp_path):
@@ -141,3 +149,10 @@ def test_a_file_that_fails_while_it_loads_fails_for_every_thread_with_its_own_er
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(resolve_reference, f"{file}:x", kind="part") for _ in range(4)]
         assert {repr(a.exception()) for a in asked} == {"ValueError('their own')"}
+
+
+def test_a_users_part_of_a_built_in_name_stays_when_the_library_registers_its_own():
+    parts = Registry("part")
+    parts["mine"] = Theirs
+    parts.register("mine")(Registry)
+    assert parts["mine"] is Theirs and parts.user_parts() == {"mine": Theirs}

@@ -21,7 +21,6 @@ uv run --extra vllm -m examples.async.main_async \
   trainer.placement.colocate_all=false \
   trainer.placement.colocate_policy_ref=true \
   trainer.placement.policy_num_gpus_per_node="$NUM_GPUS_POLICY" \
-  trainer.strategy=fsdp2 \
   trainer.epochs=20 \
   trainer.train_batch_size=1024 \
   trainer.policy_mini_batch_size=256 \
@@ -39,9 +38,6 @@ uv run --extra vllm -m examples.async.main_async \
   generator.backend=vllm \
   generator.num_inference_engines="$NUM_ENGINES" \
   generator.inference_engine_tensor_parallel_size=1 \
-  generator.run_engines_locally=true \
-  generator.async_engine=true \
-  generator.batched=false \
   generator.weight_sync_backend=nccl \
   generator.gpu_memory_utilization=0.8 \
   generator.n_samples_per_prompt=5 \

@@ -8,10 +8,7 @@ in its group's baseline. A group whose scores are all equal gets 0 from every gr
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from skyasync.algorithms.binding import bind, configured, setting
 from skyasync.algorithms.end_to_end import EndToEnd
@@ -19,8 +16,12 @@ from skyasync.algorithms.masked import whiten
 from skyasync.algorithms.normalization import Pools, normalize
 from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.returns import discounted_returns, gae
+from skyasync.lazy_torch import torch
 
-Estimate = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Estimate: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 class EstimatedBy(Protocol):

@@ -13,14 +13,18 @@ geometric mean), ``segment`` (geometric mean of each contiguous run of mask toke
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from math import inf
+from typing import TYPE_CHECKING
 
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.kl import kl_estimate
 from skyasync.algorithms.masked import EXPONENT_BOUND, log_ratio, masked_mean, row_mean, row_sum, segment_mean
 from skyasync.algorithms.registries import CORRECTIONS
 from skyasync.errors import UserError, unknown
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def truncate(weights: Tensor, low: float, high: float) -> Tensor:
@@ -51,7 +55,7 @@ def summarize(values: Tensor, mask: Tensor, level: str) -> Tensor:
         "sequence": lambda: row_sum(values, mask),
         "geometric": lambda: row_mean(values, mask),
         "segment": lambda: segment_mean(values, mask),
-        "max": lambda: torch.where(mask, values, -torch.inf).amax(1, keepdim=True),
+        "max": lambda: torch.where(mask, values, -inf).amax(1, keepdim=True),
         "min": lambda: torch.where(mask, values, torch.inf).amin(1, keepdim=True),
     }
     if level not in summaries:
@@ -190,7 +194,7 @@ def difference_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: f
 @CORRECTIONS.register("kl_mask")
 @configured(high="kl_mask_high")
 def kl_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, estimator: str = "k3", level: str = "geometric",
-            low: float = -torch.inf, high: float = 0.1) -> Tensor:  # fmt: skip
+            low: float = -inf, high: float = 0.1) -> Tensor:  # fmt: skip
     """1 where the KL estimate of behaviour from proximal policy lies in ``[low, high]``, else 0.
 
     The estimate is that of ``kl_estimate(behaviour, proximal)``: the samples are the behaviour policy's. ``level``

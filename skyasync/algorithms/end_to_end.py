@@ -6,8 +6,12 @@ order, as if they were one: it has one score, one length, and counts once.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EndToEnd:

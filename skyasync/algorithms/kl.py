@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from skyasync.algorithms.binding import setting
 from skyasync.algorithms.masked import log_ratio, masked_mean
 from skyasync.algorithms.registries import KL_ESTIMATORS
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @KL_ESTIMATORS.register("k1")

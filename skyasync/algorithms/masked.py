@@ -5,8 +5,12 @@ Invariant: what stands outside the mask, garbage and NaN included, never reaches
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXPONENT_BOUND = 20.0  # exp(20) = 5e8: far beyond every clip range, and still finite when multiplied
 

@@ -6,8 +6,12 @@ and epsilon do. A reward of NaN is no reward: it enters no statistic and its own
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: str = "group",

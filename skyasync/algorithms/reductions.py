@@ -10,17 +10,18 @@ outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from skyasync.algorithms.binding import bind, configured
 from skyasync.algorithms.end_to_end import EndToEnd
 from skyasync.algorithms.registries import LOSS_REDUCTIONS
 from skyasync.errors import UserError
+from skyasync.lazy_torch import torch
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+if TYPE_CHECKING:
+    from torch import Tensor
+
+F = TypeVar("F", bound="Callable[..., Tensor]")
 
 
 class ReducedBy(Protocol):
@@ -29,17 +30,17 @@ class ReducedBy(Protocol):
     loss_reduction: str
 
 
-def loss_weights(cfg: ReducedBy, mask: Tensor, group_ids: Tensor, dtype: torch.dtype = torch.float64,
+def loss_weights(cfg: ReducedBy, mask: Tensor, group_ids: Tensor, dtype: torch.dtype | None = None,
                  trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
     """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
 
-    Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence.
+    Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence. By default in float64.
     """
     if trajectory_ids is not None:
         samples = EndToEnd(trajectory_ids)
         return samples.split(loss_weights(cfg, samples.join(mask), samples.first(group_ids), dtype))
     reduction = bind(LOSS_REDUCTIONS[cfg.loss_reduction], cfg)
-    return reduction({"mask": mask, "group_ids": group_ids}).to(dtype)
+    return reduction({"mask": mask, "group_ids": group_ids}).to(dtype or torch.float64)
 
 
 def loss_numerators(cfg: ReducedBy, mask: Tensor, group_ids: Tensor,

@@ -6,8 +6,12 @@ over them unchanged, and what stands there (rewards, values) has no influence.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:

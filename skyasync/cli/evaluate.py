@@ -49,6 +49,8 @@ def evaluate(argv: Arguments) -> int | None:
         from skyasync.cli.playing import RolloutExperiment
         from skyasync.cli.train import configuration
         from skyasync.config.evaluation import most_samples
+        from skyasync.config.schema.data import most_samples
+        from skyasync.main import configuration
         from skyasync.rollout.evaluation import Scoring
         from skyasync.training.numbers import bad_rewards, describe
 

@@ -17,13 +17,13 @@ from uuid import uuid4
 from skyasync.cli.train import end_with
 from skyasync.config.evaluation import eval_sources
 from skyasync.config.schema import Config
+from skyasync.config.schema.data import eval_sources
 from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.preflight.data import check_data
-from skyasync.preflight.judges import check_judges
 from skyasync.preflight.parts import check_parts
-from skyasync.preflight.settling import settle_models, settle_references
+from skyasync.preflight.prepare import check_judges, settle_models, settle_references
 from skyasync.rollout.contract import play
 from skyasync.rollout.evaluation import eval_requests
 from skyasync.rollout.requests import eval_prompts, request_for

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skyasync.config.help import allowed_text, default_text
 from skyasync.config.keys import Key, Keys
-from skyasync.config.load.help import allowed_text, default_text
 from skyasync.config.schema import Config
 from skyasync.config.values import type_name
 from skyasync.other_frameworks import other_frameworks
@@ -76,7 +76,8 @@ def _key_tables(keys: Keys) -> Iterator[str]:
 def _row(key: Key) -> str:
     meaning = " ".join(filter(None, (key.doc, allowed_text(key))))
     default = default_text(key).removeprefix("= ")
-    return _cells(f"`{key.name}`", type_name(key.type), f"`{default}`", meaning)
+    cells = (f"`{key.name}`", type_name(key.type), f"`{default}`", meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _peer_note() -> Iterator[str]:
@@ -84,10 +85,6 @@ def _peer_note() -> Iterator[str]:
     *first, last = other_frameworks().titles()
     yield f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see"
     yield "[coming_from.md](coming_from.md). `python -m skyasync translate run.sh` turns a whole recipe into ours."
-
-
-def _cells(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -1,68 +1,38 @@
-"""Settings that are right alone and wrong together.
+"""Settings that are right alone and wrong together, and settings that nothing reads.
 
-Invariant: each problem is one line that names the keys concerned and the way out; nothing here imports torch. What
-depends on what the chosen parts can do stands in ``rules``, what nothing reads in ``unread``.
+Invariant: each problem is one line that names the keys concerned and the way out. Nothing here imports torch. What
+reads a key stands beside the key (``when``), or with the plan or function that reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
+from typing import Any
 
-from skyasync.config.agents import check_agents
-from skyasync.config.algorithm import AlgorithmConfig
-from skyasync.config.domains import check_domains, check_weights
-from skyasync.config.endless import check_streamed_data
-from skyasync.config.engine_rules import (
-    check_adapters,
-    check_engine,
-    check_engine_kwargs,
-    check_restart,
-    check_router_replay,
-)
-from skyasync.config.evaluation import check_evaluation, eval_sources
-from skyasync.config.groups import check_groups
-from skyasync.config.judges import check_judges
-from skyasync.config.optimizers import check_optimizers
-from skyasync.config.parallel import check_parallel, check_replicas
-from skyasync.config.resume import Resume, keeps_checkpoints
-from skyasync.config.rules import (
-    Plan,
-    check_admission,
-    check_critic,
-    check_estimator,
-    check_functions,
-    check_plan,
-    check_reward_model,
-    check_spares,
-    check_teacher,
-    corrected,
-    missing_parts,
-    reads_behaviour,
-    weighs_by_behaviour,
-)
-from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
-from skyasync.config.schema import Config, EnvironmentConfig, TrainerConfig
+from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyasync.config.keys import Key, Keys
+from skyasync.config.parts import Plan, functions, reads_behaviour
+from skyasync.config.resume import check_resume
+from skyasync.config.schema import Config
+from skyasync.config.schema.agents import check_agents
+from skyasync.config.schema.algorithm import KL, AlgorithmConfig, check_algorithm, check_functions, check_streaming
+from skyasync.config.schema.data import check_data
+from skyasync.config.schema.environment import check_environment
+from skyasync.config.schema.fault_tolerance import check_fault_tolerance
+from skyasync.config.schema.generator import check_generator
+from skyasync.config.schema.judges import check_judges
+from skyasync.config.schema.models import check_models
+from skyasync.config.schema.placement import APART, check_placement
+from skyasync.config.schema.reward_models import check_reward_models
+from skyasync.config.schema.sampling import backend, check_lengths, check_sampling, sampling_warnings
+from skyasync.config.schema.trainer import check_admission, check_plan, check_trainer
+from skyasync.config.schema.weight_sync import check_weight_sync
 from skyasync.config.secrets import check_hidden
-from skyasync.config.streaming import check_streaming
-from skyasync.config.unread import check_unread
-from skyasync.errors import unknown
+from skyasync.config.values import written
+from skyasync.errors import UserError
 
-#: What names a procedural task among ``data.train_data`` and ``data.val_data``.
-TASK_SOURCE = "reasoning_gym:"
-
-#: Pairs of keys under ``trainer.algorithm`` that bound an interval (clip ranges are distances from 1, no such pair).
-INTERVALS = (
-    ("tis_low", "tis_high"),
-    ("token_tis_ratio_clip_low", "token_tis_ratio_clip_high"),
-    ("icepop_low", "icepop_high"),
-    ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
-    ("product_mask_low", "product_mask_high"),
-    ("geo_mask_low", "geo_mask_high"),
-    ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
-    ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
-    ("dynamic_sampling.low", "dynamic_sampling.high"),
-)
+_ALGORITHM = "trainer.algorithm."
 
 
 def check_config(cfg: Config, *, plan: str | type | None = None, given: Collection[str] = ()) -> list[str]:
@@ -73,210 +43,162 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
             that only the experiment knows.
         given: the keys that the user has written: those of the command line and of configuration files.
     """
-    if missing := missing_parts(cfg, plan) or list(check_functions(cfg.trainer.algorithm)):
+    if missing := [*_missing_parts(cfg, plan)] or [*check_functions(cfg.trainer.algorithm)]:
         return missing
     chosen = Plan.of(cfg, plan)
     return [
         *check_plan(cfg, chosen),
         *check_admission(cfg, chosen),
         *check_streaming(cfg, chosen),
-        *check_streamed_data(cfg),
-        *check_engine(cfg),
-        *check_adapters(cfg),
-        *check_restart(cfg),
-        *check_router_replay(cfg),
-        *check_engine_kwargs(cfg),
+        *check_generator(cfg),
+        *check_weight_sync(cfg),
         *check_hidden(cfg),
         *check_unread(cfg, chosen, given),
-        *_check_devices(cfg),
-        *check_parallel(cfg),
-        *_check_resuming(cfg),
-        *_check_spikes(cfg.trainer),
-        *_check_batches(cfg),
-        *_check_lengths(cfg),
-        *check_sampling(cfg, reads_behaviour=reads_behaviour(cfg.trainer.algorithm)),
-        *check_spares(cfg),
-        *check_estimator(cfg),
-        *check_critic(cfg),
-        *check_reward_model(cfg),
-        *check_teacher(cfg),
-        *_check_algorithm(cfg),
-        *check_groups(cfg.trainer.algorithm),
-        *_check_intervals(cfg.trainer.algorithm),
-        *check_optimizers(cfg),
-        *check_replicas(cfg),
-        *_check_compiled(cfg.trainer),
-        *_check_lists(cfg),
-        *check_weights("environment", cfg.environment.reward_funcs, cfg.environment.reward_weights),
-        *check_domains(cfg.environment.domains),
+        *check_placement(cfg),
+        *check_resume(cfg.trainer),
+        *check_fault_tolerance(cfg.trainer),
+        *check_trainer(cfg),
+        *check_lengths(cfg),
+        *check_sampling(cfg),
+        *check_algorithm(cfg),
+        *check_models(cfg),
+        *check_reward_models(cfg),
+        *check_environment(cfg.environment),
         *check_judges(cfg.environment),
-        *check_evaluation(cfg),
-        *_check_environment(cfg.environment),
-        *_check_tasks(cfg),
+        *check_data(cfg),
         *check_agents(cfg),
     ]
 
 
 def config_warnings(cfg: Config) -> list[str]:
     """What may be meant so, but is worth a line at the start of a run."""
-    return list(sampling_warnings(cfg, reads_behaviour=corrected(cfg.trainer.algorithm)))
+    return list(sampling_warnings(cfg)) if reads_behaviour(cfg.trainer.algorithm) else []
 
 
-def _check_devices(cfg: Config) -> Iterator[str]:
-    generator = cfg.generator
-    if not cfg.trainer.placement.colocate_all:
-        if generator.weight_sync_backend == "cuda_ipc":
-            yield (
-                "generator.weight_sync_backend=cuda_ipc has engines read on the policy's own GPUs, and "
-                "trainer.placement.colocate_all=false gives them others: use generator.weight_sync_backend=nccl, or "
-                "set trainer.placement.colocate_all=true"
+def _missing_parts(cfg: Config, plan: str | type | None) -> Iterator[str]:
+    """References to parts that do not exist; the other checks ask what these parts can do."""
+    from skyasync.engines.protocol import ENGINES
+
+    for read in (lambda: Plan.of(cfg, plan), lambda: ENGINES.about(backend(cfg))):
+        try:
+            read()
+        except UserError as error:
+            yield str(error)
+
+
+def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) -> Iterator[str]:
+    """One line for each key that has no effect.
+
+    Args:
+        given: keys that the user has written: of a plan's own key even the default is refused there with another plan,
+            since whoever writes ``trainer.max_staleness=1`` expects it to act.
+    """
+    from skyasync.algorithms.presets import apply_preset
+
+    keys = Keys.of(type(cfg))
+    preset = apply_preset(cfg.trainer.algorithm.preset) if cfg.trainer.algorithm.preset else {}
+    changed = [key for key in keys if attrgetter(key.path)(cfg) not in (key.default, preset.get(key.path, key.default))]
+    checked = [key for key in keys if key in changed or key.path in given]
+    yield from _of_plans(cfg, plan, checked)
+    yield from _of_functions(cfg.trainer.algorithm, changed)
+    for key in changed:
+        if key.when and not key.when(cfg) and not _settled(cfg, key):
+            readers = f"it is read with {key.when};" if key.when.choices else ""
+            if ranks := _policys(cfg, key):
+                readers += f"make it {attrgetter(ranks)(cfg)}, as {ranks} is, or"
+            yield _line(cfg, key, f"has no effect with {key.when.found(cfg)}", readers)
+    yield from _of_updates(cfg, [key.path for key in changed])
+
+
+def _settled(cfg: Config, key: Key) -> bool:
+    """What repeats the policy's: a role's model, which every run writes so, or its ranks on devices that it shares."""
+    same = _policys(cfg, key) or ("trainer.policy.model.path" if key.path.endswith(".model.path") else "")
+    return bool(same) and attrgetter(key.path)(cfg) == attrgetter(same)(cfg)
+
+
+def _policys(cfg: Config, key: Key) -> str:
+    """The policy's number of ranks for a role's own, which is for devices apart from the policy's."""
+    if key.when not in APART:
+        return ""
+    role = key.when.paths[0]
+    of_role = Keys.of(type(cfg))[role].when
+    there = role.endswith("_ref") or (of_role is not None and of_role(cfg))
+    return f"trainer.placement.policy_{key.name.partition('_')[2]}" if there else ""
+
+
+def _of_plans(cfg: Config, plan: Plan | None, checked: Collection[Key]) -> Iterator[str]:
+    from skyasync.plans import PLANS
+
+    readers: dict[str, list[str]] = {}
+    for name, about in PLANS.builtins().items():
+        for path in about.can["reads"]:
+            readers.setdefault(path, []).append(name)
+    for key in checked:
+        if plan is None or plan.reads(key.path):
+            continue
+        if key.path in readers:
+            own = (
+                ""
+                if plan.name in PLANS.builtins()
+                else " (a plan of your own lists the keys that it reads in its attribute reads)"
             )
-        return
-    if generator.weight_sync_backend == "nccl":
+            way = f"set trainer.plan={'|'.join(readers[key.path])}, which reads it{own}, or"
+            yield _line(cfg, key, f"has no effect with {plan}".rstrip(","), way)
+        elif key.path == "trainer.allow_uncorrected" and not plan.stale(cfg):
+            yield _line(cfg, key, f"has no effect with {plan}, whose samples are never stale".replace(",,", ","))
+
+
+def _of_functions(algorithm: AlgorithmConfig, changed: Collection[Key]) -> Iterator[str]:
+    """Keys that feed functions of the objective, none of them chosen."""
+    chosen = functions(algorithm)
+    read = {path for one in chosen for about in one.about for path in about.keys.values()}
+    for key in changed:
+        name = key.path.removeprefix(_ALGORITHM)
+        readers = _readers(name)
+        if readers and name not in read and name != key.path:
+            yield _line(algorithm, key, "has no effect", f"it is read with {readers};", path=name)
+
+
+def _readers(name: str) -> str:
+    """Which choices read a key of the algorithm."""
+    registries: Mapping[str, Any] = {
+        "policy_loss_type": POLICY_LOSSES,
+        "advantage_estimator": ADVANTAGE_ESTIMATORS,
+        "loss_reduction": LOSS_REDUCTIONS,
+        "off_policy_correction": CORRECTIONS,
+    }
+    found = []
+    for choice, registry in registries.items():
+        names = [n for n, about in registry.builtins().items() if any(name in a.keys.values() for a in about)]
+        if names:
+            found.append(f"{_ALGORITHM}{choice}={'|'.join(sorted(names))}")
+    return " or ".join(found)
+
+
+def _of_updates(cfg: Config, changed: Collection[str]) -> Iterator[str]:
+    """Keys whose reader depends on more than one other key."""
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    single = trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size in (0, trainer.train_batch_size)
+    if f"{_ALGORITHM}proximal_logprobs" in changed and single:
         yield (
-            "generator.weight_sync_backend=nccl broadcasts from one GPU to others, and "
-            "trainer.placement.colocate_all=true puts policy and engines on the same: use "
-            "generator.weight_sync_backend=cuda_ipc or shared_memory, or set trainer.placement.colocate_all=false"
+            f"{_ALGORITHM}proximal_logprobs={algorithm.proximal_logprobs} has no effect with one update per batch: set "
+            f"trainer.policy_mini_batch_size or trainer.update_epochs_per_batch, or leave it at recompute"
         )
-    if generator.devices_per_engine > 1:
-        size = generator.inference_engine_tensor_parallel_size
-        key = f"generator.inference_engine_tensor_parallel_size={size}" if size > 1 else "pipeline_parallel_size"
+    anchored = any("anchor" in about.inputs for about in functions(algorithm)[0].about)
+    weighted = algorithm.use_kl_loss and algorithm.kl_importance_weighted
+    if f"{_ALGORITHM}ratio_anchor" in changed and not anchored and not weighted:
         yield (
-            f"{key} needs as many GPUs per engine, and trainer.placement.colocate_all=true gives it a share of one: "
-            f"set the size to 1, or trainer.placement.colocate_all=false"
+            f"{_ALGORITHM}ratio_anchor={algorithm.ratio_anchor} has no effect with {_ALGORITHM}policy_loss_type="
+            f"{algorithm.policy_loss_type}, whose ratio has no anchor to choose: leave it at proximal"
         )
-
-
-def _check_resuming(cfg: Config) -> Iterator[str]:
-    trainer = cfg.trainer
-    resume = Resume.of(trainer)
-    if resume.wanted and not resume.folder and not trainer.run_name and not trainer.ckpt_path:
+    unused = "trainer.ref.model.path" in changed and not KL(cfg)
+    if unused and trainer.ref.model.path != trainer.policy.model.path:
         yield (
-            f"trainer.resume_mode={trainer.resume_mode} finds nothing in a run folder whose name is made anew "
-            f"at every start: set trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its "
-            f"checkpoints"
-        )
-
-
-def _check_spikes(trainer: TrainerConfig) -> Iterator[str]:
-    for name, limit in trainer.spike_limits.items():
-        if isinstance(limit, bool) or not isinstance(limit, int | float):
-            yield f"trainer.spike_limits.{name}={limit!r} is no number: it is the largest value that is no spike"
-        elif trainer.on_spike == "rollback" and name.startswith(("sync/", "eval/")):
-            yield (
-                f"trainer.spike_limits.{name} is known when the engines have the weights, too late for "
-                f"trainer.on_spike=rollback: limit what training finds (policy/..., off_policy/..., critic/...), or "
-                f"set warn or raise"
-            )
-    if trainer.on_spike == "rollback" and not keeps_checkpoints(trainer):
-        yield (
-            "trainer.on_spike=rollback goes back to a checkpoint, and this run saves none: set trainer.ckpt_interval "
-            "or trainer.ckpt_minutes"
-        )
-
-
-def _check_environment(environment: EnvironmentConfig) -> Iterator[str]:
-    if environment.env_class not in ("", "reward") and environment.reward_funcs:
-        yield (
-            f"environment.reward_funcs are called by environment.env_class=reward, not by {environment.env_class}: "
-            f"leave environment.env_class empty, or environment.reward_funcs"
-        )
-
-
-def _check_tasks(cfg: Config) -> Iterator[str]:
-    data = cfg.data
-    held_out = [] if any(check_evaluation(cfg)) else eval_sources(data)
-    sources = [source for source in [*data.train_data, *held_out] if source.startswith(TASK_SOURCE)]
-    tasks = {source.removeprefix(TASK_SOURCE) for source in sources}
-    for task, options in data.reasoning_gym.items():
-        if task not in tasks:
-            yield f"data.reasoning_gym.{task} is for no task in data.train_data: {unknown('task', str(task), tasks)}"
-        elif not isinstance(options, Mapping):
-            yield f"data.reasoning_gym.{task} must be a mapping of options, found {options!r}"
-
-
-def _check_batches(cfg: Config) -> Iterator[str]:
-    batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
-    if mini > batch:
-        yield (
-            f"trainer.policy_mini_batch_size={mini} is larger than trainer.train_batch_size={batch}: "
-            f"make it a divisor of {batch}, or 0 for the whole batch"
-        )
-    elif mini and batch % mini:
-        divisor = max(d for d in range(1, mini + 1) if batch % d == 0)
-        yield (
-            f"trainer.policy_mini_batch_size={mini} does not divide trainer.train_batch_size={batch}: "
-            f"the nearest smaller divisor is {divisor}; 0 takes the whole batch"
+            f"trainer.ref.model.path={trainer.ref.model.path} has no effect without a KL term: set "
+            f"{_ALGORITHM}use_kl_loss=true or {_ALGORITHM}use_kl_in_reward=true, or leave it empty"
         )
 
 
-def _check_lengths(cfg: Config) -> Iterator[str]:
-    generator = cfg.generator
-    for group, sampling in sampling_groups(generator).items():
-        name = f"generator.{group}.max_generate_length"
-        needed = cfg.trainer.max_prompt_length + sampling.max_generate_length
-        if 0 < generator.max_model_len < needed:
-            yield (
-                f"generator.max_model_len={generator.max_model_len} is less than "
-                f"trainer.max_prompt_length={cfg.trainer.max_prompt_length} plus {name}="
-                f"{sampling.max_generate_length}: raise it to {needed}, or leave it at 0"
-            )
-        turns = generator.max_turns
-        longest = cfg.trainer.max_prompt_length + turns * sampling.max_generate_length
-        if turns > 1 and needed <= generator.max_model_len < longest:
-            yield (
-                f"generator.max_model_len={generator.max_model_len} has no room for generator.max_turns={turns} turns "
-                f"of {name}={sampling.max_generate_length} behind a prompt of trainer.max_prompt_length="
-                f"{cfg.trainer.max_prompt_length}: raise it to {longest} and what the environment says, or set "
-                f"generator.max_turns=0, as many as there is room for"
-            )
-        if sampling.min_tokens > sampling.max_generate_length:
-            yield (
-                f"generator.{group}.min_tokens={sampling.min_tokens} is more than {name}="
-                f"{sampling.max_generate_length}: lower the one or raise the other"
-            )
-
-
-def _check_algorithm(cfg: Config) -> Iterator[str]:
-    algorithm = cfg.trainer.algorithm
-    if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
-        yield (
-            "trainer.algorithm.use_kl_loss and trainer.algorithm.use_kl_in_reward are both true, which counts the "
-            "KL divergence twice: set one of them to false"
-        )
-    correction = algorithm.off_policy_correction
-    if correction not in ("auto", "none") and not correction.endswith("_mask") and weighs_by_behaviour(algorithm):
-        yield (
-            f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} (with trainer.algorithm.ratio_anchor="
-            f"{algorithm.ratio_anchor}) weighs samples by the behaviour policy itself; trainer.algorithm."
-            f"off_policy_correction={correction} would weigh them twice: choose auto, none or a mask"
-        )
-
-
-def _check_intervals(algorithm: AlgorithmConfig) -> Iterator[str]:
-    for low, high in INTERVALS:
-        least, most = attrgetter(low)(algorithm), attrgetter(high)(algorithm)
-        if least > most:
-            yield (
-                f"trainer.algorithm.{low}={least} is above trainer.algorithm.{high}={most}, which leaves nothing "
-                f"between them: lower the one or raise the other"
-            )
-
-
-def _check_compiled(trainer: TrainerConfig) -> Iterator[str]:
-    policy = trainer.policy
-    if policy.torch_compile and policy.gradient_checkpointing == "selective":
-        yield (
-            "trainer.policy.torch_compile=true decides by itself what a layer keeps for its backward pass, so "
-            "trainer.policy.gradient_checkpointing=selective has no effect: set true, or false"
-        )
-    if policy.torch_compile and policy.lora.rank:
-        yield (
-            f"trainer.policy.torch_compile=true and trainer.policy.lora.rank={policy.lora.rank}: adapters step aside "
-            f"for the reference and for engines, and compiled layers would not see it: remove one of them"
-        )
-
-
-def _check_lists(cfg: Config) -> Iterator[str]:
-    for name in sorted({name for name in cfg.trainer.logger if cfg.trainer.logger.count(name) > 1}):
-        yield f"trainer.logger names {name} twice: name each tracker once"
+def _line(cfg: object, key: Key, what: str, why: str = "", path: str = "") -> str:
+    value = written(attrgetter(path or key.path)(cfg))
+    return f"{key.path}={value} {what}: {why}{' ' if why else ''}remove it (its default is {written(key.default)})"

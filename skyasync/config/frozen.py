@@ -1,22 +1,22 @@
-"""The configuration once it is settled: it can be read, and copied, and not written to.
+"""The configuration once it is settled: it can be read and copied, and a write raises one line that names the key.
 
-Invariant: parts that were made from a value cannot disagree with the configuration, since a write after ``freeze``
-raises one line that names the key and the places where it is set. A copy (``copy.deepcopy``, ``dataclasses.replace``,
-what is sent to another process) is free again.
+Invariant: parts that were made from a value cannot disagree with the configuration. A copy (``copy.deepcopy``,
+``dataclasses.replace``, what is sent to another process) is free again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from typing import NoReturn, TypeVar
+from functools import cache
+from typing import Any, NoReturn
 
 from skyasync.errors import UserError
 
-_PATH = "_frozen_path"
-"""Entry in a frozen group's ``__dict__``: its dotted path, "" for the whole configuration."""
-
-F = TypeVar("F", bound=Callable[..., object])
+_PATH = "_frozen_path"  # in a frozen value's ``__dict__``: its dotted path, "" for the whole configuration
+_WRITES: dict[Any, str] = {
+    list: "append clear extend insert pop remove reverse sort __setitem__ __delitem__ __iadd__ __imul__",
+    dict: "clear pop popitem setdefault update __setitem__ __delitem__ __ior__",
+}
 
 
 class FrozenConfigError(UserError, AttributeError):
@@ -29,96 +29,66 @@ class FrozenConfigError(UserError, AttributeError):
         )
 
 
-class Settings:
-    """A group of settings, which ``freeze`` can make read-only."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        _refuse_if_frozen(self, name)
-        object.__setattr__(self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        _refuse_if_frozen(self, name)
-        object.__delattr__(self, name)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != _PATH}
-
-
-def freeze(group: object, path: str = "") -> None:
+def freeze(group: Any, path: str = "") -> None:  # noqa: ANN401  (a configuration, a user's groups included)
     """Make a configuration and all groups, lists and mappings in it read-only. Freezing twice changes nothing."""
-    if not is_dataclass(group) or not hasattr(group, "__dict__"):
-        return
-    kind = type(group)
-    if not issubclass(kind, Settings) and kind.__setattr__ is object.__setattr__:  # a plain dataclass of the user's
-        for method in ("__setattr__", "__delattr__", "__getstate__"):
-            setattr(kind, method, getattr(Settings, method))
-    for name in (item.name for item in fields(group)):
-        vars(group)[name] = _frozen(vars(group).get(name), f"{path}.{name}" if path else name)
-    vars(group)[_PATH] = path
+    for name in [item.name for item in fields(group)]:
+        vars(group)[name] = _frozen(vars(group)[name], f"{path}.{name}" if path else name)
+    if _PATH not in vars(group):
+        vars(group)[_PATH] = path
+        object.__setattr__(group, "__class__", _frozen_group(type(group)))  # type: ignore[arg-type]
 
 
-def _refuse_if_frozen(group: object, name: str) -> None:
-    path = vars(group).get(_PATH)
-    if path is not None:
+def _frozen(value: Any, path: str) -> object:  # noqa: ANN401  (what a configuration holds)
+    if is_dataclass(value) and hasattr(value, "__dict__"):
+        freeze(value, path)
+        return value
+    kind = next((kind for kind in _WRITES if isinstance(value, kind)), None)
+    if kind is None:
+        return value
+    entries = (
+        {name: _frozen(entry, f"{path}.{name}") for name, entry in value.items()}
+        if kind is dict
+        else [_frozen(entry, path) for entry in value]
+    )
+    frozen = kind.__new__(_frozen_container(kind))
+    kind.__init__(frozen, entries)
+    vars(frozen)[_PATH] = path
+    return frozen
+
+
+@cache
+def _frozen_container(kind: type[list[Any]] | type[dict[Any, Any]]) -> type:
+    """A list or mapping whose methods refuse writes. What its class makes or copies is a plain one."""
+
+    def refuse(self: object, *_: object, **__: object) -> NoReturn:
+        raise FrozenConfigError(vars(self)[_PATH])
+
+    free = {"__new__": lambda cls, *args: kind(*args), "__reduce__": lambda self: (kind, (kind(self),))}
+    return type(kind.__name__, (kind,), dict.fromkeys(_WRITES[kind].split(), refuse) | free)
+
+
+@cache
+def _frozen_group(kind: type) -> type:
+    """A subclass of a group's class whose instances refuse writes. What it makes or copies is of the group's class."""
+
+    def refuse(self: object, name: str, *_: object) -> NoReturn:
+        path = vars(self)[_PATH]
         raise FrozenConfigError(f"{path}.{name}" if path else name)
 
+    def settings(self: object) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != _PATH}
 
-def _frozen(value: object, path: str) -> object:
-    if isinstance(value, dict):
-        return _Mapping({name: _frozen(entry, f"{path}.{name}") for name, entry in value.items()}, path)
-    if isinstance(value, list):
-        return _List((_frozen(entry, path) for entry in value), path)
-    freeze(value, path)
-    return value
-
-
-def _refused(function: F) -> F:
-    def refuse(self: _List | _Mapping, *args: object, **kwargs: object) -> NoReturn:
-        raise FrozenConfigError(self.path)
-
-    refuse.__doc__ = function.__doc__
-    return refuse  # type: ignore[return-value]
-
-
-class _List(list[object]):
-    """A list of the settled configuration."""
-
-    def __init__(self, values: Iterable[object] = (), path: str = "") -> None:
-        super().__init__(values)
-        self.path = path
-
-    def __reduce__(self) -> tuple[type, tuple[list[object]]]:
-        return list, (list(self),)
-
-    append = _refused(list.append)
-    extend = _refused(list.extend)
-    insert = _refused(list.insert)
-    remove = _refused(list.remove)
-    pop = _refused(list.pop)
-    clear = _refused(list.clear)
-    sort = _refused(list.sort)
-    reverse = _refused(list.reverse)
-    __setitem__ = _refused(list.__setitem__)
-    __delitem__ = _refused(list.__delitem__)
-    __iadd__ = _refused(list.__iadd__)
-    __imul__ = _refused(list.__imul__)
-
-
-class _Mapping(dict[object, object]):
-    """A free mapping of the settled configuration."""
-
-    def __init__(self, values: Iterable[tuple[object, object]] | dict[object, object] = (), path: str = "") -> None:
-        super().__init__(values)
-        self.path = path
-
-    def __reduce__(self) -> tuple[type, tuple[dict[object, object]]]:
-        return dict, (dict(self),)
-
-    update = _refused(dict.update)
-    pop = _refused(dict.pop)
-    popitem = _refused(dict.popitem)
-    clear = _refused(dict.clear)
-    setdefault = _refused(dict.setdefault)
-    __setitem__ = _refused(dict.__setitem__)
-    __delitem__ = _refused(dict.__delitem__)
-    __ior__ = _refused(dict.__ior__)
+    methods = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__setattr__": refuse,
+        "__delattr__": refuse,
+        "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),
+        "__reduce__": lambda self: (object.__new__, (kind,), settings(self)),
+        "__eq__": lambda self, other: (
+            isinstance(other, kind)
+            and all(getattr(self, item.name) == getattr(other, item.name) for item in fields(self))
+        ),
+        "__hash__": None,
+    }
+    return type(kind.__name__, (kind,), methods)

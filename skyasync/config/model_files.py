@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder: where they are, and what they say."""
+"""The folder of a model: where it is, and what its JSON files say."""
 
 from __future__ import annotations
 
@@ -7,8 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from skyasync.errors import UserError
+from skyasync.registry import resolve_reference
 
 CONFIG = "config.json"
+
+
+def model_path(path: str, key: str = "trainer.policy.model.path") -> str:
+    """A local folder's absolute path, a hub name as it is, or what ``module:function`` makes.
+
+    Raises:
+        UserError: if no model is named, or a local path has none.
+    """
+    if not path:
+        raise UserError(f"{key} is empty: name a Hugging Face model, a local folder, or module:function")
+    if ":" in path and not Path(path).exists():
+        return str(resolve_reference(path, kind=key)())
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{key}={path!r} is a folder without config.json")
+        return str(folder.resolve())
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(f"{key}={path!r} is neither a local folder nor a Hugging Face name (owner/name)")
+    return path
 
 
 def config_file(model: str) -> Path | None:

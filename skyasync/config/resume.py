@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import glob
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from skyasync.config.schema import TrainerConfig
+from skyasync.errors import UserError
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import TrainerConfig
 
 STATE = "state.json"  # of a checkpoint
 WRITTEN = "written_ns"  # in it: the time, later than that of every checkpoint beside it
@@ -50,6 +55,11 @@ class Resume:
 def keeps_checkpoints(trainer: TrainerConfig) -> bool:
     """Whether a run saves now and then, and at its end."""
     return bool(trainer.ckpt_interval or trainer.ckpt_minutes or trainer.ckpt_best_metric)
+
+
+def saves(trainer: TrainerConfig) -> bool:
+    """Whether a run may write checkpoints at all."""
+    return keeps_checkpoints(trainer) or trainer.ckpt_on_exit
 
 
 def restarts_workers(trainer: TrainerConfig) -> bool:
@@ -91,11 +101,6 @@ def settle_resume_mode(trainer: TrainerConfig) -> str:
     )
 
 
-def saves(trainer: TrainerConfig) -> bool:
-    """Whether a run may write checkpoints at all."""
-    return keeps_checkpoints(trainer) or trainer.ckpt_on_exit
-
-
 def checkpoints_of(trainer: TrainerConfig) -> Path:
     """Where the checkpoints of the run that ``trainer.run_name`` names lie."""
     return Path(trainer.ckpt_path or Path(trainer.runs_dir) / trainer.run_name / "checkpoints").expanduser().resolve()
@@ -106,3 +111,24 @@ def _has_checkpoints(trainer: TrainerConfig) -> bool:
         return any(checkpoints_of(trainer).glob("step_*"))
     except (OSError, ValueError):  # no folder can have that name, which is refused elsewhere
         return False
+
+
+def check_resume(trainer: TrainerConfig) -> Iterator[str]:
+    """A run that goes on from a folder which no run has."""
+    resume = Resume.of(trainer)
+    if resume.wanted and not resume.folder and not trainer.run_name and not trainer.ckpt_path:
+        yield (
+            f"trainer.resume_mode={trainer.resume_mode} finds nothing in a run folder whose name is made anew "
+            f"at every start: set trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its "
+            f"checkpoints"
+        )
+
+
+def refuse_foreign_checkpoints(trainer: TrainerConfig) -> None:
+    """Raises UserError if a run that starts anew would save into a folder that holds checkpoints."""
+    fresh = not Resume.of(trainer).within(checkpoints_of(trainer))
+    if fresh and saves(trainer) and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
+        raise UserError(
+            f"trainer.ckpt_path={trainer.ckpt_path} holds another run's checkpoints, which this one would replace: "
+            f"set trainer.resume_mode=latest to go on with them, or choose another folder"
+        )

@@ -67,7 +67,7 @@ class Secrets:
         """Those of the configuration and of the environment."""
         values = [text for name, text in environment.items() if _is_key(name, text)]
         if cfg is not None:
-            values += _texts(asdict(cfg))
+            values += [text for path, text in _texts(asdict(cfg)) if is_secret(path.rpartition(".")[2])]
             judges = cfg.environment.judges.values()
             values += [environment.get(str(judge.get("api_key_env") or ""), "") for judge in judges]
         return cls(values)
@@ -90,32 +90,21 @@ def _is_key(name: str, text: str) -> bool:
     return is_secret(name) or len(text) >= LONG or any(map(str.isdigit, text))
 
 
-def _texts(value: Any, name: str = "") -> Iterator[str]:  # noqa: ANN401  (what a configuration holds)
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401  (what a configuration holds)
+    """All texts, each with the key that it belongs to."""
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _texts(each, str(key))
+            yield from _texts(each, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _texts(each, name)
-    elif isinstance(value, str) and is_secret(name):
-        yield value
-
-
-def hidden_keys(value: Any, path: str = "") -> Iterator[str]:  # noqa: ANN401  (as above)
-    """The keys whose values were hidden when they were written down: a run cannot use these."""
-    name = path.rpartition(".")[2]
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from hidden_keys(each, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from hidden_keys(each, path)
-    elif isinstance(value, str) and (
-        (value == HIDDEN and is_secret(name)) or f":{HIDDEN}@" in value or (f"={HIDDEN}" in value and "://" in value)
-    ):
-        yield path
+            yield from _texts(each, path)
+    elif isinstance(value, str):
+        yield path, value
 
 
 def check_hidden(cfg: Config) -> Iterator[str]:
-    for path in hidden_keys(asdict(cfg)):
-        yield f"{path} is a secret that a run's config.yaml does not hold ({HIDDEN}): give it again"
+    """Values that were hidden when they were written down: a run cannot use these."""
+    for path, text in _texts(asdict(cfg)):
+        secret = text == HIDDEN and is_secret(path.rpartition(".")[2])
+        if secret or f":{HIDDEN}@" in text or (f"={HIDDEN}" in text and "://" in text):
+            yield f"{path} is a secret that a run's config.yaml does not hold ({HIDDEN}): give it again"

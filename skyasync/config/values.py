@@ -55,11 +55,6 @@ def escape(text: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
 
 
-def is_interpolation(node: yaml.Node) -> bool:
-    """``${other.key}``, and anything else that OmegaConf resolves later."""
-    return isinstance(node, yaml.ScalarNode) and "${" in node.value
-
-
 def convert(node: yaml.Node, expected: object) -> object:
     """The node's value as ``expected``, an annotation: a primitive, ``X | None``, list, dict, Literal, Enum, Any.
 
@@ -68,7 +63,7 @@ def convert(node: yaml.Node, expected: object) -> object:
     Raises:
         WrongTypeError: if it is something else.
     """
-    if is_interpolation(node):
+    if isinstance(node, yaml.ScalarNode) and "${" in node.value:  # ${other.key}, which OmegaConf resolves later
         return node.value
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):

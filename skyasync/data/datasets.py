@@ -13,10 +13,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from skyasync.config.domains import domains_of, judges, tags_of
-from skyasync.config.evaluation import eval_sets
-from skyasync.config.rules import reported_metric
+from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config, DataConfig
+from skyasync.config.schema.data import eval_sets
+from skyasync.config.schema.environment import domains_of, judges, tags_of
 from skyasync.data.reading import reader
 from skyasync.data.sources import Row, rows
 from skyasync.data.stream import StreamedPrompts

@@ -17,8 +17,8 @@ from itertools import islice
 
 import xxhash
 
-from skyasync.config.domains import proportions_of
 from skyasync.config.schema import Config, TrainerConfig
+from skyasync.config.schema.environment import proportions_of
 from skyasync.data.mixture import Order
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId

@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from skyasync.config.check import TASK_SOURCE
 from skyasync.config.schema import Config
+from skyasync.config.schema.data import TASK_SOURCE
 from skyasync.errors import UserError, nearest, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from skyasync.config.agents import ONLINE
 from skyasync.config.rules import reads_behaviour
 from skyasync.config.sampling import evaluation
+from skyasync.config.parts import reads_behaviour
 from skyasync.config.schema import Config
+from skyasync.config.schema.agents import ONLINE
 from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.agent_pool import AgentPool, ray_processes
 from skyasync.endpoint.online import Lobby

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from skyasync.arrays import Ints, ints
-from skyasync.config.sampling import UNMIRRORED, unmirrored
+from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
 from skyasync.endpoint.agent_chat import AgentChat, comparable, conversation, thoughts
 from skyasync.endpoint.forms.inner import Answer, Choice, Request, RequestError
 from skyasync.endpoint.news import EVERY_S, News
@@ -150,7 +150,7 @@ def _characters(request: Request) -> int:
 
 
 def _check_mirrored(session: Session, asked: SamplingParams) -> None:
-    """As a run's settings are checked (``skyasync.config.sampling``); a request may change them here."""
+    """As a run's settings are checked (``skyasync.config.schema.sampling``); a request may change them here."""
     changed = [name for name in UNMIRRORED if getattr(asked, name) != getattr(session.sampling, name)]
     if session.reads_behaviour and asked.temperature and changed:
         problem = f"{unmirrored(changed[0], session.reads_behaviour)}: remove it"

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol, cast
 import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints
-from skyasync.config.generation import INT32, SamplingConfig
 from skyasync.config.keys import Key, Keys
+from skyasync.config.schema.sampling import INT32, SamplingConfig
 from skyasync.errors import UserError
 from skyasync.registry import Registry
 from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
@@ -313,12 +313,55 @@ class EngineConfig:
 
 ENGINES = Registry(
     "engine",
-    [
-        "skyasync.engines.embedded.engine",
-        "skyasync.engines.vllm.engine",
-        "skyasync.engines.vllm.server",
-        "skyasync.engines.sglang.server",
-    ],
+    {
+        "skyasync.engines.embedded.engine": "transformers",
+        "skyasync.engines.vllm.engine": "vllm",
+        "skyasync.engines.vllm.server": "vllm_server",
+        "skyasync.engines.sglang.server": "sglang_server",
+    },
+    table={  # as the classes say (a test holds it)
+        "transformers": {
+            "sleeps_on": ("cpu", "gpu"),
+            "computes_on_lent_weights": True,
+            "takes_changes": True,
+            "takes_adapters": ("layers", "head"),
+            "returns_experts": True,
+            "hands_back": True,
+        },
+        "vllm": {
+            "tensor_parallel": True,
+            "weight_sync": ("shared_memory", "nccl", "cuda_ipc"),
+            "reads_lent_weights": True,
+            "loads_as_files": True,
+            "takes_changes": True,
+            "takes_adapters": ("layers",),
+            "adaptable": "skyasync.engines.vllm.adaptable:why_not",
+            "forgets_asleep": True,
+            "sleeps_on": ("gpu",),
+            "sampling": ("structured_outputs", "repetition_detection"),
+            "options": "skyasync.engines.vllm.options:complaints",
+            "extra": "vllm",
+        },
+        "vllm_server": {
+            "elsewhere": True,
+            "loads_as_files": True,
+            "takes_changes": True,
+            "sampling": ("structured_outputs", "repetition_detection"),
+        },
+        "sglang_server": {
+            "elsewhere": True,
+            "loads_as_files": True,
+            "lacks": (
+                "top_p",
+                "top_k",
+                "min_p",
+                "bad_words",
+                "allowed_token_ids",
+                "structured_outputs",
+                "repetition_detection",
+            ),
+        },
+    },
     capabilities={
         "tensor_parallel": False,  # one engine may take several GPUs
         "weight_sync": ("shared_memory",),  # how weights may reach it

@@ -18,12 +18,12 @@ from skyasync.registry import Registry, resolve_reference
 
 ENVS = Registry(
     "environment",
-    [
-        "skyasync.envs.gsm8k",
-        "skyasync.envs.reward",
-        *(f"skyasync.envs.adapters.{library}" for library in ("gem", "gymnasium", "textarena")),
-        *other_frameworks().environments,
-    ],
+    {
+        "skyasync.envs.gsm8k": "gsm8k",
+        "skyasync.envs.reward": "reward",
+        **{f"skyasync.envs.adapters.{name}": name for name in ("gem", "gymnasium", "textarena")},
+        **other_frameworks().environments,
+    },
     capabilities={"extra": ""},  # of this library, that installs what it needs
 )
 EnvFactory = Callable[..., BaseTextEnv]

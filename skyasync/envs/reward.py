@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from skyasync.config.judges import is_judge
+from skyasync.config.schema.judges import is_judge
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
 from skyasync.rewards.panel import Member, judge, load, member_of

@@ -15,7 +15,8 @@ class Interop(OtherFrameworks):
     """Asks every system for the adapter that a question is about."""
 
     def __init__(self) -> None:
-        self.environments = tuple(self._all("environment"))
+        playing_rows = [system for system in systems().values() if "environment" in system.adapters]
+        self.environments = {system.adapter("environment"): system.name for system in playing_rows}
         [playing] = [system for system in systems().values() if "agent_file" in system.adapters]
         self.agent_file_environment, self.agent_file_programs = playing.name, playing.agent_programs
 

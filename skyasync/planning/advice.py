@@ -13,8 +13,8 @@ from typing import Any
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
+from skyasync.planning.memory import Lengths
 from skyasync.planning.plan import MemoryPlan
-from skyasync.planning.work import Lengths
 
 Values = list[Any]
 
@@ -64,16 +64,11 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
     if plan.gpus_asked > plan.machine.gpus:
         lower = list(_halves(placement.policy_num_gpus_per_node, 1))
         choices["trainer.placement.policy_num_gpus_per_node"] += lower
-    ranks = choices["trainer.placement.policy_num_gpus_per_node"]
-    choices["trainer.placement.policy_num_gpus_per_node"] = [n for n in ranks if _divides(cfg, n)]
+    ranks, sharing = choices["trainer.placement.policy_num_gpus_per_node"], cfg.trainer.parallel
+    choices["trainer.placement.policy_num_gpus_per_node"] = [
+        n for n in ranks if n * placement.policy_num_nodes % (sharing.context * sharing.tensor) == 0
+    ]
     return {key: values for key, values in choices.items() if values and key not in without}
-
-
-def _divides(cfg: Config, per_node: int) -> bool:
-    """Whether the policy's axes go with so many ranks per node."""
-    parallel, ranks = cfg.trainer.parallel, per_node * cfg.trainer.placement.policy_num_nodes
-    sharing = parallel.context * parallel.tensor
-    return ranks % sharing == 0 and parallel.data in (0, ranks // sharing)
 
 
 def _combinations(choices: dict[str, Values]) -> Iterator[dict[str, Any]]:

@@ -1,32 +1,40 @@
 """Settings, a model's shape and a machine: which processes there are, what each device and the host must hold.
 
-Invariant: pure; the same settings give the same plan on every machine. A place (a kind of device, or the host) is
-shown at the moment when it holds most.
+Invariant: the same settings give the same plan for the same machine. A place (a kind of device, or the host) is shown
+at the moment when it holds most.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from skyasync.config.generation import BETWEEN_GPUS
+from skyasync.cluster.placement import ENGINES, Slots, plan_slots
 from skyasync.config.resume import saves
-from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
-from skyasync.engines.settings import engine_config
+from skyasync.config.schema.sampling import backend
+from skyasync.config.schema.weight_sync import BETWEEN_GPUS
+from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, crosses_nodes, engine_config
+from skyasync.errors import UserError
 from skyasync.heap import KEPT
-from skyasync.planning.elsewhere import engines_in_memory, received
-from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
-from skyasync.planning.machine import Machine
-from skyasync.planning.place import Place, fullest
-from skyasync.planning.ranks import Other, bytes_of, named, other_role, trained_rank
-from skyasync.planning.shape import ModelShape
-from skyasync.planning.training_memory import (
+from skyasync.planning.memory import (
+    FLOAT32,
+    GIB,
+    EngineMemory,
     Lines,
-    Rank,
+    RankMemory,
+    batch_bytes,
+    engine_memory,
+    expert_bytes,
     gradients,
     held,
     kept,
+    largest_micro_batch,
     learnt,
     on_host,
     publishing,
@@ -35,8 +43,219 @@ from skyasync.planning.training_memory import (
 )
 from skyasync.planning.work import batch_bytes
 from skyasync.run.placement import ENGINES, Slots, plan_slots
+from skyasync.planning.shape import ModelShape, adapter_parameters, between_halves, divided, filters
 from skyasync.weight_sync.update import PART_BYTES
-from skyasync.workers.roles import POLICY, ROLES, wanted_roles
+from skyasync.workers.axes import Axes
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, wanted_roles
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)?", re.IGNORECASE)
+_NO_LIMIT = 1 << 60
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without."""
+
+    gpus: int
+    gpu_memory: int
+    host_memory: int
+
+
+def this_machine() -> Machine:
+    """What is here, without torch: NVIDIA's own tool, the kernel, and the container's limit."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    sizes = [] if visible == "" else _gpu_sizes()
+    count = len(sizes) if visible is None else min(len(sizes), len(visible.split(",")))
+    return Machine(count, min(sizes, default=0), _host_memory())
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Bytes of ``80GiB``, ``512G``, ``24000MB``.
+
+    Raises:
+        UserError: naming ``flag``.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if not match or not float(match[1]):
+        raise UserError(f"{flag} {text}: not a size: write for example {flag} 80GiB, or 80GB for powers of ten")
+    unit = (match[2] or "").upper()
+    scale = _UNITS[unit] if not match[3] else 1024 ** (" KMGT".index(unit) if unit else 0)
+    return int(float(match[1]) * scale)
+
+
+def _gpu_sizes() -> list[int]:
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [int(line) << 20 for line in answer.split() if line.isdigit()]
+
+
+def _host_memory() -> int:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for file in map(Path, _CGROUP_LIMITS):
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            total = min(total, int(text), _NO_LIMIT)
+    return total
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``."""
+
+    name: str
+    count: int
+    room: int
+    when: str
+    lines: Lines
+
+    @property
+    def total(self) -> int:
+        return sum(self.lines.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.room
+
+
+def fullest(name: str, count: int, room: int, phases: Mapping[str, Lines]) -> MemoryUse:
+    when = max(phases, key=lambda phase: sum(phases[phase].values()))
+    return MemoryUse(name, count, room, when, {what: size for what, size in phases[when].items() if size})
+
+
+BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
+"""Of a number that is held as a code, with its share of a scale; of a row of int8 that is next to nothing."""
+
+
+@dataclass(frozen=True)
+class OtherRole:
+    """A role's model beside the policy; ``shape`` is a rank's part of it."""
+
+    name: str
+    shape: ModelShape
+    rank: RankMemory
+    shared: bool  # on the policy's devices
+    ranks: int
+
+    @property
+    def held(self) -> Lines:
+        return named(held(self.shape, self.rank), self.name)
+
+    @property
+    def learnt(self) -> int:
+        """Bytes that its checkpoint needs of a rank; nothing is saved of what is not trained."""
+        return sum(learnt(self.shape, self.rank).values()) if self.rank.trained else 0
+
+    @property
+    def phase(self) -> str:
+        return "update" if self.rank.trained else "log-probabilities"
+
+    @property
+    def at_work(self) -> Lines:
+        return (updating if self.rank.trained else scoring)(self.shape, self.rank)
+
+
+def other_role(cfg: Config, shape: ModelShape, role: Role, policy: RankMemory, *, gpus: bool, ranks: int) -> OtherRole:
+    shape = shape if role.head == VOCABULARY else shape.with_value_head
+    if role.trains:
+        rank, own = trained_rank(cfg, shape, role, gpus=gpus, ranks=ranks)
+    else:
+        b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
+        rank = RankMemory(
+            _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
+            shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
+        )  # fmt: skip
+        own = divided(shape, axes.tensor, gathers=filters(cfg))
+    return OtherRole(role.name, own, rank, role.shares(cfg), ranks)
+
+
+def trained_rank(
+    cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int
+) -> tuple[RankMemory, ModelShape]:
+    trainer, sampling = cfg.trainer, cfg.generator.sampling_params
+    axes = role.axes(cfg, ranks)
+    work, count = largest_micro_batch(
+        cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
+    )
+    lora = getattr(role.settings(cfg), "lora", None)
+    optimizer = role.settings(cfg).optimizer_config
+    asked = str(role.settings(cfg).gradient_checkpointing).lower()
+    sharing = _sharing(cfg, role, axes)
+    rank = RankMemory(
+        ranks=sharing,
+        replicas=axes.data * axes.context // sharing,
+        routed=expert_bytes(cfg, shape) if role.name == POLICY else 0,
+        split=axes.tensor > 1,
+        b=bytes_of(role.model(cfg).dtype, gpus=gpus),
+        work=work,
+        micro_batches=count,
+        adapters=adapter_parameters(shape, lora) if lora and lora.rank else 0,
+        between=between_halves(shape, lora) if lora and lora.rank else 0,
+        checkpointing=gpus if asked == "auto" else asked != "false",
+        selective=asked == "selective",
+        reduced_once=getattr(role.settings(cfg), "reduce_gradients", "") == "update",
+        vocabulary=role.head == VOCABULARY,
+        entropy=trainer.algorithm.use_entropy_loss,
+        shaped=sampling.temperature not in (0.0, 1.0),
+        muon=optimizer.name == "muon",
+        master=2 if optimizer.bf16_stochastic_round else FLOAT32,
+        eight_bits=optimizer.name == "adamw_8bit",
+        offloads=_offloads(cfg, role, gpus=gpus),
+        bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
+        critic=role.name == POLICY and ROLES[CRITIC_ROLE].is_the_policys(cfg),
+    )
+    return rank, divided(shape, axes.tensor, gathers=filters(cfg))
+
+
+def _sharing(cfg: Config, role: Role, axes: Axes) -> int:
+    """Ranks over which its weights are sharded."""
+    return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
+
+
+def _offloads(cfg: Config, role: Role, *, gpus: bool) -> str:
+    """What its devices lend to the host; without GPUs they are one."""
+    return getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
+
+
+def bytes_of(dtype: str, *, gpus: bool) -> int:
+    return {"float32": 4, "bfloat16": 2}.get(dtype, 2 if gpus else 4)
+
+
+def named(lines: Lines, who: str, count: int = 1) -> Lines:
+    return {f"{who}: {what}": count * size for what, size in lines.items()}
+
+
+def received(cfg: Config, shape: ModelShape, rank: RankMemory, *, gpus: bool) -> Lines:
+    """Of the receiver there; nothing where there is no such host, or weights go from GPU to GPU.
+
+    Args:
+        shape: the whole policy's.
+    """
+    way = engine_config(cfg, gpus=gpus).weight_sync_backend
+    if way in BETWEEN_GPUS or not _carried(cfg, gpus=gpus):
+        return {}
+    if adapter_rank(cfg):
+        return {"receiver": rank.adapters * FLOAT32}
+    buffers = 2 if computes_on_lent_weights(cfg) else 1
+    return {"receiver": buffers * shape.parameters * rank.b}
+
+
+def _carried(cfg: Config, *, gpus: bool) -> bool:
+    """Whether there may be such a host: other nodes of the policy, or, of engines apart from it, any of a cluster."""
+    if gpus and cfg.trainer.placement.policy_num_nodes > 1:
+        return cfg.generator.own_engines > 0 and not cfg.generator.weight_sync_dir
+    return crosses_nodes(cfg) and not (gpus and cfg.trainer.placement.colocate_all)
+
+
+def engines_in_memory(cfg: Config, engine: EngineMemory) -> Lines:
+    """Of one engine without GPUs, beside the receiver's buffers, on which it may compute."""
+    own_dtype = cfg.generator.dtype not in ("auto", cfg.trainer.policy.model.dtype)
+    copies = own_dtype or not computes_on_lent_weights(cfg)
+    return {what: size for what, size in engine.lines.items() if copies or what != "weights"}
+
 
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
@@ -51,8 +270,8 @@ class MemoryPlan:
     machine: Machine
     processes: dict[str, int]
     slots: Slots
-    places: tuple[Place, ...]
-    rank: Rank
+    places: tuple[MemoryUse, ...]
+    rank: RankMemory
     engine: EngineMemory
 
     @property
@@ -88,33 +307,33 @@ def make_plan(
     engine = engine_memory(
         cfg, settings, shape, backend=backend(cfg), b=bytes_of(settings.dtype, gpus=gpus), share=share
     )
-    parts = _Parts(cfg, shape, own, machine, rank, engine, roles, others, per_device)
+    parts = _Planner(cfg, shape, own, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
     return MemoryPlan(shape, machine, processes, slots, tuple(parts.places()), rank, engine)
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Planner:
     """Everything that shares the machine's places; ``own`` is a policy rank's part of its model."""
 
     cfg: Config
     shape: ModelShape
     own: ModelShape
     machine: Machine
-    rank: Rank
+    rank: RankMemory
     engine: EngineMemory
     roles: dict[str, int]
-    others: tuple[Other, ...]
+    others: tuple[OtherRole, ...]
     engines_per_device: int
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[MemoryUse]:
         if not self.machine.gpus:
             return [self._host_without_gpus(), *self._elsewhere()]
         return [*self._gpus(), self._host_beside_gpus(), *self._elsewhere()]
 
     # ------------------------------------------------------------ devices
 
-    def _gpus(self) -> list[Place]:
+    def _gpus(self) -> list[MemoryUse]:
         placement, room = self.cfg.trainer.placement, self.machine.gpu_memory
         policy = {
             phase: lines | {"context": CONTEXT * (1 + len(self._beside_policy))}
@@ -126,10 +345,10 @@ class _Parts:
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                places.append(Place(other.name, other.ranks, room, other.phase, lines))
+                places.append(MemoryUse(other.name, other.ranks, room, other.phase, lines))
         devices = self.roles[ENGINES] * self.cfg.generator.devices_per_engine
         share = int(room * self.cfg.generator.gpu_memory_utilization)
-        engines = [Place("engines", devices, share, "generation", self.engine.lines)] if devices else []
+        engines = [MemoryUse("engines", devices, share, "generation", self.engine.lines)] if devices else []
         return [*places, *engines]
 
     def _taking_turns(self, policy: dict[str, Lines]) -> dict[str, Lines]:
@@ -167,19 +386,19 @@ class _Parts:
             )
         return phases
 
-    def _waiting(self, other: Other, ranks: int = 1) -> Lines:
+    def _waiting(self, other: OtherRole, ranks: int = 1) -> Lines:
         """The policy's gradients, while one that is trained behind it finds its own: both step after that."""
         if not (other.rank.trained and other.shared):
             return {}
         return {"policy: gradients": ranks * gradients(self.own, self.rank)}
 
     @property
-    def _beside_policy(self) -> list[Other]:
+    def _beside_policy(self) -> list[OtherRole]:
         return [other for other in self.others if other.shared]
 
     # ------------------------------------------------------------ hosts
 
-    def _host_beside_gpus(self) -> Place:
+    def _host_beside_gpus(self) -> MemoryUse:
         """Of the first policy node, which hands over the weights."""
         always = self._beside_gpus()
         phases = {"training": always, "hand-over": always | self._hand_over()}
@@ -205,7 +424,7 @@ class _Parts:
                 always |= named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
         return always
 
-    def _elsewhere(self) -> list[Place]:
+    def _elsewhere(self) -> list[MemoryUse]:
         """A host with engines to which weights are carried: the policy's others, or one that may have all engines."""
         if not self._received:
             return []
@@ -231,7 +450,7 @@ class _Parts:
         """Of the policy; without GPUs they are planned as one."""
         return self.cfg.trainer.placement.policy_num_nodes if self.machine.gpus else 1
 
-    def _host_without_gpus(self) -> Place:
+    def _host_without_gpus(self) -> MemoryUse:
         ranks, engines = self.roles[POLICY], self.roles[ENGINES]
         workers = sum(self.roles.values()) - engines
         always = self._processes(workers, engines) | named(self.engine.lines, "engines", engines)

@@ -1,15 +1,69 @@
-"""A model's shape, from its config.json alone."""
+"""A model's shape, from its config.json alone: parameters, what a rank of the tensor axis holds, its adapters.
+
+Invariant: a test holds the parameters counted here equal to those of transformers' own modules and peft's. Torch is
+imported only for families that ``FAMILIES`` does not have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from skyasync.config.model_files import CONFIG, config_file, read_json
+from skyasync.config.schema import Config, LoraConfig
 from skyasync.errors import UserError
-from skyasync.planning.families import FAMILIES, HEAD_DIMS, OTHER_NAMES, Family
+
+
+@dataclass(frozen=True)
+class Family:
+    """Defaults are Llama's: RMS norms before attention and MLP, a gated MLP, no biases."""
+
+    norm: Literal["rms", "gemma", "layer"] = "rms"
+    """rms computes in float32 and rounds before its weight; gemma rounds after it; layer is torch's fused one."""
+    post_norms: bool = False
+    """Two more norms per layer, behind attention and MLP."""
+    head_norms: bool = False
+    """Queries and keys are normalised per head."""
+    qkv_bias: bool = False
+    biases: bool = False
+    """Every linear layer of a block has one."""
+    learned_positions: bool = False
+    gated: bool = True
+    tied: bool = False
+    """Where config.json does not say."""
+    shared_expert: bool = False
+    experts: bool = False
+    """Every layer's MLP is a router and several of them."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(head_norms=True),
+    "gemma": Family(norm="gemma", tied=True),
+    "gemma2": Family(norm="gemma", post_norms=True, tied=True),
+    "gemma3_text": Family(norm="gemma", post_norms=True, head_norms=True, tied=True),
+    "gpt2": Family(norm="layer", biases=True, learned_positions=True, gated=False, tied=True),
+    "mixtral": Family(experts=True),
+    "qwen2_moe": Family(qkv_bias=True, shared_expert=True, experts=True),
+    "qwen3_moe": Family(head_norms=True, experts=True),
+}
+
+OTHER_NAMES = {
+    "hidden_size": ("n_embd",),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "intermediate_size": ("n_inner",),
+    "max_position_embeddings": ("n_positions",),
+    "num_experts": ("num_local_experts",),
+}
+"""What else config.json may call a field."""
+
+HEAD_DIMS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256}
+"""Where config.json has no head_dim and it is not hidden_size / num_attention_heads."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +139,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or _has_dense_layers(config):
-        from skyasync.planning.unknown_family import unknown_shape  # imports torch
+        from skyasync.planning.shape import unknown_shape  # imports torch
 
         return unknown_shape(config, name)
     return known_shape(config, name, family)
@@ -195,3 +249,104 @@ def _fetched(name: str) -> Path:
             f"trainer.policy.model.path={name}: its {CONFIG} is neither in a folder here nor to be had from the hub "
             f"({type(error).__name__}: {first}); a folder that holds nothing but {CONFIG} is enough for a plan"
         ) from error
+
+
+def unknown_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Raises ``UserError`` if transformers has no causal language model for it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(config)
+    kind = settings.pop("model_type", None)
+    if not kind:
+        raise UserError(f"{name}: its config.json names no model_type, so its memory cannot be planned")
+    try:
+        built = AutoConfig.for_model(kind, **settings)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(built, attn_implementation="sdpa")
+    except (ValueError, AttributeError, TypeError) as error:
+        first = str(error).partition("\n")[0]
+        raise UserError(f"{name}: transformers has no causal language model of type {kind!r} ({first})") from error
+    layers = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
+    in_layers = sum(p.numel() for layer in layers for p in layer.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    shape = known_shape(built.get_text_config().to_dict(), name, Family())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return replace(shape, layer=in_layers // shape.layers, root=total - in_layers, tied=tied)
+
+
+def filters(cfg: Config) -> bool:
+    """Whether the distribution that is trained looks at the whole vocabulary, as ``SampledDistribution.filters``."""
+    sampling = cfg.generator.sampling_params
+    looks = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    some = looks or bool(sampling.logit_bias) or bool(sampling.allowed_token_ids)
+    return some and cfg.trainer.algorithm.filter_logprobs and bool(sampling.temperature)
+
+
+def divided(shape: ModelShape, tensor: int, *, gathers: bool = False) -> ModelShape:
+    """A rank's part.
+
+    Args:
+        gathers: the logits are put together for each rank, whatever the head's weights are.
+    """
+    if tensor == 1:
+        return shape
+    by_vocabulary = shape.vocabulary % tensor == 0
+    head = shape.vocabulary * shape.hidden
+    spared = (head - head // tensor) if by_vocabulary else 0
+    return replace(
+        shape,
+        heads=shape.heads // tensor,
+        kv_heads=max(1, shape.kv_heads // tensor),
+        intermediate=shape.intermediate if shape.experts else shape.intermediate // tensor,
+        experts=shape.experts // tensor,
+        experts_per_token=-(-shape.experts_per_token // tensor),
+        shared_intermediate=shape.shared_intermediate // tensor,
+        vocabulary=shape.vocabulary // tensor if by_vocabulary and not gathers else shape.vocabulary,
+        embedded=0 if shape.tied else shape.vocabulary,
+        layer=shape.layer // tensor + 4 * shape.hidden,
+        root=shape.root - spared,
+    )
+
+
+ALL = "all-linear"
+
+
+def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
+    """Of the whole model; A is rank x in, B is out x rank. Experts' matrices are no linear layers and get none."""
+    chosen = [sides for name, sides in _layers(shape) if _chosen(name, lora)]
+    return lora.rank * shape.layers * sum(inputs + outputs for inputs, outputs in chosen)
+
+
+def between_halves(shape: ModelShape, lora: LoraConfig) -> int:
+    """Numbers per token that A gives B, in a decoder layer."""
+    return lora.rank * sum(_chosen(name, lora) for name, _ in _layers(shape))
+
+
+def _chosen(name: str, lora: LoraConfig) -> bool:
+    def among(names: list[str]) -> bool:
+        return any(f".{name}".endswith(f".{asked.rpartition('.')[2]}") for asked in names)
+
+    return (lora.target_modules == [ALL] or among(lora.target_modules)) and not among(lora.exclude_modules)
+
+
+def _layers(shape: ModelShape) -> list[tuple[str, tuple[int, int]]]:
+    """Linear layers of one decoder layer: the end of the name, inputs and outputs."""
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.family.norm == "layer":  # GPT-2
+        wide = shape.intermediate
+        return [
+            ("c_attn", (hidden, queries + 2 * keys)), ("c_proj", (queries, hidden)), ("c_fc", (hidden, wide)),
+            ("c_proj", (wide, hidden)),
+        ]  # fmt: skip
+    attention = [
+        ("q_proj", (hidden, queries)), ("k_proj", (hidden, keys)), ("v_proj", (hidden, keys)),
+        ("o_proj", (queries, hidden)),
+    ]  # fmt: skip
+    wide = shape.shared_intermediate if shape.experts else shape.intermediate
+    if not wide:
+        return attention
+    mlp = [("up_proj", (hidden, wide)), ("down_proj", (wide, hidden))]
+    gate = [("gate_proj", (hidden, wide))] if shape.family.gated else []
+    shared = [("shared_expert_gate", (hidden, 1))] if shape.experts else []
+    return [*attention, *gate, *mlp, *shared]

@@ -9,8 +9,26 @@ from skyasync.registry import Registry
 
 PLANS = Registry(
     "plan",
-    [f"skyasync.plans.{module}" for module in ("synchronous", "one_step_off", "fully_async", "streamed")],
+    {f"skyasync.plans.{name}": name for name in ("one_step_off", "fully_async", "streamed")}
+    | {"skyasync.plans.synchronous": "sync"},
     capabilities={"asynchronous": False, "streams": False, "reads": ()},
+    table={  # as the classes say (a test holds it)
+        "sync": {},
+        "one_step_off": {"asynchronous": True, "reads": ("trainer.async_queue_size", "trainer.eval_mode")},
+        "fully_async": {
+            "asynchronous": True,
+            "reads": (
+                "trainer.max_staleness",
+                "trainer.staleness_bound",
+                "trainer.async_generation_ratio",
+                "trainer.partial_rollout",
+                "trainer.eval_mode",
+                "generator.generate_batch_size",
+                "generator.max_concurrent_rollouts",
+            ),
+        },
+        "streamed": {"streams": True},
+    },
 )
 
 __all__ = ["PLANS"]

@@ -98,7 +98,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     weights at the end of the batch. That policy is then gone, so the behaviour log-probabilities stand for the
     proximal ones.
 
-    What compares the prompts of a whole batch cannot be streamed and is refused (``skyasync.config.streaming``).
+    What compares the prompts of a whole batch cannot be streamed and is refused (``skyasync.config.schema.algorithm``).
     """
 
     streams = True

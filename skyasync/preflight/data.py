@@ -7,16 +7,13 @@ here, and its rows are the run's.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from skyasync.config.check import TASK_SOURCE
-from skyasync.config.evaluation import eval_sources
 from skyasync.config.schema import Config
+from skyasync.config.schema.data import TASK_SOURCE, eval_sources
 from skyasync.data.datasets import as_prompt, check_rows
 from skyasync.data.sources import FILES, HUB, Row, check_file, parse_line, rows
 from skyasync.errors import UserError, unknown
@@ -89,20 +86,14 @@ def _check_task(task: str, cfg: Config) -> None:
     from skyasync.rewards.registry import REWARDS
 
     check_installed(REWARDS, "reasoning_gym")
-    names = _task_names()
-    if names and task not in names:
-        raise UserError(unknown("reasoning_gym task", task, names))
+    from reasoning_gym.factory import DATASETS
+
+    tasks = DATASETS.keys() - {"composite"}
+    if task not in tasks:
+        raise UserError(unknown("reasoning_gym task", task, tasks))
     options = {k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS}
     if options:
         reasoning.make(task, options, seed=0, size=1)
-
-
-def _task_names() -> set[str]:
-    """Read off the package's sources: importing all of its tasks takes seconds."""
-    spec = find_spec("reasoning_gym")
-    files = Path(spec.origin).parent.rglob("*.py") if spec and spec.origin else ()
-    found = (re.findall(r'^\w+ = "(\w+)"|register_dataset\(\s*"(\w+)"', f.read_text("utf-8"), re.M) for f in files)
-    return {name for names in found for pair in names for name in pair} - {"", "composite"}
 
 
 def _first(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> list[Prompt] | None:

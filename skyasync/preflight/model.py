@@ -1,4 +1,4 @@
-"""What a model's folder tells without loading it: its configuration, its tokenizer, the numbers in it.
+"""What a model's folder tells without loading it: its configuration, its tokenizer, and what divides it.
 
 Invariant: reads JSON and file names alone. A model on the hub is looked for in the cache, then asked for once, for no
 longer than ``ANSWER_S``.
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
-from skyasync.config.sampling import sampling_groups
-from skyasync.config.schema import Config, GeneratorConfig
+from skyasync.config.schema import Config, GeneratorConfig, ParallelConfig
+from skyasync.config.schema.sampling import sampling_groups
 from skyasync.envs.images import NO_IMAGES
 from skyasync.errors import UserError
 
@@ -22,6 +22,16 @@ MODEL = "trainer.policy.model.path"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 #: What only the configurations of models for pictures, films or sounds have.
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ATTENDING = {"full_attention", "sliding_attention"}
+
+#: Families of language models that transformers cannot split (a test compares them); others are asked when they load.
+_WITHOUT_TENSOR_PLAN = """
+bamba bloom codegen dbrx diffllama falcon falcon_h1 falcon_mamba gpt2 gpt_bigcode gpt_neo gptj granitemoe
+granitemoehybrid granitemoeshared jamba lfm2 lfm2_moe mamba mamba2 mpt nemotron nemotron_h opt persimmon
+phimoe recurrent_gemma stablelm xglm zamba zamba2
+"""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
@@ -42,7 +52,13 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             f"{key}={path}: its config.json has a {sees}, the mark of a model that reads more than text; {NO_IMAGES}: "
             f"name the folder of a language model"
         )
-    _check_heads(cfg.generator.inference_engine_tensor_parallel_size, shape, path)
+    size = cfg.generator.inference_engine_tensor_parallel_size
+    heads = shape.get(_HEADS)
+    if isinstance(heads, int) and heads % size:
+        raise UserError(
+            f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
+            f"{path}: choose {_divisors(heads)}"
+        )
     _check_tokens(cfg.generator, shape, path)
     if Path(path).is_dir():
         if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
@@ -84,6 +100,63 @@ def check_same_tokens(path: str, policy: str, key: str) -> None:
         )
 
 
+def check_axes(parallel: ParallelConfig, path: str, key: str) -> None:
+    """Raises ``UserError`` for what does not divide a model, or what its layers cannot do."""
+    tensor, context, file = parallel.tensor, parallel.context, config_file(path)
+    if file is None or tensor * context == 1:
+        return
+    shape = read_shape(file, f"{key}={path}")
+    kinds = sorted(set(shape.get("layer_types") or ()) - _ATTENDING)
+    if kinds:
+        key = (
+            f"trainer.parallel.context={context} splits sequences"
+            if context > 1
+            else f"trainer.parallel.tensor={tensor} splits heads"
+        )
+        raise UserError(
+            f"{key}, but {path} has {kinds[0]} layers, which cannot be split: only attention layers can. Set it to 1"
+        )
+    for name in (_HEADS, _KV_HEADS, *_EXPERTS) if tensor > 1 else ():
+        _check_divides(f"trainer.parallel.tensor={tensor}", tensor, shape.get(name), name, path)
+    if context > 1 and parallel.context_kind == "ulysses":
+        both = f"trainer.parallel.context={context}" + (
+            f" times trainer.parallel.tensor={tensor}" if tensor > 1 else ""
+        )
+        _check_divides(both, context * tensor, shape.get(_HEADS), _HEADS, path)
+    family = shape.get("model_type")
+    if tensor > 1 and family in _WITHOUT_TENSOR_PLAN.split():
+        raise UserError(
+            f"trainer.parallel.tensor={tensor}: transformers has no tensor-parallel plan for {family} ({path}): set "
+            f"trainer.parallel.tensor=1"
+        )
+
+
+def _check_divides(key: str, size: int, count: object, name: str, path: str) -> None:
+    if isinstance(count, int) and count % size:
+        raise UserError(f"{key} does not divide {name}={count} of {path}: choose a divisor, {_divisors(count)}")
+
+
+def _divisors(count: int) -> str:
+    return " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+
+
+def check_routers(way: str, path: str, key: str) -> None:
+    """Raises ``UserError`` for a model of which no choice of experts can be replayed.
+
+    Args:
+        way: ``trainer.policy.router_replay``.
+    """
+    file = config_file(path)
+    if way == "none" or file is None:
+        return
+    shape = read_shape(file, f"{key}={path}")
+    if not any(shape.get(name) for name in _EXPERTS):
+        raise UserError(
+            f"trainer.policy.router_replay={way}: {shape.get('model_type')} ({path}) has no routers that transformers "
+            f"knows of: set trainer.policy.router_replay=none"
+        )
+
+
 def hub_folder(name: str, key: str = MODEL) -> Path | None:
     """The folder in the cache that holds the model's configuration; None if it holds none yet, and the hub has it.
 
@@ -117,16 +190,6 @@ def _ask(name: str, answer: list[str]) -> None:
         answer[0] = f"it cannot be reached ({error})"
         return
     answer[0] = f"it answers {status}: there is no such model, or it is private" if status >= 400 else ""
-
-
-def _check_heads(size: int, shape: dict[str, Any], path: str) -> None:
-    heads = shape.get("num_attention_heads")
-    if isinstance(heads, int) and heads % size:
-        fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-        raise UserError(
-            f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
-            f"{path}: choose {' or '.join(fits)}"
-        )
 
 
 def _check_tokens(generator: GeneratorConfig, shape: dict[str, Any], path: str) -> None:

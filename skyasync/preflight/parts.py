@@ -1,20 +1,26 @@
-"""The user's own parts: they are there, what they need is installed, their methods take what they are called with."""
+"""The user's own parts: they are there, what they need is installed, their methods take what they are called with.
+
+Agent programs and environments run in processes of their own, some of which hide the secrets of this one: their files
+are read, and not imported here. A module that is loaded already is asked itself.
+"""
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyasync.callbacks import TrainerCallback
-from skyasync.config.agents import ONLINE
-from skyasync.config.domains import judges
-from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
+from skyasync.config.schema.agents import ONLINE
+from skyasync.config.schema.environment import judges
+from skyasync.config.schema.sampling import backend
 from skyasync.endpoint.parsers import VLLM, check_parsers
 from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
 from skyasync.envs.base import BaseTextEnv
@@ -22,8 +28,7 @@ from skyasync.envs.check import STEP_FORM
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.observe import TRACKERS
-from skyasync.preflight.references import check_reference, lacks, returns_tuples
-from skyasync.registry import Registry
+from skyasync.registry import Registry, python_file
 from skyasync.rewards.registry import REWARDS
 from skyasync.rollout.answers import reader
 from skyasync.rollout.recorded import need_pyarrow
@@ -93,10 +98,7 @@ def check_environment(name: str) -> None:
     """An ``env_class`` of the configuration or of a row."""
     if ":" in name:
         check_reference(name, "environment")
-        if lacks(name, BaseTextEnv, "step"):
-            raise UserError(f"environment {name!r} does not define step(action)")
-        if returns_tuples(name, BaseTextEnv, "step"):
-            raise UserError(f"environment {name!r}: step returns a tuple: {STEP_FORM}")
+        _check_step(name)
     elif name not in ENVS.names():
         raise UserError(unknown("environment", name, ENVS.names()))
     else:
@@ -155,11 +157,11 @@ def _check_override(what: str, method: Callable[..., object], original: Callable
     try:
         inspect.signature(method).bind(*[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
     except TypeError:
-        raise UserError(f"{what}{_names(method)} must take what RayPPOTrainer's does: {original.__name__}"
-                        f"{_names(original)}") from None  # fmt: skip
+        raise UserError(f"{what}{_parameters(method)} must take what RayPPOTrainer's does: {original.__name__}"
+                        f"{_parameters(original)}") from None  # fmt: skip
 
 
-def _names(function: Callable[..., object]) -> str:
+def _parameters(function: Callable[..., object]) -> str:
     return f"({', '.join(str(p).partition(':')[0] for p in inspect.signature(function).parameters.values())})"
 
 
@@ -185,7 +187,7 @@ def _check_hook(what: str, method: Callable[..., object], hook: Callable[..., ob
     try:
         inspect.signature(method).bind(*inspect.signature(hook).parameters)
     except TypeError:
-        raise UserError(f"{what}{_names(method)} must take {_names(hook)}") from None
+        raise UserError(f"{what}{_parameters(method)} must take {_parameters(hook)}") from None
 
 
 def subclasses(base: type) -> Iterator[type]:
@@ -201,7 +203,77 @@ def _check_engine(name: str) -> None:
     if ":" not in name:
         return check_installed(ENGINES, name)
     engine = ENGINES.find(name)
-    wanted = [name for name in vars(InferenceEngine) if not name.startswith("_") and name not in MAY_LACK]
-    if missing := [method for method in wanted if not hasattr(engine, method)]:
+    required = [name for name in vars(InferenceEngine) if not name.startswith("_") and name not in MAY_LACK]
+    if missing := [method for method in required if not hasattr(engine, method)]:
         raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.engines.protocol.InferenceEngine)")
     return None
+
+
+# ---------------------------------------------------------------- references, read and not run
+
+
+def check_reference(reference: str, kind: str) -> None:
+    """Raises ``UserError`` if the file, the module or the attribute is missing, or the file is no Python."""
+    what = f"{kind} {reference!r}"
+    module, _, attribute = reference.rpartition(":")
+    if module in sys.modules:
+        names = set(dir(sys.modules[module]))
+    elif source := _source(module, what):
+        try:
+            names = set(_defined(ast.parse(source.read_bytes(), str(source)).body))
+        except SyntaxError as error:
+            raise UserError(f"{what}: {source}:{error.lineno}: {error.msg}") from error
+    else:
+        return
+    if not {attribute, "*", "__getattr__"} & names:  # with the last two only running the file would tell
+        raise UserError(f"{what}: {unknown('attribute', attribute, {n for n in names if not n.startswith('__')})}")
+
+
+def _check_step(reference: str) -> None:
+    """Raises ``UserError`` for an environment without ``step``, or whose ``step`` returns tuples alone; only of classes
+    that are nothing but a ``BaseTextEnv``."""
+    module, _, name = reference.rpartition(":")
+    loaded = getattr(sys.modules.get(module), name, None)
+    lacks = isinstance(loaded, type) and issubclass(loaded, BaseTextEnv) and loaded.step is BaseTextEnv.step
+    try:
+        source = _source(module, reference)
+    except (UserError, ValueError):  # a module without a file, such as a program's own
+        source = None
+    for owner in ast.parse(source.read_bytes()).body if source else ():
+        if not isinstance(owner, ast.ClassDef) or owner.name != name:
+            continue
+        if [ast.unparse(parent).rpartition(".")[2] for parent in owner.bases] != [BaseTextEnv.__name__]:
+            continue
+        lacks = lacks or "step" not in set(_defined(owner.body))
+        methods = (node for node in owner.body if getattr(node, "name", "") == "step")
+        returned = [node.value for found in methods for node in ast.walk(found) if isinstance(node, ast.Return)]
+        if returned and all(isinstance(value, ast.Tuple) for value in returned):
+            raise UserError(f"environment {reference!r}: step returns a tuple: {STEP_FORM}")
+    if lacks:
+        raise UserError(f"environment {reference!r} does not define step(action)")
+
+
+def _source(module: str, what: str) -> Path | None:
+    if module.endswith(".py"):
+        return python_file(module, what)
+    if not module or module.startswith("."):
+        raise UserError(f"{what} must be module:attribute, with the module's full name")
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{what}: {error}") from error
+    if spec is None:
+        raise UserError(f"{what}: No module named {module!r}")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        else:  # assignments, also in branches
+            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt) and n is not node]
+            yield from _defined([n for n in inner if hasattr(n, "name") or hasattr(n, "names")])

@@ -21,7 +21,7 @@ import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyasync.config.judges import JudgeConfig
+from skyasync.config.schema.judges import JudgeConfig
 from skyasync.errors import UserError
 
 if TYPE_CHECKING:

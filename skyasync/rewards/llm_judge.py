@@ -20,7 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyasync.config.judges import JudgeConfig, is_text
+from skyasync.config.schema.judges import JudgeConfig, is_text
 from skyasync.errors import UserError, nearest
 from skyasync.processes.apart import NoAnswerError
 from skyasync.rewards.chat_server import Messages, UnansweredError

@@ -18,7 +18,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 REWARDS = Registry(
     "reward function",
-    [f"skyasync.rewards.{module}" for module in ("text", "mathematics", "reasoning", "code", "instruction_following")],
+    {
+        "skyasync.rewards.text": "exact_match gsm8k gsm8k_format multiple_choice zero",
+        "skyasync.rewards.mathematics": "math_verify",
+        "skyasync.rewards.reasoning": "reasoning_gym",
+        "skyasync.rewards.code": "code_tests",
+        "skyasync.rewards.instruction_following": (
+            "instruction_following instruction_following_loose instruction_following_share"
+        ),
+    },
     capabilities={"extra": ""},  # of this library, that installs what it needs
 )
 

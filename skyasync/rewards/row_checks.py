@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyasync.config.judges import PREFIX, is_judge, judges_of
 from skyasync.config.schema import EnvironmentConfig
+from skyasync.config.schema.judges import PREFIX, is_judge, judges_of
 from skyasync.errors import UserError, unknown
 from skyasync.rewards.llm_judge import prompt_text
 from skyasync.rewards.panel import member_of

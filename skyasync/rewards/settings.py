@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyasync.config.domains import Domain, domains_of, judges
-from skyasync.config.judges import JudgeConfig, is_judge, is_reference, is_text, shows_response
 from skyasync.config.schema import EnvironmentConfig
+from skyasync.config.schema.environment import Domain, domains_of, judges
+from skyasync.config.schema.judges import JudgeConfig, is_judge, is_reference, is_text, shows_response
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards.panel import Member

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from skyasync.config.judges import PLACEHOLDER, JudgeConfig, is_reference, placeholders
+from skyasync.config.schema.judges import PLACEHOLDER, JudgeConfig, is_reference, placeholders
 from skyasync.errors import UserError, nearest
 from skyasync.registry import resolve_reference
 from skyasync.rewards.score import Score, as_score

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from skyasync.config.judges import is_reference
+from skyasync.config.schema.judges import is_reference
 from skyasync.registry import resolve_reference
 from skyasync.rewards.text import extract_boxed_answer
 from skyasync.rewards.verdicts import without_thinking

@@ -13,7 +13,7 @@ from typing import Any
 
 from skyasync.algorithms.filters import cannot_be_inside
 from skyasync.arrays import Ints
-from skyasync.config.algorithm import DynamicSamplingConfig
+from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 

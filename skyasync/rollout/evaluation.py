@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyasync.arrays import joined
-from skyasync.config.evaluation import powers, samples_of
 from skyasync.config.schema import Config
+from skyasync.config.schema.data import powers, samples_of
 from skyasync.rollout.answers import Answer, reader
 from skyasync.rollout.chat import LONG
 from skyasync.rollout.metrics import eval_name, rollout_metrics

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from skyasync.config.judges import PREFIX, JudgeConfig, judges_of
 from skyasync.config.schema import Config
+from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skyasync.config.sampling import evaluation
 from skyasync.config.schema import GeneratorConfig, SamplingConfig
+from skyasync.config.schema.sampling import evaluation
 from skyasync.engines.protocol import SamplingParams
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, TrajectoryId
 

@@ -14,7 +14,7 @@ from itertools import count
 from math import nan
 
 from skyasync.arrays import Ints
-from skyasync.config.rules import reported_metric
+from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.processes.link import ProcessLostError

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from skyasync.config.sampling import backend
+from skyasync import program
+from skyasync.assembly import Assembly
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import hidden
 from skyasync.engines.protocol import ENGINES, EngineConfig, InferenceEngine
 from skyasync.engines.server_check import KEY_VARIABLE, check_servers
@@ -24,6 +27,8 @@ from skyasync.engines.wanted import FILE as ENGINES_FILE
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans import PLANS
 from skyasync.preflight.preparing import prepare
+from skyasync.preflight.prepare import prepare
+from skyasync.restarting import Restarting
 from skyasync.rollout.tokenizer import told
 from skyasync.run import launch
 from skyasync.run.components import Components

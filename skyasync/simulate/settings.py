@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyasync.config.field import key
-from skyasync.config.frozen import Settings
+from skyasync.config.keys import key
 from skyasync.config.schema import Config, GeneratorConfig, PlacementConfig, TrainerConfig
 
 LENGTHS_DRAWN = 1 << 16  # samples of the length distribution; trajectories take them in an order of their own
 
 
 @dataclass
-class SimulateConfig(Settings):
+class SimulateConfig:
     plans: list[str] = key(
         ["sync", "streamed", "one_step_off", "fully_async"],
         "Plans to compare; also of your own.",

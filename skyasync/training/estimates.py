@@ -10,8 +10,8 @@ from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.schema import TeacherConfig
+from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.rollout.types import Group
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once

@@ -17,8 +17,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Protocol
 
 from skyasync.cleanup import afterwards
-from skyasync.config.sampling import samples_as_scored
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import samples_as_scored
 from skyasync.engines.protocol import PauseMode
 from skyasync.errors import UserError
 from skyasync.rollout.gate import Gate

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from skyasync.config.reward_models import RewardModel, reward_models
 from skyasync.config.schema import Config
+from skyasync.config.schema.reward_models import RewardModel, reward_models
 from skyasync.rollout.types import Group, Prompt, Trajectory
 from skyasync.together import together
 from skyasync.training.learner import Learner

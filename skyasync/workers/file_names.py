@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import backend
 from skyasync.engines.protocol import ENGINES
 from skyasync.weight_sync.kinds import Kinds, empty, kinds_of
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from skyasync.config.reward_models import RewardModel, reward_models
 from skyasync.config.schema import ModelConfig
+from skyasync.config.schema.reward_models import RewardModel, reward_models
 from skyasync.workers.batch import TokenBatch
 from skyasync.workers.valued import ValueWorker
 from skyasync.workers.worker import LOOPBACK

@@ -7,14 +7,17 @@ write its worker (a :class:`skyasync.workers.worker.Worker`) and an entry here, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from operator import attrgetter
 from typing import Any
 
-from skyasync.config.algorithm import CRITIC, KL
-from skyasync.config.conditions import holds
-from skyasync.config.schema import REWARD, TEACHER, Config
+from skyasync.config.keys import When
+from skyasync.config.schema import Config
+from skyasync.config.schema.algorithm import CRITIC, KL
+from skyasync.config.schema.models import SHARED_CRITIC, TEACHER
+from skyasync.config.schema.reward_models import REWARD
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 from skyasync.workers.axes import Axes
@@ -33,15 +36,15 @@ class Role:
         section: its part of the configuration; ``model`` in it is what it loads (the policy's model where that has no
             path), ``optimizer_config`` and ``gradient_checkpointing`` how it is trained, ``threads`` of its ranks.
         trains: its weights change: it has an optimizer, and a folder of its own name in every checkpoint.
-        when: a run has the role where this condition holds (as of a key, see ``skyasync.config.conditions``).
+        when: a run has the role if this is true of its configuration (as of a key).
         ranks: keys whose product is how many ranks it has; none: one.
-        beside: where this condition holds, its ranks are the policy's in number and share their devices, and wait in
-            host memory while engines have those (``trainer.placement.colocate_all``).
+        beside: if this is true of the configuration, its ranks are the policy's in number and share their devices, and
+            wait in host memory while engines have those (``trainer.placement.colocate_all``).
         columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
         gpu: devices of its own are GPUs, if there are any.
         base: its model, where it names none of its own, is what the policy began as: a policy that trains adapters
             beside frozen weights answers for it (``base_logprobs``), and it has no ranks.
-        on_policy: where this condition holds it is a head on the policy's layers, and has no ranks.
+        on_policy: if this is true of the configuration it is a head on the policy's layers, and has no ranks.
         head: what its model, if it has one, says of a token (``skyasync.workers.heads``): ``vocabulary`` (a causal
             language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
     """
@@ -50,18 +53,18 @@ class Role:
     worker: str | type[Any]
     section: str = ""
     trains: bool = False
-    when: str = ""
+    when: When | None = None
     ranks: tuple[str, ...] = ()
-    beside: str = ""
+    beside: Callable[[Config], bool] | None = None
     columns: tuple[str, ...] = ()
     gpu: bool = True
     head: str = VOCABULARY
     base: bool = False
-    on_policy: str = ""
+    on_policy: Callable[[Config], bool] | None = None
 
     def asked(self, cfg: Config) -> bool:
         """Whether a run of this configuration has it, on ranks of its own or the policy's."""
-        return not self.when or holds(self.when, cfg)
+        return self.when is None or self.when(cfg)
 
     def wanted(self, cfg: Config) -> bool:
         """Whether a run of this configuration has ranks of it."""
@@ -71,7 +74,7 @@ class Role:
         """Whether the policy answers for it: the same model, beside which only adapters are trained, or a head on its
         layers."""
         if self.on_policy:
-            return self.asked(cfg) and holds(self.on_policy, cfg)
+            return self.asked(cfg) and self.on_policy(cfg)
         if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):
             return False
         own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
@@ -80,7 +83,7 @@ class Role:
 
     def shares(self, cfg: Config) -> bool:
         """Whether it is on the policy's devices."""
-        return bool(self.beside) and holds(self.beside, cfg)
+        return self.beside is not None and self.beside(cfg)
 
     def as_the_policy(self, cfg: Config) -> bool:
         """Whether it is the policy, or is on its devices."""
@@ -156,7 +159,7 @@ _OURS = {
             section="trainer.ref",
             when=KL,
             ranks=("trainer.placement.ref_num_nodes", "trainer.placement.ref_num_gpus_per_node"),
-            beside="trainer.placement.colocate_policy_ref",
+            beside=lambda cfg: cfg.trainer.placement.colocate_policy_ref,
             base=True,
         ),
         Role(
@@ -166,9 +169,9 @@ _OURS = {
             trains=True,
             when=CRITIC,
             ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
-            beside="trainer.placement.colocate_policy_critic or trainer.placement.colocate_all",
+            beside=lambda cfg: cfg.trainer.placement.colocate_policy_critic or cfg.trainer.placement.colocate_all,
             head=VALUE,
-            on_policy="trainer.critic.backbone=shared",
+            on_policy=SHARED_CRITIC,
         ),
         Role(
             REWARD_ROLE,
@@ -184,7 +187,7 @@ _OURS = {
             section="trainer.teacher",
             when=TEACHER,
             ranks=("trainer.placement.teacher_num_nodes", "trainer.placement.teacher_num_gpus_per_node"),
-            beside="trainer.placement.colocate_policy_teacher",
+            beside=lambda cfg: cfg.trainer.placement.colocate_policy_teacher,
         ),
     )
 }

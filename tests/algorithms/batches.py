@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.objective import Objective, loss_weights
-from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.errors import UserError
 
 

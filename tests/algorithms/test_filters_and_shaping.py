@@ -14,7 +14,7 @@ from skyasync.algorithms.shaping import (
     shape_rewards,
     stop_properly_penalty,
 )
-from skyasync.config.algorithm import DynamicSamplingConfig, OverlongBufferConfig
+from skyasync.config.schema.algorithm import DynamicSamplingConfig, OverlongBufferConfig
 from tests.algorithms.batches import config
 
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])

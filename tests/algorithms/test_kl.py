@@ -14,7 +14,7 @@ from skyasync.algorithms.kl import (
     kl_estimate,
     penalize_rewards,
 )
-from skyasync.config.algorithm import KLControlConfig
+from skyasync.config.schema.algorithm import KLControlConfig
 from tests.algorithms.batches import config
 
 

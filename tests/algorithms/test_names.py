@@ -15,8 +15,8 @@ from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS
 from skyasync.algorithms.binding import parameters, setting
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.presets import PRESETS, apply_preset
-from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.schema import Config
+from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.errors import UserError
 from skyasync.registry import Registry
 

@@ -19,6 +19,8 @@ from skyasync.config.load import origins
 from skyasync.config.schema import AlgorithmConfig, TrainerConfig
 from skyasync.errors import UserError
 from skyasync.preflight.preparing import about_recipe
+from skyasync.main import configuration
+from skyasync.preflight.prepare import about_recipe
 
 
 class Mode(enum.Enum):
@@ -314,3 +316,10 @@ def test_what_is_changed_in_one_configuration_is_not_in_the_next() -> None:
     first.trainer.logger.append("wandb")
     first.environment.env_config["colour"] = "blue"
     assert load_config([]) == Config()
+
+
+def test_a_file_of_an_earlier_version_with_settings_that_did_nothing_loads(tmp_path: Path) -> None:
+    gone = "trainer: {strategy: fsdp2, seed: 7, parallel: {data: 0, expert: 0}}\n"
+    gone += "generator: {run_engines_locally: true, async_engine: true, batched: false}"
+    cfg = load_config([f"--config={write(tmp_path, gone)}"])
+    assert cfg == load_config(["trainer.seed=7"])

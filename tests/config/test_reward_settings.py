@@ -2,9 +2,9 @@
 
 import pytest
 
-from skyasync.config.domains import Domain, check_domains, domains_of, proportions_of
-from skyasync.config.judges import judges_of
 from skyasync.config.load import ConfigError, load_config
+from skyasync.config.schema.environment import Domain, check_domains, domains_of, proportions_of
+from skyasync.config.schema.judges import judges_of
 
 
 def load(*overrides):
@@ -130,3 +130,9 @@ def test_a_key_in_the_configuration_is_refused_and_not_repeated(override):
     with pytest.raises(ConfigError) as raised:
         load("judges.a.model=m", f"judges.a.{override}")
     assert "secret" not in str(raised.value) and "api_key_env" in str(raised.value)
+
+
+def test_wrong_domains_of_streamed_data_are_told_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(["data.streaming=true", "trainer.max_training_steps=1", "environment.domains.a.scale=much"])
+    assert len(refused.value.problems) == 1 and "expected a number" in refused.value.problems[0]

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyasync.config import Config, dump_config, load_config
-from skyasync.config.check import INTERVALS
+from skyasync.config.check import check_unread
 from skyasync.config.keys import Key, Keys
-from skyasync.config.rules import Plan
-from skyasync.config.sampling import UNMIRRORED
-from skyasync.config.unread import check_unread
+from skyasync.config.parts import Plan
+from skyasync.config.schema.algorithm import INTERVALS
+from skyasync.config.schema.sampling import UNMIRRORED
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def consistent(config: Config) -> Config:
         for name in UNMIRRORED:
             setattr(sampling, name, getattr(plain.generator.sampling_params, name))
     generator.eval_n_samples_per_prompt = 1
-    generator.spare_samples_per_prompt, generator.run_engines_locally = 0, True
+    generator.spare_samples_per_prompt = 0
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
     trainer.algorithm.dynamic_sampling.early_end = False

@@ -8,8 +8,8 @@ import pytest
 
 from skyasync.config import ConfigError, load_config
 from skyasync.config.check import config_warnings
-from skyasync.config.sampling import FILTERS, HISTORY, UNMIRRORED, backend, evaluation
 from skyasync.config.schema import SamplingConfig
+from skyasync.config.schema.sampling import FILTERS, HISTORY, UNMIRRORED, backend, evaluation
 from skyasync.engines.protocol import ENGINES
 from skyasync.rollout.requests import request_seed, sampling_params
 
@@ -65,9 +65,9 @@ def test_samples_of_a_seed_differ_and_are_the_same_in_every_run() -> None:
 
 
 def test_auto_means_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyasync.config.sampling.find_spec", lambda name: None)
+    monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda name: None)
     assert backend(load_config([])) == "transformers"
-    monkeypatch.setattr("skyasync.config.sampling.find_spec", lambda name: name)
+    monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda name: name)
     assert backend(load_config([])) == "vllm"
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from skyasync.cli.serve import command_line
 from skyasync.config.check import check_config
-from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import backend
 from skyasync.engines.http import Begun, versions_of
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.server_check import ARGUMENTS, BACKEND, EXTENSION, check_servers, complaint
@@ -99,8 +99,6 @@ def test_a_backend_of_servers_without_servers_is_refused() -> None:
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.generator.backend = "model", "vllm_server"
     assert any("needs generator.engines=" in line for line in check_config(cfg))
-    cfg.generator.backend, cfg.generator.run_engines_locally = "auto", False
-    assert any("run_engines_locally=false needs generator.engines=" in line for line in check_config(cfg))
     cfg.generator.engines = [URL]
     assert not check_config(cfg)
 

@@ -28,7 +28,7 @@ from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.envs.pool import local_pool
 from skyasync.plans import PLANS
 from skyasync.preflight.parts import check_parts
-from skyasync.preflight.settling import settle_references
+from skyasync.preflight.prepare import settle_references
 from skyasync.processes.local import LocalHost
 from skyasync.rewards.settings import env_settings
 from skyasync.rollout.generator import EpisodeGenerator

@@ -214,14 +214,14 @@ def test_a_translation_is_of_the_recipe_and_not_of_the_machine(
 ) -> None:
     recipe = read_recipe([str(file)])
     here = translated(recipe, detect(recipe))
-    monkeypatch.setattr("skyasync.config.sampling.find_spec", lambda _: None)  # vLLM is not installed
+    monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda _: None)  # vLLM is not installed
     assert Translation(recipe, tmp_path).text == here
 
 
 def test_an_engine_s_options_do_not_hinge_on_an_installed_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyasync.config.sampling.find_spec", lambda _: None)
+    monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda _: None)
     for system, word in (("openrlhf", "--vllm.enforce_eager"), ("areal", "vllm.enforce_eager=true")):
         found = of(tmp_path, system, word)
         assert (found["generator.backend"], found["generator.engine_kwargs"]) == ("vllm", {"enforce_eager": True})

@@ -7,8 +7,11 @@ import pytest
 
 from skyasync import interop
 from skyasync.config import Config, ConfigError, load_config
+from skyasync.config.command_line import unknown_key
 from skyasync.config.keys import Key, Keys
 from skyasync.config.load.suggest import unknown_key
+from skyasync.config.peers import SYSTEMS, Around, NoCounterpartError, converted, key_hint, tables, value_hint
+from skyasync.config.peers.table import Row, Target, expand
 from skyasync.config.values import WrongTypeError, convert, free, parse
 from skyasync.interop.conversion import ConversionContext, NoCounterpartError, converted
 from skyasync.interop.hints import key_hint, value_hint
@@ -266,7 +269,6 @@ def test_a_name_that_ours_ends_in_too_is_told_apart() -> None:
     ("override", "hint"),
     [
         ("trainer.algorithm.policy_loss_type=regular", "SkyRL's regular is ppo here"),
-        ("trainer.strategy=fsdp", "fsdp is fsdp2 here"),
         ("trainer.policy.optimizer_config.scheduler=cosine_with_warmup", "cosine_with_warmup is cosine here"),
         ("trainer.resume_mode=null", "null is none here"),
         ("trainer.ckpt_interval=-1", "-1 is 0 here"),

@@ -41,7 +41,7 @@ def test_without_the_package_every_question_has_an_answer() -> None:
     assert (nothing.titles(), nothing.variables(), nothing.environments, nothing.reward_signatures()) == (
         [],
         {},
-        (),
+        {},
         (),
     )
 

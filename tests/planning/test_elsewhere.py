@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyasync.config.schema import Config
-from skyasync.planning.machine import Machine
-from skyasync.planning.place import Place
-from skyasync.planning.plan import PROCESS, make_plan
+from skyasync.planning.plan import PROCESS, Machine, MemoryUse, make_plan
 from skyasync.planning.shape import shape_of
 from tests.planning.models import as_json, configuration
 
@@ -25,7 +23,7 @@ def settings(
     return cfg
 
 
-def host(cfg: Config, machine: Machine) -> Place | None:
+def host(cfg: Config, machine: Machine) -> MemoryUse | None:
     places = make_plan(cfg, SHAPE, machine).places
     return next((place for place in places if place.name == "host elsewhere"), None)
 

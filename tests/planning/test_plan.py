@@ -8,11 +8,9 @@ import pytest
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
-from skyasync.planning import engine_memory, training_memory, work
+from skyasync.planning import memory
 from skyasync.planning.advice import advise
-from skyasync.planning.machine import Machine, parse_size
-from skyasync.planning.place import Place
-from skyasync.planning.plan import PART_BYTES, PROCESS, MemoryPlan, make_plan
+from skyasync.planning.plan import PART_BYTES, PROCESS, Machine, MemoryPlan, MemoryUse, make_plan, parse_size
 from skyasync.planning.shape import shape_of
 from skyasync.workers.roles import ROLES, Role
 from tests.planning.models import as_json, configuration
@@ -39,7 +37,7 @@ def settings(ranks: int = 4, engines: int = 4) -> Config:
     return cfg
 
 
-def place(plan: MemoryPlan, name: str) -> Place:
+def place(plan: MemoryPlan, name: str) -> MemoryUse:
     return next(place for place in plan.places if place.name == name)
 
 
@@ -53,8 +51,8 @@ def test_seven_billion_without_checkpointing_do_not_fit_and_the_key_is_named() -
 
 
 def test_activations_per_token_and_layer_are_what_a_gpu_run_was_seen_to_take() -> None:
-    one = work.Pass(tokens=1, width=1, loss_tokens=1)
-    assert training_memory.layer_bytes(QWEN_7B, one, 2) == pytest.approx(225_000, rel=0.01)
+    one = memory.Pass(tokens=1, width=1, loss_tokens=1)
+    assert memory.layer_bytes(QWEN_7B, one, 2) == pytest.approx(225_000, rel=0.01)
 
 
 def test_where_nothing_helps_no_key_is_named() -> None:
@@ -125,7 +123,7 @@ def test_the_token_cap_holds_whatever_the_rows() -> None:
     cfg.trainer.micro_train_batch_size_per_gpu = 64
     cfg.trainer.micro_batch_tokens = 8192
     limit = cfg.trainer.micro_train_batch_size_per_gpu
-    largest, count = work.largest_micro_batch(cfg, QWEN_7B, gpus=True, ranks=4, rows_limit=limit)
+    largest, count = memory.largest_micro_batch(cfg, QWEN_7B, gpus=True, ranks=4, rows_limit=limit)
     rows = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt / 4
     assert largest.tokens <= 8192 + 4096  # the last row of a shared prompt may reach beyond
     assert largest.loss_tokens * count >= rows * 4096
@@ -136,8 +134,8 @@ def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
     divided.generator.inference_engine_tensor_parallel_size = 4
     first, second = (make_plan(cfg, QWEN_7B, EIGHT).engine for cfg in (alone, divided))
     assert first.weights == pytest.approx(4 * second.weights, rel=1e-6)
-    assert engine_memory.cache_bytes_per_token(QWEN_7B, 2, 1) == 4 * engine_memory.cache_bytes_per_token(QWEN_7B, 2, 4)
-    assert engine_memory.cache_bytes_per_token(QWEN_7B, 2, 4) == engine_memory.cache_bytes_per_token(QWEN_7B, 2, 8)
+    assert memory.cache_bytes_per_token(QWEN_7B, 2, 1) == 4 * memory.cache_bytes_per_token(QWEN_7B, 2, 4)
+    assert memory.cache_bytes_per_token(QWEN_7B, 2, 4) == memory.cache_bytes_per_token(QWEN_7B, 2, 8)
 
 
 def test_the_axes_of_ranks_divide_what_they_split_and_nothing_else() -> None:
@@ -172,13 +170,12 @@ def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
 
 
 def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = "trainer.placement.colocate_policy_ref"
-    critic = Role("critic", "not:imported", section="trainer.policy", trains=True, beside=beside)
+    critic = Role("critic", "not:imported", section="trainer.policy", trains=True, beside=lambda cfg: True)
     monkeypatch.setitem(ROLES, "critic", critic)
     plan = make_plan(settings(), QWEN_7B, EIGHT)
     assert plan.processes["critic"] == 4 and plan.gpus_asked == 8
     assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * QWEN_7B.parameters / 4, rel=1e-6)
-    monkeypatch.setitem(ROLES, "critic", replace(critic, beside=""))
+    monkeypatch.setitem(ROLES, "critic", replace(critic, beside=None))
     plan = make_plan(settings(), QWEN_7B, EIGHT)
     assert plan.gpus_asked == 9 and place(plan, "critic").when == "update"
 
@@ -216,8 +213,8 @@ def test_logits_that_are_capped_or_scaled_take_copies_of_them() -> None:
     plain, scaled, capped = (
         shape_of(as_json(config) | more, "m") for more in ({}, {"logit_scale": 0.5}, {"final_logit_softcapping": 30.0})
     )
-    rank = training_memory.Rank(1, 2, work.Pass(tokens=64, width=64, loss_tokens=64))
-    counts = [training_memory.logits_bytes(shape, rank, backward=True) for shape in (plain, scaled, capped)]
+    rank = memory.RankMemory(1, 2, memory.Pass(tokens=64, width=64, loss_tokens=64))
+    counts = [memory.logits_bytes(shape, rank, backward=True) for shape in (plain, scaled, capped)]
     logits = 64 * plain.vocabulary * 2
     assert counts == [counts[0], counts[0] + logits, counts[0] + 2 * logits]
 
@@ -332,7 +329,7 @@ def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
     """Larger than the policy, it takes most while it is trained; on devices of its own that is while the policy is."""
     small, machine = replace(QWEN_7B, layers=4), replace(EIGHT, gpus=0)
 
-    def host(**placement: object) -> Place:
+    def host(**placement: object) -> MemoryUse:
         cfg = with_critic(**placement)
         cfg.trainer.critic.model.path = "larger"
         return place(make_plan(cfg, small, machine, shapes={"critic": QWEN_7B}), "host")
@@ -366,7 +363,7 @@ def test_constants_are_those_of_the_parts_that_import_torch() -> None:
     from skyasync.weight_sync import cuda_ipc
 
     assert PART_BYTES == cuda_ipc.PART_BYTES
-    assert engine_memory.FORWARD_TOKENS == embedded_model.FORWARD_TOKENS
+    assert memory.FORWARD_TOKENS == embedded_model.FORWARD_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -403,6 +400,6 @@ def test_replayed_experts_are_counted_in_batches_and_micro_batches() -> None:
     cfg.trainer.policy.router_replay = "R3"
     found = make_plan(cfg, shape, EIGHT)
     each = shape.layers * shape.experts_per_token
-    assert training_memory.scoring(shape, found.rank)["replayed experts"] == found.rank.work.tokens * each
+    assert memory.scoring(shape, found.rank)["replayed experts"] == found.rank.work.tokens * each
     before, after = (place(plan, "host").lines["batch"] for plan in (plain, found))
-    assert before * (work.BYTES_PER_CELL + each) == after * work.BYTES_PER_CELL
+    assert before * (memory.BYTES_PER_CELL + each) == after * memory.BYTES_PER_CELL

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from skyasync.config.reward_models import RewardModel, reward_models
 from skyasync.config.schema import Config, RewardConfig
+from skyasync.config.schema.reward_models import RewardModel, reward_models
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from skyasync import load_config
-from skyasync.config.judges import judges_of, table
+from skyasync.config.schema.judges import judges_of, table
 from skyasync.rewards.constraints import CONSTRAINTS, parameters
 from skyasync.rewards.instruction_following import instruction_following
 
@@ -21,7 +21,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_table_of_a_judges_settings_is_current() -> None:
-    assert table() in PAGE, "print(skyasync.config.judges.table())"
+    assert table() in PAGE, "print(skyasync.config.schema.judges.table())"
 
 
 def test_every_instruction_is_listed_with_its_arguments() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyasync.config.judges import JudgeConfig
+from skyasync.config.schema.judges import JudgeConfig
 from skyasync.errors import UserError
 from skyasync.rewards import chat_server
 from skyasync.rewards.chat_server import ChatServer, key_of

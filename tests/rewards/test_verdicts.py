@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.config.judges import PROMPT
+from skyasync.config.schema.judges import PROMPT
 from skyasync.errors import UserError
 from skyasync.rewards.verdicts import Reader, check_placeholders, known_to_judge, question
 

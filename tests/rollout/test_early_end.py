@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.algorithms.filters import cannot_be_inside, mean_inside
-from skyasync.config.algorithm import DynamicSamplingConfig
+from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.rollout.convert import generator_output, groups_from_output
 from skyasync.rollout.early_end import EarlyEnd, decider

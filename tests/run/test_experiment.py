@@ -7,6 +7,7 @@ import pytest
 
 from skyasync.cli.runs import runs
 from skyasync.config.paths import model_path
+from skyasync.config.model_files import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import unlock_run

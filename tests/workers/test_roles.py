@@ -11,6 +11,8 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
+from skyasync.cluster.placement import plan_slots
+from skyasync.config.keys import When
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.registry import user_parts
@@ -23,7 +25,7 @@ from skyasync.workers.roles import ROLES, Role, register_role, wanted_roles
 from skyasync.workers.worker import Worker
 from tests.workers.conftest import config_for, make_batch
 
-KL = "trainer.algorithm.use_kl_loss"
+KL = When(lambda cfg: cfg.trainer.algorithm.use_kl_loss, "trainer.algorithm.use_kl_loss")
 
 
 class LengthWorker(Worker):

@@ -13,7 +13,8 @@ from transformers.trainer_utils import SchedulerType
 
 from skyasync.config import load_config
 from skyasync.config.check import check_config
-from skyasync.config.schema import SCHEDULES, Config, OptimizerConfig
+from skyasync.config.schema import Config, OptimizerConfig
+from skyasync.config.schema.models import SCHEDULES
 from skyasync.errors import UserError
 from skyasync.workers.schedule import learning_rate
 

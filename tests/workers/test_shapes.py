@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from skyasync.config.schema import Config
-from skyasync.planning.activations import Pass, kept_bytes
+from skyasync.planning.memory import Pass, kept_bytes
 from skyasync.planning.shape import shape_of
 from skyasync.workers import base
 from skyasync.workers.batch import UpdateBatch

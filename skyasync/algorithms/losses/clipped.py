@@ -6,16 +6,19 @@ sequence level: on its row).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.corrections import truncate, zero_outside
 from skyasync.algorithms.kl import bernoulli_kl
 from skyasync.algorithms.masked import by_sign, log_ratio, row_mean
 from skyasync.algorithms.registries import POLICY_LOSSES
+from skyasync.lazy_torch import torch
 
-Statistics = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Statistics: TypeAlias = "dict[str, Tensor]"
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float,

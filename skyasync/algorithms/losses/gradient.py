@@ -6,14 +6,17 @@ through the weight.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.masked import log_ratio
 from skyasync.algorithms.registries import POLICY_LOSSES
+from skyasync.lazy_torch import torch
 
-Statistics = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Statistics: TypeAlias = "dict[str, Tensor]"
 
 
 @POLICY_LOSSES.register("vanilla")

@@ -9,15 +9,16 @@ afterwards it is the policy at the batch's beginning.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.losses.clipped import Statistics, clipped_surrogate
 from skyasync.algorithms.masked import log_ratio, masked_mean
 from skyasync.algorithms.registries import POLICY_LOSSES
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., object])
 

@@ -6,14 +6,16 @@ Invariant: a row's loss depends on that row alone, so a batch may be split betwe
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.losses.clipped import Statistics, clipped_surrogate
 from skyasync.algorithms.masked import EXPONENT_BOUND, by_sign, log_ratio, row_mean, row_sum
 from skyasync.algorithms.registries import POLICY_LOSSES
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @POLICY_LOSSES.register("gspo")

@@ -5,8 +5,12 @@ Invariant: each token's loss depends on that token alone; reduce it with the sam
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def clipped_value_loss(

@@ -49,8 +49,13 @@ class ReasoningParser(Protocol):
         """The reasoning, and the text behind it; of a text that is not ``done``, what is sure."""
 
 
-TOOL_PARSERS = Registry("tool parser", ["skyasync.endpoint.parsers.tools"])
-REASONING_PARSERS = Registry("reasoning parser", ["skyasync.endpoint.parsers.reasoning"])
+TOOL_PARSERS = Registry(
+    "tool parser",
+    {"skyasync.endpoint.parsers.tools": "hermes qwen llama3_json mistral deepseek_v3 deepseek_v31 pythonic"},
+)
+REASONING_PARSERS = Registry(
+    "reasoning parser", {"skyasync.endpoint.parsers.reasoning": "think qwen3 deepseek_r1 mistral seed_oss"}
+)
 
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:

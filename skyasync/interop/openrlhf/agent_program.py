@@ -18,6 +18,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import evaluation
 from skyasync.endpoint.agent_process import Score
 from skyasync.endpoint.forms.text import FIELDS as COMPLETION_FIELDS
 from skyasync.envs.base import Conversation

@@ -14,10 +14,10 @@ from typing import Self
 
 from skyasync.config import Config as Ours
 from skyasync.config import load_config
-from skyasync.config.algorithm import AlgorithmConfig
 from skyasync.config.check import check_config
 from skyasync.config.load import ConfigError
 from skyasync.config.schema import GeneratorConfig, TrainerConfig
+from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.envs.registry import Foreign
 from skyasync.interop.skyrl.generators import InferenceEngineClient
 from skyasync.registry import add_user_parts, user_parts

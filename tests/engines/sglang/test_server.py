@@ -19,8 +19,8 @@ from aiohttp.test_utils import TestServer
 from transformers import LlamaForCausalLM
 
 from skyasync.config.check import check_config
-from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import backend
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.engines.server_check import check_servers

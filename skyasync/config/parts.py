@@ -1,0 +1,168 @@
+"""What the chosen parts say of themselves: the plan, the engine, the functions of the objective.
+
+Invariant: no part's name decides; a user's part is judged by the same rules. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyasync.config.values import written
+from skyasync.errors import UserError
+from skyasync.registry import About, Registry
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import AlgorithmConfig, Config
+
+
+class Plan(NamedTuple):
+    """The plan of a run: what it is called, what it says of itself, and whether the experiment fixes it."""
+
+    name: str
+    about: About
+    fixed: bool = False
+
+    @classmethod
+    def of(cls, cfg: Config, plan: str | type | None) -> Plan | None:
+        """The chosen one; None for "": one that only the experiment knows."""
+        from skyasync.plans import PLANS
+
+        if isinstance(plan, type):
+            return cls(plan.__name__, PLANS.describe(plan), True)
+        name = cfg.trainer.plan if plan is None else plan
+        return cls(name, PLANS.about(name), plan is not None) if name else None
+
+    @property
+    def asynchronous(self) -> bool:
+        return bool(self.about.can["asynchronous"])
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.about.can["streams"])
+
+    def stale(self, cfg: Config) -> bool:
+        """Whether samples may be older than the policy that they train."""
+        if self.reads("trainer.max_staleness") and cfg.trainer.max_staleness == 0:
+            return False
+        return self.asynchronous or cfg.trainer.sync_interval > 1
+
+    def reads(self, path: str) -> bool:
+        return path in self.about.can["reads"]
+
+    def __str__(self) -> str:
+        return f"this experiment's plan, {self.name}," if self.fixed else f"trainer.plan={self.name}"
+
+
+def engines_with(capability: str, among: str = "") -> str:
+    """The built-in engines that have it (or ``among`` what they have of it), for a message."""
+    from skyasync.engines.protocol import ENGINES
+
+    has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
+    return supported([name for name, found in has.items() if (among in found if among else found)])
+
+
+def supported(backends: Sequence[str]) -> str:
+    """Engines that can do what another cannot, as one would choose them."""
+    others = f" (supported backends: {', '.join(backends)})" if len(backends) > 1 else ""
+    return f"generator.backend={backends[0]}{others}"
+
+
+# ---------------------------------------------------------------- the objective
+
+
+class ChosenFunction(NamedTuple):
+    """A function of the objective: the key that chose it, the registry that has it."""
+
+    key: str
+    name: str
+    registry: Registry
+
+    @property
+    def about(self) -> About:
+        return self.registry.about(self.name)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with its parameters, "" if nothing is."""
+        try:
+            wrong = self.registry.problem(self.name)
+        except UserError as error:  # there is no such file, module or attribute
+            wrong = str(error)
+        return f"trainer.algorithm.{self.key}={self.name}: {wrong}" if wrong else ""
+
+
+def functions(algorithm: AlgorithmConfig) -> list[ChosenFunction]:
+    """All functions that the objective is made of."""
+    correction = algorithm.off_policy_correction
+    if correction == "auto":
+        correction = "none" if _uses_behaviour(algorithm) else "token_tis"
+    chosen = [
+        ChosenFunction("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES),
+        ChosenFunction("advantage_estimator", algorithm.advantage_estimator, ADVANTAGE_ESTIMATORS),
+        ChosenFunction("loss_reduction", algorithm.loss_reduction, LOSS_REDUCTIONS),
+        ChosenFunction("off_policy_correction", correction, CORRECTIONS),
+        *(ChosenFunction("off_policy_masks", mask, CORRECTIONS) for mask in algorithm.off_policy_masks),
+    ]
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        chosen.append(ChosenFunction("kl_estimator_type", algorithm.kl_estimator_type, KL_ESTIMATORS))
+    return chosen
+
+
+def reads_behaviour(algorithm: AlgorithmConfig) -> str:
+    """The setting by which the behaviour policy enters the objective; "" if it does not."""
+    masks = [mask for mask in algorithm.off_policy_masks if mask != "none"]
+    if _uses_behaviour(algorithm):
+        losses = POLICY_LOSSES.about(algorithm.policy_loss_type)
+        anchored = not any("behaviour" in about.inputs for about in losses)
+        name = "ratio_anchor" if anchored else "policy_loss_type"
+    elif algorithm.off_policy_correction != "none":
+        name = "off_policy_correction"
+    else:
+        return f"trainer.algorithm.off_policy_masks={written(masks)}" if masks else ""
+    return f"trainer.algorithm.{name}={getattr(algorithm, name)}"
+
+
+def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss itself has the behaviour policy in its ratio."""
+    return _enters(POLICY_LOSSES.about(algorithm.policy_loss_type), algorithm)
+
+
+def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:
+    """In its ratio, or to choose tokens by."""
+    return any(_enters(about, algorithm) for about in POLICY_LOSSES.about(algorithm.policy_loss_type))
+
+
+def _enters(about: About, algorithm: AlgorithmConfig) -> bool:
+    return "behaviour" in about.inputs or (algorithm.ratio_anchor == "behaviour" and "anchor" in about.inputs)
+
+
+def depends_on_pool(algorithm: AlgorithmConfig, about: About, capability: str, pool: str) -> bool:
+    """Whether an estimator has a capability, which may depend on settings: those that choose its pools, or switches."""
+    value = about.can[capability]
+    if isinstance(value, bool):
+        return value
+    return any(getattr(algorithm, about.keys[setting]) in (pool, True) for setting in value)
+
+
+def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
+    """Samples of an older policy, and nothing that corrects for it."""
+    algorithm = cfg.trainer.algorithm
+    if not plan.stale(cfg):
+        return
+    why = str(plan) if plan.asynchronous else f"trainer.sync_interval={cfg.trainer.sync_interval}"
+    if not reads_behaviour(algorithm) and not cfg.trainer.allow_uncorrected:
+        losses = sorted(name for name, about in POLICY_LOSSES.builtins().items() if "behaviour" in about.inputs)
+        yield (
+            f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "
+            f"{why} is asynchronous and trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not use "
+            f"the behaviour log-probabilities: choose a correction (auto, token_tis), a loss that uses them "
+            f"({', '.join(losses)}), or trainer.allow_uncorrected=true"
+        )
+
+
+def reported_metric(cfg: Config) -> str:
+    """What groups are filtered by, where episodes must report it; "" where a reward model may, behind their end."""
+    reward = cfg.trainer.reward
+    return "" if reward.model.path or reward.models else cfg.trainer.algorithm.dynamic_sampling.metric

@@ -1,0 +1,113 @@
+"""Agent programs, and what they take the place of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyasync.config.keys import When, key
+from skyasync.other_frameworks import other_frameworks
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import Config
+
+
+#: What ``generator.agent_program`` says where programs outside of the run play the episodes.
+ONLINE = "online"
+
+
+_AGENTS = When(lambda cfg: cfg.generator.agent_program, "generator.agent_program")
+
+
+@dataclass
+class AgentsConfig:
+    """The part of ``GeneratorConfig`` that is about agent programs."""
+
+    agent_func_path: str = key(
+        "", "An OpenRLHF agent's file, played by every row that names no env_class.", open_ended=True
+    )
+    agent_program: str = key(
+        "",
+        "Agent program in place of environments, module:function or file.py:function: it is called with data, base_url "
+        "and api_key of an OpenAI-compatible endpoint, and returns the reward. Or a class with async run(data, "
+        "**extra). Or online: programs outside of the run open sessions and send their rewards.",
+        open_ended=True,
+    )
+    turn_discount: float = key(
+        1.0,
+        "Factor of the reward of each call of an agent program, once for every call before it, where the program gives "
+        "rewards call by call.",
+        above=0.0,
+        high=1.0,
+        when=_AGENTS,
+    )
+    agent_env: list[str] = key(
+        [],
+        "Environment variables that agent programs may see though their names look secret (KEY, TOKEN, ...).",
+        when=_AGENTS,
+    )
+    endpoint_host: str = key(
+        "127.0.0.1",
+        "Address that the endpoint listens on; one other than the loopback opens it.",
+        open_ended=True,
+        when=_AGENTS,
+    )
+    endpoint_port: int = key(
+        0, "Port that the endpoint listens on; 0 is one of the system's choice.", low=0, high=65535, when=_AGENTS
+    )
+    tool_parser: str = key(
+        "hermes",
+        "How the model writes calls of tools: a family's form, vllm:NAME for one of vLLM's parsers, or "
+        "module:function of your own, text -> (text, calls).",
+        registry="skyasync.endpoint.parsers:TOOL_PARSERS",
+        open_ended=True,
+        when=_AGENTS,
+    )
+    reasoning_parser: str = key(
+        "",
+        "How the model writes its thinking, which the endpoint then tells apart from the reply: a family's form, "
+        "vllm:NAME, or module:function, text -> (thinking, text); empty leaves it in the text.",
+        choices=("",),
+        registry="skyasync.endpoint.parsers:REASONING_PARSERS",
+        open_ended=True,
+        when=_AGENTS,
+    )
+
+
+def check_agents(cfg: Config) -> Iterator[str]:
+    """Settings that would judge what the program judges, or leave an episode without an end."""
+    if cfg.generator.agent_program == ONLINE:
+        yield from _check_online(cfg)
+    file, program, env_class = cfg.generator.agent_func_path, cfg.generator.agent_program, cfg.environment.env_class
+    if file and program in other_frameworks().agent_file_programs:  # not chosen, but settled in an earlier run
+        program = ""
+    others = {
+        "environment.env_class": env_class,
+        "environment.reward_funcs": ",".join(cfg.environment.reward_funcs),
+        "generator.agent_func_path": file,
+    }
+    for name, value in others.items():
+        if program and value:
+            yield (
+                f"generator.agent_program={program} plays the episodes and returns their scores; {name}={value} would "
+                f"have no part in it: leave one of them empty"
+            )
+    if file and env_class not in ("", other_frameworks().agent_file_environment):
+        yield (
+            f"generator.agent_func_path={file} plays the rows that name no environment, and environment.env_class="
+            f"{env_class} those too: leave one of them empty"
+        )
+
+
+def _check_online(cfg: Config) -> Iterator[str]:
+    if not cfg.generator.episode_timeout_s:
+        yield (
+            "generator.agent_program=online needs generator.episode_timeout_s: a session whose program never ends it "
+            "would hold up the run"
+        )
+    if cfg.environment.on_error == "raise":
+        yield (
+            "generator.agent_program=online needs environment.on_error=mask or keep: with raise, a program outside "
+            "that goes away without ending its session would end the run"
+        )

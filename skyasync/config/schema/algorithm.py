@@ -1,0 +1,464 @@
+"""The settings of ``trainer.algorithm``: objective, correction, advantages, KL, rewards.
+
+Invariant: every default equals the default of the function parameter that it feeds (a test holds it), and the names
+are SkyRL's where it has one. Thresholds take effect only where the function that reads them is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from skyasync.algorithms import ADVANTAGE_ESTIMATORS, LOSS_REDUCTIONS
+from skyasync.config.keys import When, key
+from skyasync.config.parts import Plan, depends_on_pool, functions, weighs_by_behaviour
+from skyasync.errors import unknown
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import Config
+
+
+#: A key whose value may be infinite: no limit.
+limit = partial(key, infinite=True)
+_REGISTRIES = "skyasync.algorithms:"
+#: There is a reference model.
+KL = When(
+    lambda cfg: cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward,
+    "trainer.algorithm.use_kl_loss",
+    "trainer.algorithm.use_kl_in_reward",
+)
+#: There is a critic.
+CRITIC = When(
+    lambda cfg: "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs,
+    "trainer.algorithm.advantage_estimator",
+    choices=lambda: f"trainer.algorithm.advantage_estimator={'|'.join(_with_critic())}",
+)
+_BUFFER = When(lambda cfg: cfg.trainer.algorithm.overlong_buffer.len, "trainer.algorithm.overlong_buffer.len")
+_BY_MEAN = When(
+    lambda cfg: cfg.trainer.algorithm.dynamic_sampling.type == "mean", "trainer.algorithm.dynamic_sampling.type=mean"
+)
+_EARLY_END = When(
+    lambda cfg: cfg.trainer.algorithm.dynamic_sampling.early_end, "trainer.algorithm.dynamic_sampling.early_end"
+)
+_ADAPTIVE = When(
+    lambda cfg: cfg.trainer.algorithm.kl_ctrl.type == "adaptive", "trainer.algorithm.kl_ctrl.type=adaptive"
+)
+
+
+@dataclass
+class KLControlConfig:
+    type: str = key(
+        "fixed",
+        "Keep the KL coefficient in the reward, or steer it.",
+        choices=("fixed", "adaptive"),
+        when=When(lambda cfg: cfg.trainer.algorithm.use_kl_in_reward, "trainer.algorithm.use_kl_in_reward"),
+    )
+    kl_target: float = key(
+        0.1, "The mean KL per token that the adaptive controller steers towards.", above=0.0, when=_ADAPTIVE
+    )
+    horizon: int = key(
+        10000, "Trajectories over which the adaptive controller makes up for an error.", low=1, when=_ADAPTIVE
+    )
+
+
+@dataclass
+class SapoConfig:
+    tau_pos: float = key(1.0, "Steepness of sapo's gate for positive advantages.", above=0.0)
+    tau_neg: float = key(1.05, "Steepness of sapo's gate for negative advantages.", above=0.0)
+
+
+@dataclass
+class CispoConfig:
+    cispo_eps_clip_low: float = key(1.0, "cispo clips the weight below 1 - this; 1 is no lower clip.", low=0.0)
+    cispo_eps_clip_high: float = limit(4.0, "cispo clips the weight above 1 + this.", low=0.0)
+
+
+@dataclass
+class ClipCovConfig:
+    clip_ratio: float = key(2e-4, "Share of the tokens that clip_cov leaves out.", low=0.0, high=1.0)
+    clip_cov_lb: float = limit(1.0, "clip_cov draws among tokens with a covariance above this.")
+    clip_cov_ub: float = limit(5.0, "clip_cov draws among tokens with a covariance below this.")
+
+
+@dataclass
+class KLCovConfig:
+    kl_cov_frac: float = key(
+        0.2, "Share of the tokens, those of largest covariance, that kl_cov penalises.", low=0.0, high=1.0
+    )
+    ppo_kl_coef: float = key(1.0, "kl_cov's penalty on the log-ratio of those tokens.", low=0.0)
+
+
+@dataclass
+class DppoConfig:
+    divergence: str = key(
+        "tv", "How dppo measures a token's move: total variation or Bernoulli KL.", choices=("tv", "kl")
+    )
+    delta_low: float = limit(0.15, "Largest move down that dppo allows a token with a negative advantage.", low=0.0)
+    delta_high: float = limit(0.15, "Largest move up that dppo allows a token with a positive advantage.", low=0.0)
+
+
+@dataclass
+class ToprConfig:
+    positive_weight: float = key(1.0, "Weight of topr's positive samples.", low=0.0)
+    negative_weight: float = key(1.0, "Weight of topr's negative samples.", low=0.0)
+
+
+@dataclass
+class OverlongBufferConfig:
+    len: int = key(0, "Response tokens before max_len over which the overlong penalty grows; 0 is no penalty.", low=0)
+    max_len: int = key(
+        0,
+        "Response tokens at which the overlong penalty is complete.",
+        low=0,
+        when=_BUFFER,
+    )
+    penalty_factor: float = key(
+        1.0,
+        "The complete overlong penalty, subtracted from the reward.",
+        low=0.0,
+        when=_BUFFER,
+    )
+
+
+@dataclass
+class DynamicSamplingConfig:
+    type: str = key(
+        "none",
+        "Train only groups whose mean reward lies strictly between low and high, or whose rewards differ.",
+        choices=("none", "mean", "variance"),
+    )
+    metric: str = key(
+        "",
+        "A metric of the environments that groups are judged by in place of their rewards (score, of OpenRLHF agents).",
+        open_ended=True,
+        when=When(
+            lambda cfg: cfg.trainer.algorithm.dynamic_sampling.type != "none",
+            "trainer.algorithm.dynamic_sampling.type=mean|variance",
+        ),
+    )
+    low: float = key(0.0, "Groups with a mean reward up to this are left out.", when=_BY_MEAN)
+    high: float = key(1.0, "Groups with a mean reward from this on are left out.", when=_BY_MEAN)
+    tolerance: float = key(
+        0.0,
+        "Rewards this close count as equal.",
+        low=0.0,
+        when=When(
+            lambda cfg: cfg.trainer.algorithm.dynamic_sampling.type == "variance",
+            "trainer.algorithm.dynamic_sampling.type=variance",
+        ),
+    )
+    mode: str = key(
+        "filter",
+        "Train what is left of a batch, or refill it: each group left out is replaced by that of the next prompt.",
+        choices=("filter", "refill"),
+    )
+    early_end: bool = key(
+        False, "Abort the other samples of a group as soon as they cannot bring its mean into the range (type mean)."
+    )
+    reward_min: float = key(0.0, "The least reward that a sample can earn; early_end decides by it.", when=_EARLY_END)
+    reward_max: float = key(1.0, "The largest reward that a sample can earn; early_end decides by it.", when=_EARLY_END)
+    max_sample_batches: int = key(
+        10,
+        "Batches of prompts sampled for one step at most; 0 has no such limit.",
+        low=0,
+        when=When(
+            lambda cfg: cfg.trainer.algorithm.dynamic_sampling.mode == "refill",
+            "trainer.algorithm.dynamic_sampling.mode=refill",
+        ),
+    )
+
+
+@dataclass
+class AlgorithmConfig:
+    preset: str = key(
+        "",
+        "A consistent bundle of settings by name; keys that are given override it.",
+        registry="skyasync.algorithms.presets:PRESETS",
+    )
+    # The objective
+    policy_loss_type: str = key("ppo", "The policy objective.", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True)
+    loss_reduction: str = key(
+        "token_mean", "How token losses become one number.", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True
+    )
+    max_seq_len: int = key(
+        0, "The constant that seq_mean_token_sum_norm divides by; 0 is the batch's longest sequence.", low=0
+    )
+    ratio_anchor: str = key(
+        "proximal",
+        "The policy in the ratio's denominator; with behaviour no proximal log-probabilities are needed.",
+        choices=("proximal", "behaviour"),
+    )
+    filter_logprobs: bool = key(
+        True,
+        "The models' log-probabilities are of the distribution that was sampled from: with top_k, top_p, min_p, "
+        "logit_bias and allowed_token_ids applied as in the engine; temperature always is.",
+    )
+    proximal_logprobs: str = key(
+        "recompute",
+        "With several updates per batch: a forward pass, or an interpolation between behaviour and current policy by "
+        "each token's version.",
+        choices=("recompute", "loglinear", "linear"),
+    )
+    eps_clip_low: float = limit(0.2, "Clip ratios below 1 - this.", low=0.0)
+    eps_clip_high: float = limit(0.2, "Clip ratios above 1 + this.", low=0.0)
+    clip_ratio_c: float = limit(3.0, "dual_clip's bound on the ratio where the advantage is negative.", above=1.0)
+    behave_imp_weight_cap: float = key(
+        5.0, "decoupled_ppo drops tokens whose proximal / behaviour is above this; 0 is no cap.", low=0.0
+    )
+    tis_low: float = key(0.0, "The loss tis clamps its ratio from below to this.", low=0.0)
+    tis_high: float = limit(1.0, "The loss tis clamps its ratio from above to this.", low=0.0)
+    kimi15_tau: float = key(0.1, "Strength of kimi15's quadratic leash to the anchor.", low=0.0)
+    m2po_threshold: float = limit(
+        0.04, "m2po drops tokens until the mean squared log-ratio to the behaviour policy is below this.", above=0.0
+    )
+    sapo: SapoConfig = field(default_factory=SapoConfig)
+    cispo: CispoConfig = field(default_factory=CispoConfig)
+    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
+    dppo: DppoConfig = field(default_factory=DppoConfig)
+    topr: ToprConfig = field(default_factory=ToprConfig)
+    use_entropy_loss: bool = key(False, "Reward the policy's entropy in the loss.")
+    entropy_loss_coef: float = key(
+        0.01,
+        "Weight of the entropy term.",
+        low=0.0,
+        when=When(lambda cfg: cfg.trainer.algorithm.use_entropy_loss, "trainer.algorithm.use_entropy_loss"),
+    )
+    # Corrections for stale or mismatched samples
+    off_policy_correction: str = key(
+        "auto",
+        "Weight for samples of an older policy; auto is token_tis, or none for a loss that corrects by itself.",
+        registry=_REGISTRIES + "CORRECTIONS",
+        open_ended=True,
+    )
+    off_policy_masks: list[str] = key(
+        [],
+        "Further corrections multiplied onto it, usually masks.",
+        registry=_REGISTRIES + "CORRECTIONS",
+        open_ended=True,
+    )
+    token_tis_ratio_clip_low: float = key(0.0, "token_tis clamps its weight from below to this.", low=0.0)
+    token_tis_ratio_clip_high: float = limit(2.0, "token_tis clamps its weight from above to this.", above=0.0)
+    sequence_tis_ratio_clip_high: float = limit(5.0, "sequence_tis clamps its weight from above to this.", above=0.0)
+    geometric_tis_ratio_clip_high: float = limit(
+        2.0, "geometric_tis and segment_tis clamp their weight from above to this.", above=0.0
+    )
+    icepop_low: float = key(0.5, "icepop drops tokens with a weight below this.", low=0.0)
+    icepop_high: float = limit(5.0, "icepop drops tokens with a weight above this.", above=0.0)
+    token_mask_is_threshold_low: float = key(0.5, "token_mask drops tokens with a weight below this.", low=0.0)
+    token_mask_is_threshold_high: float = limit(2.0, "token_mask drops tokens with a weight above this.", above=0.0)
+    product_mask_low: float = key(
+        0.5, "sequence_mask and sequence_icepop drop sequences with a weight below this.", low=0.0
+    )
+    product_mask_high: float = limit(
+        2.0, "sequence_mask and sequence_icepop drop sequences with a weight above this.", above=0.0
+    )
+    geo_mask_low: float = key(
+        0.99, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight below this.", low=0.0
+    )
+    geo_mask_high: float = limit(
+        1.01, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight above this.", above=0.0
+    )
+    outlier_token_is_threshold_low: float = key(
+        1e-4, "outlier_mask drops sequences with any token weight below this.", low=0.0
+    )
+    outlier_token_is_threshold_high: float = limit(
+        100.0, "outlier_mask drops sequences with any token weight above this.", above=0.0
+    )
+    kl_mask_high: float = limit(
+        0.1, "kl_mask drops sequences whose estimated KL from behaviour to proximal is above this."
+    )
+    negative_mask_threshold: float = limit(
+        0.1, "negative_mask drops bad sequences that the policy has left behind by more than this per token."
+    )
+    # Advantages
+    advantage_estimator: str = key(
+        "grpo", "How rewards become advantages.", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS", open_ended=True
+    )
+    grpo_norm_by_std: bool = key(True, "grpo divides by the group's standard deviation.")
+    reward_norm_mean: str = key(
+        "group", "What the estimator normalized subtracts the mean of.", choices=("group", "batch", "none")
+    )
+    reward_norm_std: str = key(
+        "group",
+        "What the estimator normalized divides by the standard deviation of.",
+        choices=("group", "batch", "none"),
+    )
+    gamma: float = key(1.0, "Discount per token (reinforce++, gae).", low=0.0, high=1.0)
+    lambd: float = key(1.0, "GAE's decay: 1 is the return, 0 the one-step error.", low=0.0, high=1.0)
+    gae_whiten: bool = key(True, "gae whitens its advantages over the tokens of the batch.")
+    advantage_batch_normalize: bool = key(False, "Whiten advantages over the tokens of the batch.")
+    advantage_clip: float = key(0.0, "Clamp advantages to plus or minus this; 0 is off.", low=0.0)
+    # KL to the reference model
+    use_kl_loss: bool = key(False, "Add a KL term to a frozen reference model to the loss.")
+    use_kl_in_reward: bool = key(False, "Subtract a KL penalty to the reference from the rewards.")
+    kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0, when=KL)
+    kl_estimator_type: str = key(
+        "k3", "How the KL divergence is estimated.", registry=_REGISTRIES + "KL_ESTIMATORS", open_ended=True, when=KL
+    )
+    kl_clamp: float = key(0.0, "Clamp the estimate per token to plus or minus this; 0 is off.", low=0.0, when=KL)
+    kl_importance_weighted: bool = key(
+        False,
+        "Weigh the KL loss by the ratio of current to anchor policy: unbiased off policy.",
+        when=When(lambda cfg: cfg.trainer.algorithm.use_kl_loss, "trainer.algorithm.use_kl_loss"),
+    )
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    # Rewards and groups
+    truncated_responses: str = key(
+        "train",
+        "Responses that did not end by themselves: train as they are, mask from the loss (they stay in their group's "
+        "baseline), zero their reward, or drop from their group.",
+        choices=("train", "mask", "zero", "drop"),
+    )
+    stop_properly_penalty_coef: float = key(
+        1.0, "Multiplies the reward of such responses; a negative one takes the reward's place."
+    )
+    reward_bias: float = key(0.0, "Added to each trajectory's reward.")
+    reward_scale: float = key(1.0, "Each trajectory's reward, bias added, is multiplied by this.")
+    reward_clip: float = key(0.0, "Clamp each trajectory's scaled reward to plus or minus this; 0 is off.", low=0.0)
+    reward_normalization: str = key(
+        "none",
+        "Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation 1.",
+        choices=("none", "group", "batch"),
+    )
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    extra: dict[str, Any] = key(
+        {}, "Rarer parameters of the chosen functions, or those of your own, by parameter name."
+    )
+
+
+#: Pairs of keys under ``trainer.algorithm`` that bound an interval (clip ranges are distances from 1, no such pair).
+INTERVALS = (
+    ("tis_low", "tis_high"),
+    ("token_tis_ratio_clip_low", "token_tis_ratio_clip_high"),
+    ("icepop_low", "icepop_high"),
+    ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
+    ("product_mask_low", "product_mask_high"),
+    ("geo_mask_low", "geo_mask_high"),
+    ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
+    ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
+    ("dynamic_sampling.low", "dynamic_sampling.high"),
+)
+
+
+def _with_critic() -> list[str]:
+    return [name for name, about in ADVANTAGE_ESTIMATORS.builtins().items() if "values" in about.inputs]
+
+
+def check_functions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Their parameters, and the settings that ``trainer.algorithm.extra`` names."""
+    chosen = functions(algorithm)
+    wrong = [one.problem for one in chosen if one.problem]
+    yield from wrong
+    accepted = {name for one in chosen for about in one.about for name in about.settings}
+    for name in () if wrong else algorithm.extra:
+        if name not in accepted:
+            yield f"trainer.algorithm.extra {name!r} is no setting of the chosen functions: " + unknown(
+                "setting", name, accepted
+            )
+
+
+def check_algorithm(cfg: Config) -> Iterator[str]:
+    """Terms, bounds and handling of groups that contradict each other."""
+    algorithm = cfg.trainer.algorithm
+    if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
+        yield (
+            "trainer.algorithm.use_kl_loss and trainer.algorithm.use_kl_in_reward are both true, which counts the "
+            "KL divergence twice: set one of them to false"
+        )
+    correction = algorithm.off_policy_correction
+    if correction not in ("auto", "none") and not correction.endswith("_mask") and weighs_by_behaviour(algorithm):
+        yield (
+            f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} (with trainer.algorithm.ratio_anchor="
+            f"{algorithm.ratio_anchor}) weighs samples by the behaviour policy itself; trainer.algorithm."
+            f"off_policy_correction={correction} would weigh them twice: choose auto, none or a mask"
+        )
+    for low, high in INTERVALS:
+        least, most = attrgetter(low)(algorithm), attrgetter(high)(algorithm)
+        if least > most:
+            yield (
+                f"trainer.algorithm.{low}={least} is above trainer.algorithm.{high}={most}, which leaves nothing "
+                f"between them: lower the one or raise the other"
+            )
+
+    buffer = algorithm.overlong_buffer
+    if buffer.len and buffer.max_len < buffer.len:
+        yield (
+            f"trainer.algorithm.overlong_buffer.len={buffer.len} is longer than trainer.algorithm.overlong_buffer."
+            f"max_len={buffer.max_len}, which punishes every response: set max_len to the tokens at which the penalty "
+            f"is complete"
+        )
+    sampling = algorithm.dynamic_sampling
+    if sampling.mode == "refill" and sampling.type == "none":
+        yield (
+            "trainer.algorithm.dynamic_sampling.mode=refill replaces groups that are left out, and trainer.algorithm."
+            "dynamic_sampling.type=none leaves none out: set it to variance or mean"
+        )
+    within = sampling.low <= sampling.reward_min and sampling.high >= sampling.reward_max
+    if sampling.early_end and (sampling.type != "mean" or within):
+        yield (
+            f"trainer.algorithm.dynamic_sampling.early_end=true never ends a group early with dynamic_sampling.type="
+            f"{sampling.type}, low={sampling.low:g} and high={sampling.high:g}: it needs type=mean, and a range that "
+            f"rewards from reward_min={sampling.reward_min:g} to reward_max={sampling.reward_max:g} can miss"
+        )
+    if sampling.early_end and sampling.metric:
+        yield (
+            f"trainer.algorithm.dynamic_sampling.early_end=true decides by rewards, and trainer.algorithm."
+            f"dynamic_sampling.metric={sampling.metric} judges groups by something else: remove one of them"
+        )
+    if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
+        yield (
+            f"trainer.algorithm.truncated_responses={algorithm.truncated_responses} and trainer.algorithm."
+            f"stop_properly_penalty_coef={algorithm.stop_properly_penalty_coef:g} both decide about the reward of a "
+            f"truncated response: leave the one at train, or the other at 1"
+        )
+
+    about = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
+    if cfg.generator.n_samples_per_prompt == 1 and depends_on_pool(algorithm, about, "group_relative", "group"):
+        free = [n for n, other in ADVANTAGE_ESTIMATORS.builtins().items() if other.can["group_relative"] is False]
+        yield (
+            f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
+            f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
+            f"sample at least 2 per prompt, or choose an estimator without a group, such as {', '.join(free)}"
+        )
+
+
+def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
+    """One line for each setting that needs more of the batch than a plan that streams has at a time."""
+    if plan is None or not plan.streams:
+        return
+    for setting in whole_batch_settings(cfg):
+        yield f"{setting} needs the whole batch, and {plan} trains groups as they come: change it, or use another plan"
+
+
+def whole_batch_settings(cfg: Config) -> Iterator[str]:
+    """The settings, as one would write them."""
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    reduction = LOSS_REDUCTIONS.about(algorithm.loss_reduction)
+    if trainer.update_epochs_per_batch > 1:
+        yield f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}"
+    estimator = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
+    if depends_on_pool(algorithm, estimator, "whole_batch", "batch"):
+        depends = estimator.can["whole_batch"]
+        switches = [] if depends is True else [estimator.keys[name] for name in depends]
+        on = [f" with trainer.algorithm.{key}=true" for key in switches if getattr(algorithm, key) is True]
+        yield f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{''.join(on)}"
+    if algorithm.advantage_batch_normalize:
+        yield "trainer.algorithm.advantage_batch_normalize=true"
+    if algorithm.reward_normalization == "batch":
+        yield "trainer.algorithm.reward_normalization=batch"
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
+        yield "trainer.algorithm.kl_ctrl.type=adaptive"
+    for function in functions(algorithm):
+        if function.about.selector is not None:
+            yield f"trainer.algorithm.{function.key}={function.name}, which chooses among all tokens,"
+        elif function.about.can.get("whole_batch") is True and function.key.startswith("off_policy"):
+            yield f"trainer.algorithm.{function.key}={function.name}"
+    if not reduction.can["by_parts"]:
+        yield f"trainer.algorithm.loss_reduction={algorithm.loss_reduction}"
+    elif "max_seq_len" in reduction.keys.values() and not algorithm.max_seq_len:
+        yield f"trainer.algorithm.loss_reduction={algorithm.loss_reduction} with trainer.algorithm.max_seq_len=0"

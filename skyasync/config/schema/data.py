@@ -1,0 +1,198 @@
+"""Where prompts come from, and what is evaluated: ``data.val_data``, and named sets, ``data.val_sets``.
+
+Invariant: what ``eval_sets`` reads without complaint has been found right by ``check_data``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skyasync.config.keys import When, key
+from skyasync.config.schema.environment import check_domains, proportions_of
+from skyasync.config.schema.judges import is_reference, pattern_problems
+from skyasync.config.schema.sampling import evaluation
+from skyasync.errors import unknown
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import Config
+
+
+#: What names a procedural task among ``data.train_data`` and ``data.val_data``.
+TASK_SOURCE = "reasoning_gym:"
+
+_WHERE = "data.val_sets"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_TAKEN = ("score",)  # eval/score/<domain>
+_ENTRIES = ("data", "n_samples")
+
+_TEMPLATE = When(lambda cfg: cfg.data.apply_chat_template, "data.apply_chat_template")
+
+
+@dataclass
+class DataConfig:
+    train_data: list[str] = key(
+        [],
+        "Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names (owner/name#config:split), "
+        "reasoning_gym:task, or module:function.",
+        open_ended=True,
+    )
+    val_data: list[str] = key([], "Held-out prompts, in the same forms.", open_ended=True)
+    val_sets: dict[str, Any] = key(
+        {},
+        "Held-out prompts by name, evaluated as eval/<name>/...: a source, a list of them, or {data: ..., n_samples: "
+        "responses per prompt}.",
+    )
+    streaming: bool = key(
+        False,
+        "Read training prompts block by block instead of holding them: for data larger than memory, or without an end. "
+        "The run then ends by trainer.max_training_steps, and goes through the data as often as that takes.",
+    )
+    shuffle_buffer: int = key(
+        4096,
+        "Rows that are shuffled among each other; a stream's order is that of such blocks.",
+        low=1,
+        when=When(lambda cfg: cfg.data.streaming, "data.streaming"),
+    )
+    prompt_key: str = key("prompt", "Column with the prompt: a conversation, or a string.", open_ended=True)
+    label_key: str = key(
+        "label", "Column with the right answer, the environment's label; a.b is b in column a.", open_ended=True
+    )
+    domain_key: str = key("domain", "Column with the row's domain.", open_ended=True)
+    apply_chat_template: bool = key(True, "Frame prompts by the chat template; false takes text prompts as they are.")
+    chat_template: str = key(
+        "",
+        "Jinja template in place of the model's own: a file, or its text; for prompts, observations and the endpoint.",
+        open_ended=True,
+        when=_TEMPLATE,
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "Further variables of the template, such as {enable_thinking: false}.", when=_TEMPLATE
+    )
+    chat_history: str = key(
+        "template",
+        "What the model reads of its earlier turns: what the template shows (some drop thinking parts), a row of its "
+        "own for each turn where that differs, or its tokens as sampled, one row per episode.",
+        choices=("template", "sampled"),
+        when=_TEMPLATE,
+    )
+    system_prompt: str = key("", "Put in front of conversations that have no system message.", open_ended=True)
+    reasoning_gym: dict[str, Any] = key(
+        {}, "Per reasoning_gym task: size, seed, val_size, val_seed, and the task's own options."
+    )
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Held-out prompts with a name; ``n_samples``: responses to each, 0 being the run's number."""
+
+    data: tuple[str, ...]
+    n_samples: int = 0
+
+
+def eval_sets(data: DataConfig) -> dict[str, EvalSet]:
+    """All that is evaluated, by name; ``data.val_data`` has none ("")."""
+    named = {str(name): _set_of(entry) for name, entry in data.val_sets.items()}
+    return {"": EvalSet(tuple(data.val_data)), **named} if data.val_data else named
+
+
+def eval_sources(data: DataConfig) -> list[str]:
+    """The sources of all of it."""
+    return [source for one in eval_sets(data).values() for source in one.data]
+
+
+def samples_of(cfg: Config, name: str) -> int:
+    """Responses to each prompt of a set."""
+    own = eval_sets(cfg.data).get(name, EvalSet(()))
+    return own.n_samples or cfg.generator.eval_n_samples_per_prompt
+
+
+def most_samples(cfg: Config) -> int:
+    """Of the set that has most."""
+    return max((samples_of(cfg, name) for name in eval_sets(cfg.data)), default=samples_of(cfg, ""))
+
+
+def powers(samples: int) -> list[int]:
+    """1, 2, 4, ... as far as the samples go."""
+    return [2**n for n in range(samples.bit_length()) if 2**n <= samples]
+
+
+def check_data(cfg: Config) -> Iterator[str]:
+    """What streamed data cannot have, options of tasks that are no source, and what is wrong with evaluation."""
+    data = cfg.data
+    if data.streaming and not cfg.trainer.max_training_steps:
+        yield "data.streaming=true reads on without end: say when the run ends, trainer.max_training_steps=N"
+    domains = cfg.environment.domains
+    for name in () if not data.streaming or any(check_domains(domains)) else proportions_of(domains):
+        yield (
+            f"environment.domains.{name}.proportion needs the rows of each domain at hand, and data.streaming=true "
+            f"holds none: leave the proportion out (several sources take turns), or set data.streaming=false"
+        )
+    wrong = [problem for name, entry in cfg.data.val_sets.items() for problem in _problems(str(name), entry)]
+    yield from wrong
+    sources = [*data.train_data, *(() if wrong else eval_sources(data))]
+    tasks = {source.removeprefix(TASK_SOURCE) for source in sources if source.startswith(TASK_SOURCE)}
+    for task, options in data.reasoning_gym.items():
+        if task not in tasks:
+            yield f"data.reasoning_gym.{task} is for no task in data.train_data: {unknown('task', str(task), tasks)}"
+        elif not isinstance(options, Mapping):
+            yield f"data.reasoning_gym.{task} must be a mapping of options, found {options!r}"
+    if not wrong:
+        yield from _check_evaluation(cfg)
+
+
+def _check_evaluation(cfg: Config) -> Iterator[str]:
+    if evaluation(cfg.generator).temperature == 0:
+        for name, one in eval_sets(cfg.data).items():
+            if one.n_samples > 1:
+                yield (
+                    f"{_WHERE}.{name}.n_samples={one.n_samples} draws the same response {one.n_samples} times with "
+                    f"generator.eval_sampling_params.temperature=0 (greedy): raise the temperature (null is that of "
+                    f"training), or set the number to 1"
+                )
+    most = most_samples(cfg)
+    for k in cfg.trainer.eval_k:
+        if k > most:
+            yield (
+                f"trainer.eval_k has {k}, and no set has more than {most} samples per prompt: set generator."
+                f"eval_n_samples_per_prompt={k} (or {_WHERE}.<name>.n_samples), or leave {k} out"
+            )
+    answer = cfg.trainer.eval_answer
+    if answer not in ("", "auto") and not is_reference(answer):
+        yield from (f"trainer.eval_answer{problem}" for problem in pattern_problems(answer, "answer"))
+
+
+def _problems(name: str, entry: object) -> Iterator[str]:
+    where = f"{_WHERE}.{name}"
+    if not _NAME.fullmatch(name):
+        yield f"{where}: a set's name has letters, digits, _, - and . alone"
+    elif name in _TAKEN:
+        yield f"{where}: eval/{name} is a metric's name; call the set otherwise"
+    elif not isinstance(entry, Mapping):
+        yield from _of_sources(where, entry)
+    else:
+        for given in entry:
+            if given not in _ENTRIES:
+                yield f"{where}.{given}: {unknown('entry', str(given), _ENTRIES)}"
+        yield from _of_sources(f"{where}.data", entry.get("data"))
+        count = entry.get("n_samples", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            yield f"{where}.n_samples: expected a whole number of at least 1, found {count!r}"
+
+
+def _of_sources(where: str, sources: object) -> Iterator[str]:
+    several = sources if isinstance(sources, list | tuple) else [sources]
+    if not several or not all(isinstance(source, str) and source for source in several):
+        yield f"{where}: expected a source as in data.val_data, or a list of them, found {sources!r}"
+
+
+def _set_of(entry: Any) -> EvalSet:  # noqa: ANN401  (checked)
+    if isinstance(entry, Mapping):
+        return EvalSet(_sources(entry["data"]), entry.get("n_samples", 0))
+    return EvalSet(_sources(entry))
+
+
+def _sources(given: str | list[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)

@@ -1,0 +1,233 @@
+"""Environments and rewards, and ``environment.domains``: what holds for the rows of one kind only.
+
+Invariant: what ``domains_of`` reads without complaint has been found right by ``check_domains`` (a test holds it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from skyasync.config.keys import When, key
+from skyasync.errors import unknown
+
+_WHERE = "environment.domains"
+
+_ENVIRONMENTS = When(lambda cfg: not cfg.generator.agent_program, "not generator.agent_program")
+_RETRIES = When(lambda cfg: cfg.environment.max_retries, "environment.max_retries")
+_GIVES_UP = When(lambda cfg: cfg.environment.on_error != "raise", "environment.on_error=mask|keep")
+
+
+@dataclass
+class EnvironmentConfig:
+    env_class: str = key("", "Environment of rows that name none: a registered id or module:Class.", open_ended=True)
+    num_workers: int = key(1, "Processes that run environments or agent programs.", low=1)
+    max_threads: int = key(
+        512,
+        "Most threads per process for environments without async methods; quick steps use one.",
+        low=1,
+        when=_ENVIRONMENTS,
+    )
+    step_timeout_s: float = key(
+        60.0, "Seconds an environment's step may take from its beginning.", above=0.0, when=_ENVIRONMENTS
+    )
+    on_error: str = key(
+        "raise",
+        "What an environment that raises, hangs or returns invalid output does: end the run, or end its own episode, "
+        "which is then left out of the loss (mask) or trained (keep), with give_up_reward.",
+        choices=("raise", "mask", "keep"),
+    )
+    max_retries: int = key(
+        3,
+        "Times that a step, or an agent program from its beginning, is tried again after a skyasync.TransientError.",
+        low=0,
+    )
+    retry_pause_s: float = key(
+        1.0, "Seconds before the first of them, twice as long before each further one, less up to half by chance.",
+        above=0.0, when=_RETRIES,
+    )  # fmt: skip
+    transient_errors: list[str] = key(
+        [],
+        "Other kinds of errors that are transient, by their names: ConnectionError, httpx.ReadTimeout.",
+        when=_RETRIES,
+    )
+    max_given_up: float = key(
+        1.0,
+        "Share of a step's episodes that on_error may end before the run ends; 1 is no such limit.",
+        above=0.0,
+        high=1.0,
+        when=_GIVES_UP,
+    )
+    give_up_reward: float = key(0.0, "Reward of an episode that on_error has ended.", when=_GIVES_UP)
+    max_observation_chars: int = key(
+        200_000, "A longer observation is an error of its environment.", low=1, when=_ENVIRONMENTS
+    )
+    env_config: dict[str, Any] = key({}, "Free settings, handed to the environment.")
+    env_class_from_rows: bool = key(
+        True, "Rows may name their own env_class; false: environment.env_class for all.", when=_ENVIRONMENTS
+    )
+    reward_funcs: list[str] = key(
+        [],
+        "Functions that judge a response (environment.env_class=reward): registered names, module:function, "
+        "path/to/file.py:function (alone: its reward_func), the address of an OpenRLHF reward server (http://...; "
+        "several with commas), or judge:NAME (environment.judges).",
+        registry="skyasync.rewards:REWARDS",
+        pattern=r".+\.py",
+        open_ended=True,
+    )
+    reward_weights: list[float] = key([], "Factors of the functions' rewards in their sum; an empty list weighs all 1.")
+    reward_timeout_s: float = key(10.0, "Seconds a reward function may take for one response.", above=0.0)
+    reward_unjudged: str = key(
+        "zero",
+        "A response whose reward function takes longer, or crashes its process, earns 0 from it and is counted, or "
+        "ends the run.",
+        choices=("zero", "raise"),
+    )
+    code_sandbox: str = key(
+        "auto",
+        "Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the "
+        "address of a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md).",
+        choices=("auto", "bubblewrap", "landlock", "seccomp", "none"),
+        pattern=r"https?://[^/\s]\S*",
+    )
+    judges: dict[str, Any] = key(
+        {},
+        "Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, "
+        "prompt, parser, ... (docs/rewards.md). Each is the reward function judge:NAME.",
+        when=_ENVIRONMENTS,
+    )
+    domains: dict[str, Any] = key(
+        {},
+        "Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the "
+        "training prompts), tags (rows whose column names one of these are the domain's too).",
+    )
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The rows whose column ``domain`` bears its name.
+
+    Args:
+        reward_funcs: the functions that judge them; none leaves it to the row and to ``environment.reward_funcs``.
+        reward_weights: one per function; none weighs all 1.
+        scale: factor of the sum.
+        proportion: share of the training prompts; None is what its rows make of what the others leave.
+        tags: rows whose column names one of these belong to the domain as well (ROLL's ``tag_included``).
+    """
+
+    reward_funcs: tuple[str, ...] = ()
+    reward_weights: tuple[float, ...] = ()
+    scale: float = 1.0
+    proportion: float | None = None
+    tags: tuple[str, ...] = ()
+
+
+def domains_of(mapping: Mapping[str, Any]) -> dict[str, Domain]:
+    """The checked mapping as objects."""
+    plain: dict[str, dict[str, Any]] = {
+        str(name): {key: _plain(value) for key, value in entry.items()} for name, entry in mapping.items()
+    }
+    return {name: Domain(**entry) for name, entry in plain.items()}
+
+
+def tags_of(mapping: Mapping[str, Any]) -> dict[str, str]:
+    """Tag -> domain, for every tag that a domain lists."""
+    return {tag: name for name, domain in domains_of(mapping).items() for tag in domain.tags}
+
+
+def proportions_of(mapping: Mapping[str, Any]) -> dict[str, float]:
+    """The shares of the domains that have one."""
+    return {name: d.proportion for name, d in domains_of(mapping).items() if d.proportion is not None}
+
+
+def judges(environment: EnvironmentConfig) -> list[str]:
+    """All reward functions that are named, for the run or for a domain."""
+    domains = domains_of(environment.domains).values()
+    return [*environment.reward_funcs, *(func for domain in domains for func in domain.reward_funcs)]
+
+
+def check_environment(environment: EnvironmentConfig) -> Iterator[str]:
+    """Reward functions that nothing calls, weights that do not fit, and what is wrong with the domains."""
+    yield from check_weights("environment", environment.reward_funcs, environment.reward_weights)
+    yield from check_domains(environment.domains)
+    if environment.env_class not in ("", "reward") and environment.reward_funcs:
+        yield (
+            f"environment.reward_funcs are called by environment.env_class=reward, not by {environment.env_class}: "
+            f"leave environment.env_class empty, or environment.reward_funcs"
+        )
+
+
+def check_domains(mapping: Mapping[str, Any]) -> Iterator[str]:
+    """All that is wrong with the mapping, one line each."""
+    problems = [problem for name, entry in mapping.items() for problem in _problems(f"{_WHERE}.{name}", entry)]
+    yield from problems
+    if problems:
+        return
+    owners: dict[str, list[str]] = {}
+    for name, domain in domains_of(mapping).items():
+        for tag in domain.tags:
+            owners.setdefault(tag, []).append(name)
+    for tag, names in owners.items():
+        if len(names) > 1:
+            yield f"{_WHERE}: the tag {tag} is listed by {' and '.join(names)}: a row belongs to one domain"
+    shares = [domain.proportion for domain in domains_of(mapping).values() if domain.proportion is not None]
+    if sum(shares) > 1 + 1e-9:
+        yield f"the proportions in {_WHERE} add up to {sum(shares):g}: they are shares of the prompts, 1 in all"
+
+
+def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
+    """``where``: the path in front of ``reward_funcs`` and ``reward_weights``."""
+    if weights and len(weights) != len(funcs):
+        yield (
+            f"{where}.reward_weights has {len(weights)} entries for {len(funcs)} of {where}.reward_funcs: give one "
+            f"per function, or none to weigh all 1"
+        )
+    for func in sorted({func for func in funcs if list(funcs).count(func) > 1}):
+        yield f"{where}.reward_funcs names {func} twice: name it once and give it the weight"
+
+
+def _problems(where: str, entry: object) -> Iterator[str]:
+    known = [field.name for field in dataclasses.fields(Domain)]
+    if not isinstance(entry, Mapping):
+        yield f"{where} must be a mapping with some of {', '.join(known)}, found {entry!r}"
+        return
+    problems = {name: _problem(str(name), value, known) for name, value in entry.items()}
+    yield from (f"{where}.{name}: {problem}" for name, problem in problems.items() if problem)
+    if not any(problems.values()):
+        yield from check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
+
+
+def _problem(name: str, value: Any, known: list[str]) -> str:  # noqa: ANN401  (what the user has written)
+    """What is wrong with one entry of a domain; "" if nothing is."""
+    from skyasync.rewards.registry import REWARDS
+
+    if name not in known:
+        return unknown("entry", name, known)
+    if name in ("tags", "reward_funcs"):
+        names = _plain(value)
+        if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
+            return f"expected a list of names, found {value!r}"
+        named = [func for func in names if name == "reward_funcs" and ":" not in func and not func.endswith(".py")]
+        wrong = next((func for func in named if func not in REWARDS.names()), None)
+        return unknown("reward function", wrong, REWARDS.names()) if wrong is not None else ""
+    if name == "reward_weights":
+        right = isinstance(value, list | tuple) and all(map(_is_number, value))
+        return "" if right else f"expected a list of numbers, found {value!r}"
+    if name == "proportion" and value is None:
+        return ""
+    if not _is_number(value):
+        return f"expected a number, found {value!r}"
+    out = name == "proportion" and not 0 < value <= 1
+    return f"must be greater than 0 and at most 1, found {value:g}" if out else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  (what the user has written)
+    """A list, or a single text, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,205 @@
+"""``environment.judges``: language models that judge responses. Each is a reward function by the name ``judge:NAME``.
+
+Invariant: what ``judges_of`` reads without complaint has been found right by ``check_judges``; a key for a server is
+never here, only the name of the environment variable that holds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+from urllib.parse import urlsplit
+
+from skyasync.config.keys import Keys, entry_problem, key
+from skyasync.config.schema.environment import EnvironmentConfig, check_domains, judges
+from skyasync.config.values import written
+from skyasync.errors import unknown
+
+PREFIX = "judge:"
+PARSERS = ("yes_no", "score")
+PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([A-Za-z_][\w.]*)\}")
+RESPONSES = ("response", "final_response")  # the placeholders, one of which shows what is to be judged
+_WHERE = "environment.judges"
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_REFERENCE = re.compile(r"(\S+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
+#: The default: verdicts on an answer that is known.
+PROMPT = """\
+Is the response to this question right? It is right if its final answer means the same as the right answer, however it \
+is written.
+
+Question:
+{question}
+
+Right answer:
+{ground_truth}
+
+Response:
+{final_response}
+
+Answer with one word, yes or no."""
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """One judge: a model behind an address, or the run's own engines."""
+
+    base_url: str = key("", "Address of a server in OpenAI's form, `http://host:8000/v1`; or else `engine`.")
+    model: str = key("", "What the server calls the model; needed with `base_url`.")
+    api_key_env: str = key("", "The environment variable that holds the server's key; empty: the server wants none.")
+    engine: str = key(
+        "", "`policy`: the run's engines judge, with the weights that they have then.", choices=("", "policy")
+    )
+    prompt: str = key(PROMPT, "What the judge is asked, a file or text with placeholders in braces.")
+    system_prompt: str = key("", "Put in front of it.")
+    parser: str = key("yes_no", "How the verdict is read: `yes_no`, `score`, a regular expression, `file.py:function`.")
+    offset: float = key(0.0, "Subtracted from what the judge says.")
+    scale: float = key(1.0, "Factor of that.")
+    clip: list[float] = key([], "Bounds of the result, `[low, high]`.")
+    temperature: float = key(0.0, "Sampling temperature of the judge.", low=0.01, high=2.0, also=(0.0,))
+    max_tokens: int = key(512, "Most tokens of its answer, thinking included.", low=1)
+    extra_body: dict[str, Any] = key({}, "More of the request's fields; `null` leaves one out (`max_tokens: null`).")
+    timeout_s: float = key(60.0, "Seconds for one answer.", above=0.0)
+    retries: int = key(6, "Tries after the first, with pauses of 1, 2, 4, ... 30 s between them.", low=0)
+    max_concurrent: int = key(64, "Questions at once.", low=1)
+    cache: bool = key(True, "Never ask an answered question again (with `engine`, whose weights change, ask anew).")
+
+
+def judges_of(mapping: Mapping[str, Any]) -> dict[str, JudgeConfig]:
+    """The checked mapping as objects, by the names in it."""
+    return {str(name): JudgeConfig(**entry) for name, entry in mapping.items()}
+
+
+def is_judge(func: str) -> bool:
+    """Whether a reward function's name is a judge's."""
+    return func.startswith(PREFIX)
+
+
+def is_reference(parser: str) -> bool:
+    """Whether a parser is a function's, not a regular expression."""
+    return bool(_REFERENCE.fullmatch(parser))
+
+
+def is_text(prompt: str) -> bool:
+    """Whether a prompt is the text itself, not a file's name."""
+    return "{" in prompt or "\n" in prompt
+
+
+def check_judges(environment: EnvironmentConfig) -> Iterator[str]:
+    """All that is wrong with the judges, one line each."""
+    mapping = environment.judges
+    for name, entry in mapping.items():
+        yield from _problems(f"{_WHERE}.{name}", str(name), entry)
+    if any(check_domains(environment.domains)):
+        return  # which is told where they are checked
+    for func in judges(environment):
+        name = func.removeprefix(PREFIX)
+        if is_judge(func) and name not in mapping:
+            names = unknown("judge", name, map(str, mapping)) if mapping else f"there is no judge {name!r}"
+            yield f"{names}: {func} needs {_WHERE}.{name}.base_url (and model), or {_WHERE}.{name}.engine=policy"
+
+
+def _problems(where: str, name: str, entry: object) -> Iterator[str]:
+    if not _NAME.fullmatch(name):
+        yield f"{where}: a judge's name has letters, digits, _ and - alone"
+        return
+    if not isinstance(entry, Mapping):
+        yield f"{where} must be a mapping with base_url and model, or engine, found {entry!r}"
+        return
+    problems = {given: _entry_problem(str(given), value) for given, value in entry.items()}
+    yield from (f"{where}.{given}{problem}" for given, problem in problems.items() if problem)
+    if not any(problems.values()):
+        yield from (f"{where}{problem}" for problem in _together(JudgeConfig(**entry)))
+
+
+def _entry_problem(name: str, value: object) -> str:
+    if name in ("api_key", "key", "token"):  # whose value is not to be repeated
+        return ": write no key into a configuration; name the environment variable that holds it, api_key_env"
+    if name == "clip" and not (value == [] or _is_interval(value)):
+        return f": expected [low, high], two numbers, found {value!r}"
+    if problem := entry_problem(JudgeConfig, name, value):
+        return problem
+    if name == "api_key_env" and value and not re.fullmatch(r"[A-Za-z_]\w*", str(value)):
+        return " is no name of an environment variable (is it the key itself? Put that into a variable)"
+    return ""
+
+
+def _is_interval(value: object) -> bool:
+    numbers = [n for n in value if isinstance(n, int | float) and isfinite(n)] if isinstance(value, list) else []
+    return len(numbers) == 2 and value == numbers and bool not in map(type, numbers) and numbers[0] < numbers[1]
+
+
+def _together(judge: JudgeConfig) -> Iterator[str]:
+    """What is wrong with the settings of one judge together, behind its path."""
+    if bool(judge.base_url) == bool(judge.engine):
+        both = " has both base_url and engine: remove one of them" if judge.engine else (
+            " needs base_url (with model) for a server in OpenAI's form, or engine=policy for the run's own engines"
+        )  # fmt: skip
+        yield both
+    elif judge.base_url:
+        yield from _of_server(judge)
+    else:
+        for name in ("model", "api_key_env", "extra_body", "timeout_s", "retries", "cache"):
+            if (value := getattr(judge, name)) != getattr(JudgeConfig(), name):
+                yield f".{name}={written(value)} has no effect with engine=policy: it is read with base_url"
+    yield from _of_text(judge)
+
+
+def _of_server(judge: JudgeConfig) -> Iterator[str]:
+    url = urlsplit(judge.base_url)
+    if url.username or url.password or url.query:
+        yield ".base_url has a name or a key in it, which would be written down: put it into api_key_env's variable"
+    elif url.scheme not in ("http", "https") or not url.hostname:
+        yield f".base_url={judge.base_url}: expected http://HOST:PORT/v1 or https://HOST/v1"
+    elif url.path.rstrip("/").endswith("/completions"):
+        yield f".base_url={judge.base_url}: leave out /chat/completions, which is added"
+    if not judge.model:
+        yield ".model is empty: say what the server calls its model"
+
+
+def _of_text(judge: JudgeConfig) -> Iterator[str]:
+    if is_text(judge.prompt):
+        yield from shows_response(judge.prompt)
+    parser = judge.parser
+    if not parser:
+        yield f".parser is empty: {unknown('parser', '', [*PARSERS, 'a regular expression', 'file.py:function'])}"
+    elif parser not in PARSERS and not is_reference(parser):
+        if re.fullmatch(r"[A-Za-z_]\w*", parser):
+            yield f".parser: {unknown('parser', parser, [*PARSERS, 'a regular expression', 'file.py:function'])}"
+            return
+        yield from (f".parser{problem}" for problem in pattern_problems(parser, "verdict"))
+    if judge.scale == 0.0:
+        yield ".scale=0 makes every verdict the same: it is a factor"
+
+
+def pattern_problems(pattern: str, what: str) -> Iterator[str]:
+    """What is wrong with a regular expression that finds a ``what`` in a text, behind its key's path."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield f"={pattern} is no regular expression: {error}"
+        return
+    if groups > 1:
+        yield f"={pattern} has {groups} groups: one, around the {what}, or none"
+
+
+def shows_response(prompt: str) -> Iterator[str]:
+    """What is wrong with the text of a prompt, behind its judge's path."""
+    if not set(placeholders(prompt)) & set(RESPONSES):
+        yield ".prompt does not show the judge the response: put {response} (or {final_response}) where it belongs"
+
+
+def placeholders(prompt: str) -> list[str]:
+    """The names in braces, in order; a name in double braces is text."""
+    return [name for _, name in PLACEHOLDER.findall(prompt) if name]
+
+
+def table() -> str:
+    """The settings of a judge as rows of Markdown."""
+    rows = []
+    for each in Keys.of(JudgeConfig):
+        shown = "yes or no, see below" if each.name == "prompt" else f"`{written(each.default)}`"
+        rows.append(f"| `{each.name}` | {shown} | {each.doc} |")
+    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"

@@ -1,0 +1,152 @@
+"""How new weights reach the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyasync.config.keys import When, key
+from skyasync.config.parts import engines_with
+from skyasync.config.schema.sampling import backend
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import Config
+
+BETWEEN_GPUS = ("nccl", "cuda_ipc")
+"""Values of ``weight_sync_backend`` by which weights never lie in host memory."""
+
+
+@dataclass
+class WeightSyncConfig:
+    """The part of ``GeneratorConfig`` that is about new weights."""
+
+    weight_sync_backend: str = key(
+        "auto",
+        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with "
+        "the policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to "
+        "engines on other nodes of a cluster.",
+        choices=("auto", "shared_memory", "nccl", "cuda_ipc"),
+    )
+    weight_sync_mode: str = key(
+        "full",
+        "What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by "
+        "nccl or cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent.",
+        choices=("full", "delta"),
+    )
+    weight_sync_dir: str = key(
+        "",
+        "Folder that the policy's machine and those of generator.engines see under this path, for weights on their "
+        "way; empty is shared memory, for servers on the policy's machine.",
+        open_ended=True,
+        when=When(lambda cfg: cfg.generator.engines, "generator.engines"),
+    )
+    verify_weight_sync: bool = key(
+        True, "Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."
+    )
+    verify_interval: int = key(
+        10,
+        "Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc.",
+        low=1,
+    )
+    weight_sync_tolerance: float = key(
+        0.0,
+        "Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up.",
+        low=0.0,
+        when=When(lambda cfg: cfg.generator.verify_weight_sync, "generator.verify_weight_sync"),
+    )
+
+
+def check_weight_sync(cfg: Config) -> Iterator[str]:
+    """Ways that the chosen engine has not, or that do not go with where it runs or with what is trained."""
+    from skyasync.engines.protocol import ENGINES
+
+    generator, engine = cfg.generator, backend(cfg)
+    way, can = generator.weight_sync_backend, ENGINES.about(engine).can
+    if generator.weight_sync_mode == "delta" and not can["takes_changes"]:
+        yield (
+            f"generator.weight_sync_mode=delta needs {engines_with('takes_changes')}: generator.backend={engine} "
+            f"does not say that it takes changes alone (takes_changes)"
+        )
+    elif generator.weight_sync_mode == "delta" and way in BETWEEN_GPUS:
+        yield (
+            f"generator.weight_sync_mode=delta goes by a file, generator.weight_sync_backend={way} sends all weights: "
+            f"remove one of them"
+        )
+    if way not in ("auto", *can["weight_sync"]):
+        yield (
+            f"generator.weight_sync_backend={way} needs {engines_with('weight_sync', way)}: with generator.backend="
+            f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
+        )
+    if cfg.trainer.policy.lora.rank and cfg.trainer.policy.lora.sync == "adapter":
+        yield from _check_adapters(cfg)
+    if cfg.trainer.restart_from == "engines":
+        yield from _check_restart(cfg)
+    yield from _check_devices(cfg)
+
+
+def _check_adapters(cfg: Config) -> Iterator[str]:
+    """Adapters that are sent alone to engines that cannot take them, or have no weights to add them to."""
+    from skyasync.engines.protocol import ENGINES
+
+    generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
+    key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
+    if not can["takes_adapters"]:
+        yield f"{key} needs {engines_with('takes_adapters')}; found {engine}: set trainer.policy.lora.sync=merged"
+    elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
+        yield (
+            f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend={engine} "
+            f"cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
+        )
+    if (way := generator.weight_sync_backend) in BETWEEN_GPUS:
+        yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: remove one of them"
+    if generator.weight_sync_mode == "delta":
+        yield f"{key} and generator.weight_sync_mode=delta both send less than all weights: remove one of them"
+    if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
+        yield (
+            f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
+            f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
+        )
+
+
+def _check_restart(cfg: Config) -> Iterator[str]:
+    """Weights that engines hold, and cannot give back as they were sent."""
+    from skyasync.engines.protocol import ENGINES
+
+    key, engine = "trainer.restart_from=engines", backend(cfg)
+    if not ENGINES.about(engine).can["hands_back"]:
+        yield (
+            f"{key} needs {engines_with('hands_back')}: generator.backend={engine} cannot give weights back as "
+            f"they were sent; leave it at checkpoint"
+        )
+    if cfg.trainer.policy.lora.rank:
+        yield (
+            f"{key} cannot be had with trainer.policy.lora.rank={cfg.trainer.policy.lora.rank}: engines hold the "
+            f"weights with the adapters added to them, of which the adapters cannot be had again; leave it at "
+            f"checkpoint, and save often (checkpoints of adapters are small)"
+        )
+
+
+def _check_devices(cfg: Config) -> Iterator[str]:
+    generator = cfg.generator
+    if not cfg.trainer.placement.colocate_all:
+        if generator.weight_sync_backend == "cuda_ipc":
+            yield (
+                "generator.weight_sync_backend=cuda_ipc has engines read on the policy's own GPUs, and "
+                "trainer.placement.colocate_all=false gives them others: use generator.weight_sync_backend=nccl, or "
+                "set trainer.placement.colocate_all=true"
+            )
+        return
+    if generator.weight_sync_backend == "nccl":
+        yield (
+            "generator.weight_sync_backend=nccl broadcasts from one GPU to others, and "
+            "trainer.placement.colocate_all=true puts policy and engines on the same: use "
+            "generator.weight_sync_backend=cuda_ipc or shared_memory, or set trainer.placement.colocate_all=false"
+        )
+    if generator.devices_per_engine > 1:
+        size = generator.inference_engine_tensor_parallel_size
+        key = f"generator.inference_engine_tensor_parallel_size={size}" if size > 1 else "pipeline_parallel_size"
+        yield (
+            f"{key} needs as many GPUs per engine, and trainer.placement.colocate_all=true gives it a share of one: "
+            f"set the size to 1, or trainer.placement.colocate_all=false"
+        )

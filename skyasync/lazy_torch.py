@@ -1,0 +1,18 @@
+"""``torch``, imported when one of its names is first used: the algorithms are known before it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Torch:
+        def __getattr__(self, name: str) -> object:
+            import torch
+
+            self.__dict__[name] = found = getattr(torch, name)
+            return found
+
+    torch = _Torch()

@@ -1,0 +1,310 @@
+"""What is settled and checked before any process starts, in the order in which a user would want to hear of it.
+
+Invariant: the first thing that is wrong is raised, in one line, and nothing is left behind: the run's folder is made
+last, and changed only when this process has claimed it. From then on the configuration is read-only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Protocol
+
+from skyasync.cluster.placement import plan_slots
+from skyasync.config.check import config_warnings
+from skyasync.config.frozen import freeze
+from skyasync.config.keys import Keys
+from skyasync.config.load import MODEL_KEY, RECIPE, dump_config, origins
+from skyasync.config.model_files import model_path
+from skyasync.config.resume import (
+    STATE,
+    Resume,
+    checkpoints_of,
+    go_on_beside,
+    refuse_foreign_checkpoints,
+    settle_resume_mode,
+)
+from skyasync.config.schema import Config, TrainerConfig
+from skyasync.config.schema.judges import judges_of
+from skyasync.config.schema.reward_models import WHERE
+from skyasync.config.schema.sampling import backend
+from skyasync.config.secrets import Secrets
+from skyasync.data.sources import absolute, absolute_all
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.server_check import check_servers
+from skyasync.engines.settings import engine_config
+from skyasync.errors import UserError
+from skyasync.model_config import complaints
+from skyasync.other_frameworks import other_frameworks
+from skyasync.observe.jsonl import replace_text
+from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
+from skyasync.plans import PLANS
+from skyasync.preflight.data import check_data, check_lengths
+from skyasync.preflight.model import check_axes, check_model, check_one_label, check_routers, check_same_tokens
+from skyasync.preflight.parts import check_parts, plans_named_by
+from skyasync.registry import absolute_reference
+from skyasync.rewards import settings as rewards
+from skyasync.rewards.chat_server import ChatServer, key_of
+from skyasync.rollout.tokenizer import quick_tokenizer, template_text, told
+from skyasync.state.checkpoint import Checkpoints, refuse_other
+from skyasync.state.choice import choose
+from skyasync.state.recorded import check_recorded
+from skyasync.workers.roles import POLICY, ROLES, SCORE, TEACHER_ROLE, VOCABULARY, Role
+
+PROCESSES_PER_CORE = 8  # ranks and engines; far more than that are meant for GPUs
+_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "davinci[0-9]*")
+
+
+class Unprepared(Protocol):
+    """What is asked of an experiment, and set in it."""
+
+    cfg: Config
+    data_rows: dict[str, Any]
+    judge_keys: dict[str, str]
+
+    @property
+    def get_trainer(self) -> Callable[..., object]: ...
+    def is_ours(self, factory: str) -> bool: ...
+    def roles(self) -> list[Role]: ...
+    def engine_config(self) -> EngineConfig: ...
+
+
+def prepare(experiment: Unprepared) -> RunDirectory:
+    """The folder of a run that may start.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
+    cfg, trainer, is_ours = experiment.cfg, experiment.cfg.trainer, experiment.is_ours
+    for line in config_warnings(cfg):
+        print(f"warning: {line}", file=sys.stderr)
+    for name, (framework, key) in other_frameworks().variables().items():
+        if name in os.environ:
+            print(f"warning: {name}={os.environ[name]} is read by {framework} alone: set {key}", file=sys.stderr)
+    settle_references(cfg)
+    own_plan = is_ours("get_trainer")
+    check_parts(cfg, [PLANS.find(trainer.plan)] if own_plan else plans_named_by(type(experiment).get_trainer))
+
+    go_on_beside(trainer)
+    name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
+    check_name(trainer.runs_dir, name)
+    refuse_foreign_checkpoints(trainer)
+    check_folders(trainer)
+
+    if without_gpus(cfg.ray.address):
+        engine_config(cfg, gpus=False)
+        check_cores(cfg, experiment.roles())
+    if cfg.generator.engines:
+        folder = cfg.generator.weight_sync_dir
+        check_servers(cfg.generator.engines, experiment.engine_config(), folder, backend(cfg))
+
+    own_tokenizer = not is_ours("get_tokenizer")
+    train, held_out = is_ours("get_train_dataset"), is_ours("get_eval_dataset")
+    prompts = check_data(cfg, experiment.data_rows, train=train, held_out=held_out)
+    settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
+    path = trainer.policy.model.path
+    if not own_tokenizer and Path(path, "tokenizer.json").is_file():
+        tokenizer = told(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
+        check_lengths(prompts, tokenizer, cfg)
+    check_resuming(cfg)
+    if is_ours("get_judges"):
+        experiment.judge_keys = check_judges(cfg)
+
+    if line := settle_resume_mode(trainer):
+        print(line)
+    if line := about_recipe(cfg):
+        print(f"note: {line}", file=sys.stderr)
+    resume = Resume.of(trainer).within(checkpoints_of(trainer))
+    run_dir = RunDirectory(trainer.runs_dir, name, resume=resume)
+    lock_run(run_dir.path)
+    run_dir.secrets = Secrets.of(cfg)
+    run_dir.save_config(dump_config(cfg, secrets=False))
+    replace_text(run_dir.origins, json.dumps(origins(cfg), indent=1) + "\n")
+    freeze(cfg)
+    return run_dir
+
+
+def about_recipe(cfg: Config) -> str:
+    """What a run has of the settings that stand in for a model that is not named; "" where one is."""
+    taken = [path for path, origin in origins(cfg).items() if origin == RECIPE]
+    if not taken:
+        return ""
+    if taken == [MODEL_KEY]:
+        return (
+            "no model is named: the tiny example model is trained on data.train_data, with the library's defaults for "
+            "all that is not set (it learns with trainer.policy.optimizer_config.lr=3e-4; its recipe, "
+            "skyasync/examples/tiny/config.yaml, is for its own data)"
+        )
+    return (
+        f"neither a model nor data.train_data is named: {len(taken)} settings are those of the tiny example, "
+        f"skyasync/examples/tiny/config.yaml, which learns to sort"
+    )
+
+
+# ---------------------------------------------------------------- paths and models as every process finds them
+
+
+def settle_references(cfg: Config) -> None:
+    """Files by their absolute paths."""
+    trainer = cfg.trainer
+    if cfg.generator.agent_func_path:
+        other_frameworks().settle_agent_file(cfg)
+    folders: list[tuple[Any, str]] = [(trainer, "ckpt_path"), (trainer, "export_path"), (trainer.critic, "export_path")]
+    for settings, name in folders:
+        if getattr(settings, name):
+            setattr(settings, name, str(Path(getattr(settings, name)).expanduser().resolve()))
+    if folder := Resume.of(trainer).folder:
+        trainer.resume_mode = str(folder.resolve())
+    if cfg.data.chat_template and "{" not in cfg.data.chat_template:
+        cfg.data.chat_template = str(Path(cfg.data.chat_template).expanduser().resolve())
+        template_text(cfg.data.chat_template)
+    for name in ("train_data", "val_data"):
+        setattr(cfg.data, name, [absolute(source) for source in getattr(cfg.data, name)])
+    for name, entry in cfg.data.val_sets.items():
+        if isinstance(entry, dict):
+            entry["data"] = absolute_all(entry["data"])
+        else:
+            cfg.data.val_sets[name] = absolute_all(entry)
+    rewards.settle_references(cfg.environment)
+    parts = [key.path for key in Keys.of(type(cfg)) if key.registry and key.open_ended]
+    for path in (*parts, "trainer.eval_answer", "generator.agent_program", "environment.env_class"):
+        group, _, name = path.rpartition(".")
+        holder = attrgetter(group)(cfg)
+        value = getattr(holder, name)
+        whole = [absolute_reference(v) for v in value] if isinstance(value, list) else absolute_reference(value)
+        setattr(holder, name, whole)
+
+
+def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) -> None:
+    """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's.
+
+    Args:
+        roles: the roles of the run, whose models are looked at.
+        own_tokenizer: the experiment brings one of its own.
+    """
+    for name, entry in cfg.trainer.reward.models.items():
+        key = f"{WHERE}.{name}.path"
+        entry["path"] = model_path(entry["path"], key)
+        _check_scorer(entry["path"], cfg, key)
+    for role in ROLES.values():
+        model = role.own_model(cfg)
+        if model is None:
+            continue
+        named, key = model.path, f"{role.section}.model.path"
+        if not named and role.when and key in role.when.paths:
+            continue  # there is none
+        model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
+        if role not in roles:
+            continue
+        own = named or role.name == POLICY
+        if own:
+            check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
+            if role.as_the_policy(cfg):
+                check_axes(cfg.trainer.parallel, model.path, key)
+            if role.name == POLICY:
+                check_routers(cfg.trainer.policy.router_replay, model.path, key)
+        if wrong := next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), ""):
+            raise UserError(wrong)
+        if own and role.head != VOCABULARY:
+            check_one_label(model.path, key, trained=role.head == SCORE)
+        if own and (role.head == SCORE or role.name == TEACHER_ROLE):
+            check_same_tokens(model.path, cfg.trainer.policy.model.path, key)
+
+
+def _check_scorer(path: str, cfg: Config, key: str) -> None:
+    check_model(path, cfg, key=key, own_tokenizer=True)
+    check_one_label(path, key, trained=True)
+    check_same_tokens(path, cfg.trainer.policy.model.path, key)
+
+
+# ---------------------------------------------------------------- folders
+
+
+def check_folders(trainer: TrainerConfig) -> None:
+    """Raises ``UserError`` naming the key of a folder that cannot be written."""
+    check_writable("trainer.runs_dir", trainer.runs_dir)
+    for name in ("ckpt_path", "export_path", "critic.export_path"):
+        if folder := attrgetter(name)(trainer):
+            check_writable(f"trainer.{name}", folder)
+
+
+def check_resuming(cfg: Config) -> None:
+    """Raises ``UserError`` if a named checkpoint is not there, or damaged at a glance, or of another run."""
+    resume, checkpoints = Resume.of(cfg.trainer), Checkpoints(checkpoints_of(cfg.trainer))
+    if not resume.wanted:
+        return
+    if folder := choose(resume, checkpoints, skip=lambda *_: None):  # which is told when it is loaded
+        refuse_other(folder, "seed", json.loads((folder / STATE).read_text())["seed"], cfg.trainer.seed)
+        check_recorded(folder, cfg)
+
+
+def check_writable(key: str, folder: str) -> None:
+    """Make the folder and a file in it, and take away again what was not there."""
+    path = Path(folder).expanduser().absolute()
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}={folder} cannot be written: {error.strerror or error}") from error
+    finally:
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
+
+# ---------------------------------------------------------------- devices and servers
+
+
+def without_gpus(address: str) -> bool:
+    """A run that starts its own cluster here will find no GPU; false where that is not certain."""
+    ray = sys.modules.get("ray")
+    if address or (ray is not None and ray.is_initialized()):
+        return False
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return hidden or not any(next(Path("/dev").glob(name), None) for name in _DEVICES)
+
+
+def check_cores(cfg: Config, roles: Sequence[Role]) -> None:
+    """Ranks and engines of a cluster that is started here, without GPUs, are processes that share the cores.
+
+    Raises:
+        UserError: if they are more than this machine could reasonably run.
+    """
+    slots, cores = plan_slots(cfg, gpus=False, roles=roles), os.cpu_count() or 1
+    if len(slots.bundles) <= PROCESSES_PER_CORE * cores:
+        return
+    counts = ", ".join(f"{name} {len(places)}" for name, places in slots.of.items() if places)
+    raise UserError(
+        f"this machine has no GPU that can be used, and {cores} cores are too few for {len(slots.bundles)} processes "
+        f"(at most {PROCESSES_PER_CORE} per core; {counts}): use fewer ranks "
+        f"(trainer.placement.policy_num_gpus_per_node={cfg.trainer.placement.policy_num_gpus_per_node}) or engines "
+        f"(generator.num_inference_engines={cfg.generator.num_inference_engines}), or join a cluster with ray.address"
+    )
+
+
+def check_judges(cfg: Config) -> dict[str, str]:
+    """The keys of the judges' servers, by the judges' names; each server has answered one short question.
+
+    Raises:
+        UserError: for the first judge whose key is missing, or whose server cannot be reached or refuses.
+    """
+    judges = {name: judge for name, judge in judges_of(cfg.environment.judges).items() if judge.base_url}
+    keys = {name: key_of(name, judge) for name, judge in judges.items()}
+
+    async def probe() -> None:
+        await asyncio.gather(*(ChatServer(name, judge, keys[name]).probe() for name, judge in judges.items()))
+
+    if judges:
+        with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one (a notebook)
+            thread.submit(asyncio.run, probe()).result()
+    return keys
