@@ -63,7 +63,7 @@ class Restarting:
     """
 
     def __init__(self, experiment: Run, folder: Path) -> None:
-        from skyasync.processes.identity import born
+        from skyasync.utils.process_identity import born
 
         self._experiment = experiment
         self._budget = Restarts(folder, experiment.cfg.trainer.max_restarts)
@@ -88,7 +88,7 @@ class Restarting:
     @property
     def _program_ended(self) -> bool:
         """With which all its processes end, in any order: the controller may see workers die before it does."""
-        from skyasync.processes.identity import born
+        from skyasync.utils.process_identity import born
 
         number, began = self._program
         return born(number) != began

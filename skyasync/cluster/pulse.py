@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import ray
 
-from skyasync.processes.identity import Identity
+from skyasync.utils.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -34,7 +34,7 @@ class Pulse:
         limit_s: it is killed when it has not for so long; 0: never.
     """
 
-    def __init__(self, ask: Asked, process: Identity, limit_s: float) -> None:
+    def __init__(self, ask: Asked, process: ProcessIdentity, limit_s: float) -> None:
         self._ask, self._process, self._limit_s = ask, process, limit_s
         self._each_s = min(ASK_S, limit_s / 2) if limit_s else ASK_S
         self._silent_s = 0.0

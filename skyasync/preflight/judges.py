@@ -9,7 +9,7 @@ from typing import Any
 
 from skyasync.config.judges import judges_of
 from skyasync.config.schema import Config
-from skyasync.rewards.chat_server import ChatServer, key_of
+from skyasync.rewards.llm_judge import ChatServer, key_of
 
 
 def check_judges(cfg: Config) -> dict[str, str]:

@@ -71,7 +71,7 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
         pass
     if importlib.util.find_spec("math_verify") is None:
         return False
-    from skyasync.rewards.mathematics import math_verify
+    from skyasync.rewards.answer_match import math_verify
 
     try:
         return bool(math_verify(f"${given}$", truth))

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 REWARDS = Registry(
     "reward function",
-    [f"skyasync.rewards.{module}" for module in ("text", "mathematics", "reasoning", "code", "instruction_following")],
+    [f"skyasync.rewards.{module}" for module in ("answer_match", "reasoning", "code", "instruction_following")],
     capabilities={"extra": ""},  # of this library, that installs what it needs
 )
 

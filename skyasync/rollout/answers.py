@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from skyasync.config.judges import is_reference
 from skyasync.registry import resolve_reference
+from skyasync.rewards.judge_prompts import without_thinking
 from skyasync.rewards.openrlhf import extract_boxed_answer
-from skyasync.rewards.verdicts import without_thinking
 
 Answer = Callable[[str], str | None]
 

@@ -11,9 +11,8 @@ import pytest
 
 from skyasync.config.judges import JudgeConfig
 from skyasync.errors import UserError
-from skyasync.rewards import chat_server
-from skyasync.rewards.chat_server import ChatServer, key_of
-from skyasync.rewards.llm_judge import ILLEGIBLE, LLMJudge
+from skyasync.rewards import llm_judge as chat_server
+from skyasync.rewards.llm_judge import ILLEGIBLE, ChatServer, LLMJudge, key_of
 from tests.rewards.openai_server import Server, serving
 
 HERE = "tests.rewards.functions"

@@ -16,8 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
-from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError, with_text_below
 from skyasync.envs.registry import ENVS, Foreign
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
@@ -49,21 +48,18 @@ class GemEnv(BaseTextEnv):
         """The row's prompt with the instruction and the first observation below it."""
         begun = self._env.reset(seed=self._seed)
         observation, info = begun if isinstance(begun, tuple) and len(begun) == 2 else (begun, {})
-        said = "\n".join(part for part in (info.get("env_instruction"), self._shown(observation, info)) if part)
-        if not prompt:
-            return [{"role": "user", "content": said}], {}
-        *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}\n{said}".strip("\n")}], {}
+        text = "\n".join(part for part in (info.get("env_instruction"), self._shown(observation, info)) if part)
+        return with_text_below(prompt, text), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        told = self._env.step(self._action(action))
-        if not isinstance(told, tuple) or len(told) not in (4, 5):
+        returned = self._env.step(self._action(action))
+        if not isinstance(returned, tuple) or len(returned) not in (4, 5):
             raise InvalidEnvOutputError(
                 f"step must return (observation, reward, terminated, truncated, info), as in gem and gymnasium; it "
-                f"returned {told!r:.80}"
+                f"returned {returned!r:.80}"
             )
-        observation, reward, *ended, info = told
+        observation, reward, *ended, info = returned
         self._note(info or {})
         done = any(map(bool, ended)) or self.turns == self._max_steps
         observations = [] if done else [{"role": "user", "content": self._shown(observation, info or {})}]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, with_text_below
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 
@@ -60,10 +60,7 @@ class GymnasiumEnv(BaseTextEnv):
     def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
         """The row's prompt with the game's first picture below it."""
         self._observation, _ = self._game.reset(seed=self._seed)
-        if not prompt:
-            return [{"role": "user", "content": self._picture()}], {}
-        *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}\n{self._picture()}".lstrip("\n")}], {}
+        return with_text_below(prompt, self._picture()), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1

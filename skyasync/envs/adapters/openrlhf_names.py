@@ -15,7 +15,7 @@ import inspect
 from copy import deepcopy
 from typing import Any
 
-from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES
 
 Foreign = Any  # objects of the user's file or of its libraries

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, with_text_below
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError
 
@@ -40,16 +40,12 @@ class TextArenaEnv(BaseTextEnv):
         self._seed = int(settings.get("seed", 0))
         self._game = _make(settings["textarena_id"], dict(settings.get("textarena_args") or {}))
         self._metrics: dict[str, float] = {}
-        self._said = ""  # all that the game has told; it repeats itself from the beginning
+        self._shown = ""  # all that the game has written; it repeats that each time
 
     def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
         """The row's prompt with the game's rules below it."""
         self._game.reset(num_players=1, seed=self._seed)
-        said = self._news()
-        if not prompt:
-            return [{"role": "user", "content": said}], {}
-        *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}\n{said}".lstrip("\n")}], {}
+        return with_text_below(prompt, self._new_text()), {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
@@ -60,15 +56,15 @@ class TextArenaEnv(BaseTextEnv):
             reward = float(rewards[0])
             self._metrics = {"invalid_move": float(bool(info[0].get("invalid_move", False)))}
         elif self.turns != self._max_steps:
-            observations = [{"role": "user", "content": self._news()}]
+            observations = [{"role": "user", "content": self._new_text()}]
         done = bool(done) or self.turns == self._max_steps
         self._metrics["steps"] = float(self.turns)
         return {"observations": observations, "reward": reward, "done": done, "metadata": {}}
 
-    def _news(self) -> str:
-        """What the game has told since the last time, the answer that it repeats included."""
+    def _new_text(self) -> str:
+        """What the game has written since the last call, the answer that it repeats included."""
         _, said = self._game.get_observation()
-        news, self._said = said.removeprefix(self._said), said
+        news, self._shown = said.removeprefix(self._shown), said
         return str(news).strip("\n")
 
     def get_metrics(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 from skyasync import BasePPOExp
 from skyasync.config import load_config
 from skyasync.envs.adapters.openrlhf import PATH_KEY, OpenRLHFAgent, settle_agent_file
-from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.errors import UserError
 
 FUNCTION_WITH_TUPLE = """

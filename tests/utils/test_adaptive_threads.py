@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.processes.threads import StepThreads, next_width
+from skyasync.utils.adaptive_threads import AdaptiveThreads, next_width
 
 PATIENCE_S = 20.0
 
@@ -28,7 +28,7 @@ def threads(work, most=64, limit_s=PATIENCE_S):
             assert changed.wait_for(lambda: job in answers, PATIENCE_S), f"no answer to {job}"
             return answers[job]
 
-    found = StepThreads(work, answer, most=most, limit_s=limit_s)
+    found = AdaptiveThreads(work, answer, most=most, limit_s=limit_s)
     try:
         yield found, wait_for
     finally:
