@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import threading
 from dataclasses import dataclass
-from functools import cache
 from traceback import format_exc
 from typing import Any, NamedTuple, TypedDict, cast
 
@@ -206,7 +205,6 @@ async def _closed(env: BaseTextEnv) -> dict[str, float]:
             await closing
 
 
-@cache
 def _has_async_methods(env_class: type[BaseTextEnv]) -> bool:
     return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
 

@@ -5,7 +5,7 @@ that names its cause. A process that is lost or stuck is replaced; its calls fai
 
 Calls that are posted in one turn of the event loop travel in one message, and answers return in small batches as calls
 finish. At the other end, calls that await share an event loop in a thread of its own, all others run in
-``AdaptiveThreads``; the loop that sends and receives messages runs no code of the user.
+``DaemonThreads``; the loop that sends and receives messages runs no code of the user.
 
 | who waits                      | for what    | woken by                                                    |
 |--------------------------------|-------------|-------------------------------------------------------------|
@@ -29,7 +29,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from skyasync.errors import TransientError, UserError
-from skyasync.utils.adaptive_threads import AdaptiveThreads
+from skyasync.utils.daemon_threads import DaemonThreads
 
 if TYPE_CHECKING:
     from skyasync.utils.process_identity import ProcessIdentity
@@ -134,7 +134,7 @@ class RpcServer:
 
     def __init__(self, make: Callable[[], Service], limit_s: float, max_threads: int = 512) -> None:
         self._service, self._limit_s = make(), limit_s
-        self._threads: AdaptiveThreads[Call, Answer] = AdaptiveThreads(
+        self._threads: DaemonThreads[Call, Answer] = DaemonThreads(
             lambda call: run_without_loop(call, self._service.run(call)), self._answer, most=max_threads,
             limit_s=limit_s or float("inf"),
         )  # fmt: skip
