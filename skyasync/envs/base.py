@@ -139,14 +139,6 @@ class BaseTextEnv:
         return {}
 
 
-def with_text_below(prompt: Conversation, text: str) -> Conversation:
-    """The row's prompt with a text below its last message: how a game opens."""
-    if not prompt:
-        return [{"role": "user", "content": text}]
-    *before, last = prompt
-    return [*before, {**last, "content": f"{last['content']}\n{text}".strip("\n")}]
-
-
 class InvalidEnvOutputError(ValueError):
     """An environment returned something that it must not."""
 
