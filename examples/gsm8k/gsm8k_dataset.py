@@ -17,8 +17,8 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from skyasync.envs.gsm8k import final_number
 from skyasync.errors import UserError
+from skyasync.rewards.answer_match import final_number
 
 HUB_NAME = "openai/gsm8k"
 SPLITS = {"train": "train", "validation": "test"}  # ours -> the source's

@@ -1,4 +1,4 @@
-"""Where rows come from.
+"""Where rows come from: loaded whole, or read one by one from any row on (``data.streaming``).
 
 | ``data.train_data`` / ``val_data``       | rows                                                                |
 |------------------------------------------|---------------------------------------------------------------------|
@@ -8,15 +8,17 @@
 | ``reasoning_gym:task``                   | procedural ones; options in ``data.reasoning_gym.task``             |
 | ``module:function``, ``file.py:function``| what the function returns                                           |
 
-Invariant: a source means one of these or is refused by name. Where a data set has several splits and none is named,
-training takes ``train``, and evaluation ``validation`` or ``test``, never the training split.
+Invariant: a source is one of these or raises an error. If a data set has several splits and none is named, training
+takes ``train``, and evaluation ``validation`` or ``test``, never the training split. A source gives the same rows in
+the same order each time it is read.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,12 @@ from skyasync.errors import UserError, nearest, unknown
 from skyasync.registry import absolute_reference, resolve_reference
 
 Row = dict[str, Any]
+Read = Callable[[int], Iterator[Row]]  # the rows of a source from a number on
 
 FILES = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(#(?P<config>[^:#]+))?(:(?P<split>.+))?")
+KNOWN_EVERY = 4096  # lines of a file whose offsets are kept
+ROWS_AT_ONCE = 256  # of a Parquet file
 _SPLITS = {False: ("train",), True: ("validation", "valid", "val", "test")}
 
 
@@ -65,7 +70,7 @@ def rows(source: str, cfg: Config, *, held_out: bool) -> Iterable[Row]:
 
 
 def absolute(source: str) -> str:
-    """Files and folders by their absolute path, for processes that work in another folder; others as they are."""
+    """Files and folders by their absolute path, for processes with another working directory; others as they are."""
     place, colon, split = source.partition(":")
     path = Path(place).expanduser()
     if (place and path.is_dir()) or (path.is_file() and not colon):
@@ -74,12 +79,12 @@ def absolute(source: str) -> str:
 
 
 def absolute_all(sources: str | list[str]) -> list[str]:
-    """The same of one source or several."""
+    """``absolute`` of one source or several."""
     return [absolute(source) for source in ([sources] if isinstance(sources, str) else sources)]
 
 
 def parse_line(line: bytes, number: int) -> Row:
-    """A line of a JSON lines file, which should hold the row with this number; that it is an object is seen later.
+    """A line of a JSON lines file, the row with this number; that it is an object is checked later.
 
     Raises:
         ValueError: naming the row.
@@ -143,7 +148,7 @@ def _loaded(source: str, name: str, config: str | None, split: str | None, held_
 
 
 def split_among(splits: list[str], wanted: str | None, source: str, held_out: bool) -> str:
-    """The split that is meant; see the module's invariant."""
+    """The split that is named, or the usual one."""
     if wanted:
         if wanted not in splits:
             raise UserError(f"data source {source!r}: {unknown('split', wanted, splits)}")
@@ -156,3 +161,141 @@ def split_among(splits: list[str], wanted: str | None, source: str, held_out: bo
 
 def _names_beside(path: Path) -> list[str]:
     return [file.name for file in path.parent.glob("*") if file.suffix in FILES]
+
+
+# ---------------------------------------------------------------- row by row
+
+
+def reader(source: str, cfg: Config) -> Read:
+    """Reads a source from any row on without loading it.
+
+    Parquet files start at the row group, JSON lines at the nearest line whose offset is known, folders of
+    ``save_to_disk`` by number. ``datasets`` streams other data sets and skips; functions are called again and skip, and
+    may have no end.
+
+    Raises:
+        UserError: for a source that is none, or cannot be read row by row.
+    """
+    path = Path(source)
+    if path.suffix == ".parquet":
+        return _with_user_errors(source, lambda start: _parquet(check_file(source), start))
+    if path.suffix in FILES:
+        return _with_user_errors(source, _Lines(check_file(source), source).read)
+    folder, _, split = source.partition(":")
+    place = Path(folder).expanduser()
+    if folder and not source.rpartition(":")[0].endswith(".py") and place.is_dir():
+        if is_saved(place):
+            return lambda start: _by_number(rows(source, cfg, held_out=False), start)
+        return _with_user_errors(source, _Streamed(source, str(place), None, split or None).read)
+    if not source.startswith(TASK_SOURCE) and (found := HUB.fullmatch(source)):
+        return _with_user_errors(source, _Streamed(source, found["name"], found["config"], found["split"]).read)
+    return lambda start: _by_number(rows(source, cfg, held_out=False), start)
+
+
+def _by_number(rows: Iterable[Row], start: int) -> Iterator[Row]:
+    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+        whole: Any = rows
+        return (whole[number] for number in range(start, len(whole)))
+    return islice(rows, start, None)
+
+
+def _parquet(path: Path, start: int) -> Iterator[Row]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            if start < size:
+                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
+                    yield from batch.slice(start).to_pylist() if start < len(batch) else ()
+                    start = max(0, start - len(batch))
+            else:
+                start -= size
+
+
+class _Lines:
+    """A file with a JSON object per line; keeps the offsets of some lines."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self._path, self._offsets = path, [0]  # of the lines 0, KNOWN_EVERY, ...
+        with path.open("rb") as file:
+            if file.read(64).lstrip()[:1] == b"[":
+                raise UserError(f"data.streaming=true: {source} is one JSON list; write it as JSON lines (.jsonl)")
+
+    def read(self, start: int) -> Iterator[Row]:
+        known = min(start // KNOWN_EVERY, len(self._offsets) - 1)
+        number = known * KNOWN_EVERY
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[known])
+            while line := file.readline():
+                if not line.strip():
+                    continue
+                if number >= start:
+                    yield parse_line(line, number)
+                number += 1
+                if number % KNOWN_EVERY == 0 and number // KNOWN_EVERY == len(self._offsets):
+                    self._offsets.append(file.tell())
+
+
+class _Streamed:
+    """A data set as ``datasets`` streams it."""
+
+    def __init__(self, source: str, name: str, config: str | None, split: str | None) -> None:
+        self._source, self._name, self._config, self._split = source, name, config, split
+        if split and "[" in split:
+            raise UserError(f"data.streaming=true: {source} asks for a slice, which needs the whole: remove it")
+
+    def read(self, start: int) -> Iterator[Row]:
+        from datasets import load_dataset
+
+        found = load_dataset(self._name, self._config, streaming=True)
+        split = split_among(list(map(str, found)), self._split, self._source, held_out=False)
+        rows = found[split]
+        return iter(rows.skip(start) if start else rows)
+
+
+def _with_user_errors(source: str, read: Read) -> Read:
+    """Raises a library's error about a source that cannot be read as the user's error."""
+
+    def translated(start: int) -> Iterator[Row]:
+        try:
+            yield from read(start)
+        except (OSError, ValueError) as error:  # pyarrow's errors and those of datasets are among them
+            raise UserError(f"data source {source!r} cannot be read: {error.__cause__ or error}") from error
+
+    return translated
+
+
+class InterleavedSources:
+    """Several sources as one: the next row is of the source with the fewest rows so far, until all have ended.
+
+    ``given``: rows read of each source, which decide all that follow.
+    """
+
+    def __init__(self, reads: Iterable[Read]) -> None:
+        self._reads = list(reads)
+        self.given: tuple[int, ...] = (0,) * len(self._reads)
+        self._open: list[Iterator[Row] | None] = []
+
+    def seek(self, given: tuple[int, ...]) -> None:
+        """Continue after these numbers of rows."""
+        if given != self.given or not self._open:
+            self.given, self._open = given, [read(start) for read, start in zip(self._reads, given, strict=True)]
+
+    def take(self, count: int) -> list[Row]:
+        """The next rows; fewer at the end of all"""
+        self.seek(self.given)
+        rows, given = list[Row](), list(self.given)
+        open_sources = [number for number, source in enumerate(self._open) if source is not None]
+        while open_sources and len(rows) < count:
+            number = min(open_sources, key=lambda n: (given[n], n))
+            source = self._open[number]
+            assert source is not None
+            try:
+                rows.append(next(source))
+                given[number] += 1
+            except StopIteration:
+                self._open[number] = None
+                open_sources.remove(number)
+        self.given = tuple(given)
+        return rows

@@ -1,11 +1,12 @@
-"""Prompts of data that is too large to hold: read block by block, in an order that only the seed decides.
+"""Prompts of data that does not fit in memory: read block by block, in an order that depends on the seed alone.
 
-A pass over the rows is cut into blocks of ``data.shuffle_buffer``; the prompts of a block that are short enough come in
-a permutation of (seed, pass, block), block after block. Behind the last block the next pass begins.
+A pass over the rows is cut into blocks of ``data.shuffle_buffer``. The prompts of a block that are short enough come in
+a permutation of (seed, pass, block), block after block. After the last block the next pass starts.
 
-Invariant: position -> prompt is a function of the seed, the buffer's size and the rows. A ``Mark`` says where a block
-begins, in the stream and in every source: whoever has that of a position reads on from there. Held are the blocks of
-the prompts in flight and a few more, one of them read ahead in a thread, however many rows there are.
+Invariant: the prompt at a position is a function of the seed, the buffer's size and the rows. A ``BlockPosition`` says
+where a block starts, in the stream and in every source, and is all that is needed to continue there. In memory are the
+blocks of the prompts in flight and a few more, one of them read ahead in a thread, however many rows there are.
+(``datasets``' own shuffle buffer is not part of its state: after a restart its order is another.)
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ import numpy as np
 
 from skyasync.config.schema import Config
 from skyasync.data.prompts import ENDLESS, PromptStream
-from skyasync.data.reading import Interleaved, Read
-from skyasync.data.sources import Row
+from skyasync.data.sources import InterleavedSources, Read, Row
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
 
 log = logging.getLogger(__name__)
 
-KEPT = 4  # blocks besides those of prompts in flight: the one in hand, the next, an empty one between two passes
+KEPT = 4  # blocks besides those of prompts in flight: the current, the next, an empty one between two passes
 
 
 @dataclass(frozen=True, order=True)
-class Mark:
-    """Where a block begins: pass, number of the block in it, position in the stream, rows given by each source."""
+class BlockPosition:
+    """Where a block starts: pass, number of the block in it, position in the stream, rows read of each source."""
 
     epoch: int
     block: int
@@ -42,15 +42,15 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Prompts in the order of their rows, and the block behind them."""
+class PromptBlock:
+    """Prompts in the order of their rows, and where the next block starts."""
 
     prompts: list[Prompt]
-    following: Mark
+    following: BlockPosition
 
 
 class StreamedPrompts(Sequence[Prompt]):
-    """The blocks of a stream; as a sequence, which has an end, its first block.
+    """The blocks of a stream; as a sequence, its first block.
 
     Args:
         reads: of the sources.
@@ -61,12 +61,12 @@ class StreamedPrompts(Sequence[Prompt]):
     def __init__(
         self, reads: Sequence[Read], as_prompts: Callable[[int, Sequence[Row]], list[Prompt]], size: int
     ) -> None:
-        self._source, self._as_prompts, self.size = Interleaved(reads), as_prompts, size
-        self.first = Mark(0, 0, 0, (0,) * len(reads))
+        self._source, self._as_prompts, self.size = InterleavedSources(reads), as_prompts, size
+        self.first = BlockPosition(0, 0, 0, (0,) * len(reads))
         self.first_block = self.read(self.first)
 
-    def read(self, mark: Mark) -> Block:
-        """Blocks on the sources; reading one behind the other opens them once. Not for two threads at once.
+    def read(self, mark: BlockPosition) -> PromptBlock:
+        """Waits for the sources, which are opened once if blocks are read in order. Not for two threads at once.
 
         Raises:
             UserError: if a source cannot be read, or no prompt of a whole pass is short enough.
@@ -74,13 +74,13 @@ class StreamedPrompts(Sequence[Prompt]):
         self._source.seek(mark.given)
         rows = self._source.take(self.size)
         prompts = self._as_prompts(mark.block * self.size, rows)
-        behind = mark.position + len(prompts)
+        end = mark.position + len(prompts)
         if len(rows) == self.size:
-            return Block(prompts, Mark(mark.epoch, mark.block + 1, behind, self._source.given))
-        if mark.epoch == 0 and behind == 0:
+            return PromptBlock(prompts, BlockPosition(mark.epoch, mark.block + 1, end, self._source.given))
+        if mark.epoch == 0 and end == 0:
             raise UserError("data.train_data has no rows whose prompt is short enough (trainer.max_prompt_length)")
-        log.debug("pass %d over data.train_data has ended: %d prompts so far", mark.epoch + 1, behind)
-        return Block(prompts, Mark(mark.epoch + 1, 0, behind, (0,) * len(mark.given)))
+        log.debug("pass %d over data.train_data has ended: %d prompts so far", mark.epoch + 1, end)
+        return PromptBlock(prompts, BlockPosition(mark.epoch + 1, 0, end, (0,) * len(mark.given)))
 
     def __len__(self) -> int:
         return len(self.first_block.prompts)
@@ -94,7 +94,7 @@ class StreamedPrompts(Sequence[Prompt]):
 
 
 class BlockStream(PromptStream):
-    """A ``PromptStream`` whose rows are not held; nobody knows how many there are.
+    """A ``PromptStream`` of rows that are not in memory, and whose number is not known.
 
     Args:
         total: prompts of the whole run.
@@ -115,12 +115,13 @@ class BlockStream(PromptStream):
             raise UserError("the first block of data.train_data has no prompt that is short enough: raise "
                             "data.shuffle_buffer or trainer.max_prompt_length")  # fmt: skip
         self._dataset, self._batch_size, self.total = dataset, batch_size, total
-        self._blocks, self._seed = dataset, seed
+        self._blocks = dataset
+        self._seed = seed
         self._kept = KEPT + -(-window // dataset.size)
         self._marks = [dataset.first]  # of blocks that follow each other
-        self._held: dict[Mark, Future[Block]] = {dataset.first: Future()}
-        self._held[dataset.first].set_result(dataset.first_block)
-        self._orders: dict[Mark, np.ndarray] = {}
+        self._reading: dict[BlockPosition, Future[PromptBlock]] = {dataset.first: Future()}
+        self._reading[dataset.first].set_result(dataset.first_block)
+        self._orders: dict[BlockPosition, np.ndarray] = {}
         self._reader, self._limit_s = ThreadPoolExecutor(1, "reads data.train_data"), limit_s
 
     @classmethod
@@ -144,7 +145,7 @@ class BlockStream(PromptStream):
     def of_identity(self, identity: PromptId) -> Prompt:
         wanted = identity.epoch, identity.row // self._blocks.size
         while (self._marks[-1].epoch, self._marks[-1].block) < wanted:
-            self._go_further()
+            self._find_next()
         mark = next((m for m in self._marks if (m.epoch, m.block) == wanted), self._marks[-1])
         found = next((p for p in self._block(mark).prompts if p.id.row == identity.row), None)
         if found is None or (mark.epoch, mark.block) != wanted:
@@ -169,19 +170,19 @@ class BlockStream(PromptStream):
             )
         if len(given) != len(self._blocks.first.given):
             raise UserError(f"the checkpoint is of a run with {len(given)} sources in data.train_data")
-        self._marks = [Mark(epoch, block, position, tuple(given))]
+        self._marks = [BlockPosition(epoch, block, position, tuple(given))]
 
-    def _mark_of(self, position: int) -> Mark:
+    def _mark_of(self, position: int) -> BlockPosition:
         """The block that holds a position, which is not before the first that is known."""
         while self._marks[-1].position <= position:
-            self._go_further()
+            self._find_next()
         return self._marks[bisect_right(self._marks, position, key=lambda mark: mark.position) - 1]
 
-    def _go_further(self) -> None:
+    def _find_next(self) -> None:
         self._marks.append(self._block(self._marks[-1]).following)
 
-    def _block(self, mark: Mark) -> Block:
-        """Waits for it if it has not been read; the one behind it is read meanwhile."""
+    def _block(self, mark: BlockPosition) -> PromptBlock:
+        """Waits for it if it has not been read; the next one is read meanwhile."""
         reading = self._begin(mark)
         done, _ = wait([reading], self._limit_s)
         if not done:
@@ -191,14 +192,14 @@ class BlockStream(PromptStream):
         self._begin(block.following)
         return block
 
-    def _begin(self, mark: Mark) -> Future[Block]:
-        if mark not in self._held:
-            self._held[mark] = self._reader.submit(self._blocks.read, mark)
-            while len(self._held) > self._kept:  # the rearmost go: what is in flight moves on
-                gone = min(held for held in self._held if held != mark)
-                del self._held[gone]
+    def _begin(self, mark: BlockPosition) -> Future[PromptBlock]:
+        if mark not in self._reading:
+            self._reading[mark] = self._reader.submit(self._blocks.read, mark)
+            while len(self._reading) > self._kept:  # the first ones go: what is in flight moves on
+                gone = min(other for other in self._reading if other != mark)
+                del self._reading[gone]
                 self._orders.pop(gone, None)
-        return self._held[mark]
+        return self._reading[mark]
 
     @staticmethod
     def _named(prompt: Prompt, epoch: int) -> Prompt:

@@ -17,7 +17,6 @@ from skyasync.endpoint.recorder import sequences
 from skyasync.endpoint.server import Endpoint
 from skyasync.endpoint.session import Session
 from skyasync.engines.protocol import SamplingParams
-from skyasync.processes.transient import Patience
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import TrajectoryGenerator
 from skyasync.rollout.early_end import HasMetric
@@ -25,6 +24,7 @@ from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, without_
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
 from skyasync.together import together
+from skyasync.utils.retry import RetryPolicy
 
 PLAYS = 3  # of an episode whose process another one may have ended
 
@@ -54,7 +54,7 @@ class AgentGenerator(TrajectoryGenerator):
         agents: Agents,
         tokenizer: Tokenizer,
         rules: EpisodeRules,
-        patience: Patience = Patience(),  # noqa: B008  (frozen)
+        patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
         *,
         reads_behaviour: str = "",
     ) -> None:

@@ -13,11 +13,8 @@ from functools import partial
 from typing import Any
 
 from skyasync.endpoint.agent_process import AgentError, AgentProcess, NonFiniteAgentError, PassingAgentError, Score
-from skyasync.processes.calls import Worker, key_of
-from skyasync.processes.host import CLOSE_S, HEARTBEAT_S
-from skyasync.processes.link import Link, ProcessLostError
-from skyasync.processes.pool import Pool
-from skyasync.processes.transient import Patience
+from skyasync.utils.retry import RetryPolicy
+from skyasync.utils.rpc import CLOSE_S, HEARTBEAT_S, ProcessLostError, RpcClient, RpcPool, RpcTransport, key_of
 
 __all__ = [
     "AgentError",
@@ -38,9 +35,8 @@ class AgentPool:
         count: how many there are.
     """
 
-    def __init__(self, start: Callable[[], Worker], count: int = 1) -> None:
-        silence_s = HEARTBEAT_S + CLOSE_S
-        self.pool: Pool[Link] = Pool(lambda look_at: Link(start(), "the agent program", silence_s, look_at), count)
+    def __init__(self, start: Callable[[], RpcTransport], count: int = 1) -> None:
+        self.pool = RpcPool(start, count, "the agent program", HEARTBEAT_S + CLOSE_S)
 
     async def play(self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool = False,
                    timeout_s: float = 0.0) -> Score:  # fmt: skip
@@ -72,7 +68,7 @@ class AgentPool:
         self.pool.close()
 
 
-def _end(link: Link, key: str) -> None:
+def _end(link: RpcClient, key: str) -> None:
     """Have an episode cancelled without waiting for it, in a process that can still do so."""
     link.post("close", key).add_done_callback(
         lambda ended: link.kill() if not ended.cancelled() and ended.exception() else None
@@ -84,20 +80,20 @@ def ray_processes(
     config: dict[str, Any],
     kept: list[str],
     host: str,
-    patience: Patience = Patience(),  # noqa: B008  (frozen)
-) -> Callable[[], Worker]:
+    patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
+) -> Callable[[], RpcTransport]:
     """Starts an ``AgentProcess`` in a Ray actor: on this machine if the endpoint's ``host`` is its loopback."""
 
-    def start() -> Worker:
+    def start() -> RpcTransport:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from skyasync.processes.on_ray import RayHost
+        from skyasync.utils.rpc import RayTransport
 
         options: dict[str, Any] = {}
         if host.startswith("127.") or host in ("localhost", "::1"):
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        return RayHost(partial(AgentProcess, program, config, kept, patience), 0.0, options=options)
+        return RayTransport(partial(AgentProcess, program, config, kept, patience), 0.0, options=options)
 
     return start

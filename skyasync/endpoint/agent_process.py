@@ -22,6 +22,8 @@ from skyasync.other_frameworks import other_frameworks
 from skyasync.processes.calls import Answer, Call
 from skyasync.processes.transient import Patience
 from skyasync.registry import resolve_reference
+from skyasync.utils.retry import RetryPolicy
+from skyasync.utils.rpc import Answer, Call
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 THREAD = "agent program"
@@ -72,7 +74,7 @@ class AgentProcess:
         program: str,
         config: dict[str, Any],
         kept: Collection[str] | None = None,
-        patience: Patience = Patience(),  # noqa: B008  (frozen)
+        patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
     ) -> None:
         if kept is not None:
             isolate(kept)
@@ -118,7 +120,7 @@ class AgentProcess:
     def _kind(self, error: BaseException) -> type[AgentError]:
         if isinstance(error, NonFiniteRewardError):
             return NonFiniteAgentError
-        return PassingAgentError if self._patience.marked(error) else AgentError
+        return PassingAgentError if self._patience.is_transient(error) else AgentError
 
     def overdue(self, call: Call) -> Exception:
         return TimeoutError(f"the agent program of {call.name} could not be ended")

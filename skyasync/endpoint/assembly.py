@@ -17,9 +17,10 @@ from skyasync.endpoint.agent_pool import AgentPool, ray_processes
 from skyasync.endpoint.online import Lobby
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
-from skyasync.processes.transient import Patience
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.rollout.tokenizer import Tokenizer, template_text
+from skyasync.rollout.tokenizer import Tokenizer
+from skyasync.utils.retry import RetryPolicy
 
 
 def agent_generator(
@@ -45,7 +46,7 @@ def agent_generator(
     )
     if lobby is not None:
         return AgentGenerator(endpoint, lobby, tokenizer, rules, reads_behaviour=reads)
-    config, patience = agent_config(cfg, max_model_len), Patience.of(cfg.environment)
+    config, patience = agent_config(cfg, max_model_len), RetryPolicy.of(cfg.environment)
     processes = ray_processes(generator.agent_program, config, generator.agent_env, generator.endpoint_host, patience)
     pool = AgentPool(processes, cfg.environment.num_workers)
     return AgentGenerator(endpoint, pool, tokenizer, rules, patience, reads_behaviour=reads)

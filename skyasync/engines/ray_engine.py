@@ -28,7 +28,7 @@ from skyasync.engines.protocol import (
     WakePart,
 )
 from skyasync.errors import UserError
-from skyasync.processes.identity import Identity
+from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.weight_sync.update import WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -62,10 +62,10 @@ class _EngineActor:
         self._engine_class = ENGINES.find(backend)
         self._engine: InferenceEngine
 
-    async def start(self, config: EngineConfig) -> Identity:
+    async def start(self, config: EngineConfig) -> ProcessIdentity:
         self._engine = self._engine_class(config)
         await self._engine.start()
-        return Identity.mine()
+        return ProcessIdentity.mine()
 
     async def call(self, method: str, *args: object) -> object:
         return await getattr(self._engine, method)(*args)
@@ -108,7 +108,7 @@ class RayEngine:
         self.backend, self.config = backend, config
         self._start_timeout_s = start_timeout_s
         self._asked_to_start = False
-        self._process: Identity | None = None
+        self._process: ProcessIdentity | None = None
         self.options = options or {}
         actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self.options)
         # Its libraries are imported while the caller does other things.

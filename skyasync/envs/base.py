@@ -1,25 +1,38 @@
-"""The environment of one episode: it frames the prompt, reads each action, answers and rewards.
+"""The environment of one episode, and the checks of what it returns.
 
-Invariant: an environment says text only. Tokens, log-probabilities and versions never pass through it; one that asks
+An environment reads and writes text only. Tokens, log-probabilities and versions never pass through it; one that asks
 for it is shown the tokens of a turn (``sees_tokens``), to judge them.
+
+Invariant: what has passed ``check_prompt``, ``check_step`` and ``check_metrics`` is text of bounded length, finite
+rewards and metrics, and ``done`` as a bool; everything else raises ``InvalidEnvOutputError`` with the value found.
 """
 
 from __future__ import annotations
 
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import fields
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict
 
+from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.tools import answer_to, read_tool_calls
+from skyasync.errors import NonFiniteRewardError, unknown
+
+STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 Message = dict[str, str]
 Conversation = list[Message]
 
 
 class BaseTextEnvStepOutput(TypedDict):
-    """What a step gives.
+    """What a step returns.
 
-    ``observations`` are new messages (may be none; text of its own in an environment with ``raw_text``), ``reward`` is
-    a finite number, ``metadata`` stays with the environment. ``sampling_params`` changes how the next action of this
-    episode is sampled: names of ``SamplingParams`` and their new values.
+    ``observations`` are new messages (may be none; text in an environment with ``raw_text``), ``reward`` is a finite
+    number, ``metadata`` stays with the environment. ``sampling_params`` changes how the next action of this episode is
+    sampled: names of ``SamplingParams`` and their new values.
     """
 
     observations: Conversation | str
@@ -29,7 +42,7 @@ class BaseTextEnvStepOutput(TypedDict):
     sampling_params: NotRequired[dict[str, Any]]
 
 
-class Seen(NamedTuple):
+class TurnTokens(NamedTuple):
     """What the model read before an action and what it wrote, as the engine had it; texts with their special tokens."""
 
     read: str
@@ -41,31 +54,47 @@ class Seen(NamedTuple):
 class BaseTextEnv:
     """Subclass this and override ``step``.
 
-    ``init``, ``step`` and ``close`` may be ``async def``; those of one class that is not run in threads, so that a
-    step that waits holds up no other episode.
+    ``init``, ``step`` and ``close`` may be ``async def``. They then share an event loop; plain methods run in threads.
+    Either way, a step that waits does not hold up other episodes.
 
     Args:
         env_config: the run's ``environment.env_config``.
         extras: every column of the dataset's row besides the prompt (answer, label, ...).
     """
 
-    #: The prompt comes and observations go as plain text, appended as it is: no chat template, no ends of messages.
-    #: Actions then come with their special tokens.
+    #: The prompt and observations are plain text, appended as it is: no chat template, no ends of messages.
+    #: Actions then have their special tokens.
     raw_text: ClassVar[bool] = False
 
     #: The turn that ``step`` is asked about, where ``sees_tokens``.
-    seen: Seen | None = None
+    seen: TurnTokens | None = None
 
-    #: The conversation (or text) that the episode starts from, where the class has the ``init`` that stands here.
+    #: The conversation (or text) that the episode starts from, if the class has the ``init`` of this one.
     opening: Any = ()
+
+    @classmethod
+    def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[BaseTextEnv]:
+        """The class that plays the episodes of the environment ``name``, made with ``kwargs`` as well."""
+        if not kwargs:
+            return cls
+
+        def __init__(self: BaseTextEnv, **given: object) -> None:
+            cls.__init__(self, **given, **kwargs)  # type: ignore[arg-type]
+
+        return type(cls.__name__, (cls,), {"__init__": __init__})
 
     @classmethod
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
         """Whether such an episode costs next to nothing whatever the response is.
 
-        It is then played beside the generator, without a process of its own and without a limit.
+        It is then played in the process of the generator, without a time limit.
         """
         return False
+
+    @classmethod
+    def judged_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
+        """A row's reward functions with their weights, if a language model that grades is among them; else nothing."""
+        return []
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
@@ -74,10 +103,9 @@ class BaseTextEnv:
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
-        """Get ready what all episodes share (imports, files, models).
+        """Prepare what all episodes share (imports, files, models).
 
-        Called once in every process that runs these environments, before their first episode; no time limit of a step
-        holds here.
+        Called once in every process that runs these environments, before their first episode, without a time limit.
         """
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
@@ -86,7 +114,7 @@ class BaseTextEnv:
         self.turns = 0
 
     def init(self, prompt: Any) -> Any:
-        """The conversation (or text) that the episode starts from, and a dictionary of the environment's own."""
+        """The conversation (or text) that the episode starts from, and a dictionary for the environment itself."""
         self.opening = prompt
         return prompt, {}
 
@@ -109,3 +137,92 @@ class BaseTextEnv:
     def get_metrics(self) -> dict[str, float]:
         """Numbers worth averaging over episodes."""
         return {}
+
+
+class InvalidEnvOutputError(ValueError):
+    """An environment returned something that it must not."""
+
+
+def check_prompt(start: object, *, raw: bool) -> Conversation | str:
+    """The first element of what ``init`` returned, as messages (or, if ``raw``, as text)."""
+    if not isinstance(start, tuple) or len(start) != 2:
+        raise InvalidEnvOutputError(f"init must return (conversation, info); it returned {reprlib.repr(start)}")
+    return _checked_text(start[0], "init's conversation", raw)
+
+
+def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
+    """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
+    if not isinstance(output, Mapping):
+        raise InvalidEnvOutputError(f"step must return a dictionary; it returned {reprlib.repr(output)}: {STEP_FORM}")
+    if missing := [name for name in ("observations", "reward", "done") if name not in output]:
+        raise InvalidEnvOutputError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
+    observations = _checked_text(output["observations"], "step's observations", raw)
+    chars = len(observations) if isinstance(observations, str) else sum(map(_chars, observations))
+    if chars > most_chars:
+        raise InvalidEnvOutputError(
+            f"the observation has {chars:,} characters; environment.max_observation_chars={most_chars} allows no more"
+        )
+    return {
+        "observations": observations,
+        "reward": _number(output["reward"], "the reward"),
+        "done": _flag(output["done"]),
+        "sampling_params": _sampling(output.get("sampling_params") or {}),
+    }
+
+
+def check_metrics(metrics: object) -> dict[str, float]:
+    if not isinstance(metrics, Mapping):
+        raise InvalidEnvOutputError(f"get_metrics must return a dictionary; it returned {reprlib.repr(metrics)}")
+    return {str(name): _number(value, f"the metric {name}") for name, value in metrics.items()}
+
+
+def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
+    if raw:
+        if not isinstance(messages, str):
+            raise InvalidEnvOutputError(
+                f"{what} must be text, since the environment has raw_text; found {reprlib.repr(messages)}"
+            )
+        return messages
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise InvalidEnvOutputError(
+            f"{what} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
+        )
+    return messages
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str) \
+        and isinstance(message.get("content"), str | list)  # fmt: skip
+
+
+def _sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
+    for name in changes:
+        if name not in SAMPLING:
+            raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
+    try:
+        settled = SamplingParams(**changes)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
+    return {name: getattr(settled, name) for name in changes}
+
+
+def _chars(message: Mapping[str, Any]) -> int:
+    """Of a message, whose content may be in parts."""
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(str(part)) for part in content)
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else InvalidEnvOutputError
+        raise kind(f"{what} is {reprlib.repr(value)}; it must be a finite number")
+    return float(value)
+
+
+def _flag(value: object) -> bool:
+    try:
+        if value in (True, False):  # also those of numpy
+            return bool(value)
+    except ValueError:  # an array
+        pass
+    raise InvalidEnvOutputError(f"done is {reprlib.repr(value)}; it must be true or false")

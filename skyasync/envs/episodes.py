@@ -1,9 +1,9 @@
 """The environments of one process.
 
 Invariant: an episode is closed exactly once: by the step that is done, by an error in it, by ``close``, or, if one of
-its calls has been given up as hanging, by that call if it ever returns. (A step's error that is transient leaves it as
-it was.) Calls of one episode never overlap: ``close`` waits for the call that runs. What leaves this module has been
-checked: plain text, a finite reward, finite metrics.
+its calls was given up because it hangs, by that call if it ever returns. (A transient error of a step leaves it as it
+was.) Calls of one episode never overlap: ``close`` waits for the call that runs. All results have been checked: plain
+text, a finite reward, finite metrics.
 """
 
 from __future__ import annotations
@@ -13,33 +13,40 @@ import contextlib
 import inspect
 import threading
 from dataclasses import dataclass
-from functools import cache
 from traceback import format_exc
 from typing import Any, NamedTuple, TypedDict, cast
 
 from skyasync.config.schema import Config
-from skyasync.envs.base import BaseTextEnv, Conversation, Seen
-from skyasync.envs.check import InvalidEnvOutputError, check_metrics, check_prompt, check_step
-from skyasync.envs.registry import EnvFactory
+from skyasync.envs.base import (
+    BaseTextEnv,
+    Conversation,
+    InvalidEnvOutputError,
+    TurnTokens,
+    check_metrics,
+    check_prompt,
+    check_step,
+)
 from skyasync.errors import NonFiniteRewardError, TransientError
-from skyasync.processes.calls import Answer, Call, portable
-from skyasync.processes.transient import Patience
+from skyasync.utils.retry import RetryPolicy
+from skyasync.utils.rpc import Answer, Call, portable
 
 
 class EnvSettings(NamedTuple):
-    """``max_threads`` is the most at once; see ``environment.*`` for the others."""
+    """``max_threads`` is the most at once; for the others see ``environment.*``."""
 
     env_config: dict[str, Any]
     step_timeout_s: float = 60.0
     max_threads: int = 512
     max_observation_chars: int = 200_000
-    patience: Patience = Patience()
+    patience: RetryPolicy = RetryPolicy()
 
     @staticmethod
     def of(cfg: Config, env_config: dict[str, Any]) -> EnvSettings:
-        """Those of a run; ``env_config`` is what its environments are told."""
+        """Those of a run; ``env_config`` is passed to its environments."""
         own = cfg.environment
-        return EnvSettings(env_config, own.step_timeout_s, own.max_threads, own.max_observation_chars, Patience.of(own))
+        return EnvSettings(
+            env_config, own.step_timeout_s, own.max_threads, own.max_observation_chars, RetryPolicy.of(own)
+        )
 
 
 class Limits(TypedDict, total=False):
@@ -48,7 +55,7 @@ class Limits(TypedDict, total=False):
     step_timeout_s: float
     max_threads: int
     max_observation_chars: int
-    patience: Patience
+    patience: RetryPolicy
 
 
 class StepResult(TypedDict):
@@ -69,48 +76,45 @@ class _Episode:
 
 
 class Episodes:
-    """A ``Service`` that holds environments by the name of their episode. Safe to use from several threads.
+    """A ``Service`` that holds environments by the key of their episode. Safe to use from several threads.
 
-    Its calls are "init", "step" and "close". A "step" that names a class and extras makes the environment first: one
-    whose beginning does nothing.
+    Its calls are "init", "step" and "close". A "step" that names a class and extras makes the environment first, if
+    its ``init`` does nothing.
     """
 
     def __init__(self, settings: EnvSettings) -> None:
         self._settings = settings
-        self._factories: dict[str, EnvFactory] = {}
+        self._classes: dict[str, type[BaseTextEnv]] = {}
         self._episodes: dict[str, _Episode] = {}
         self._lock = threading.Lock()
 
-    def load(self, name: str, factory: EnvFactory) -> None:
+    def load(self, name: str, env_class: type[BaseTextEnv]) -> None:
         """Make an environment known, and load what its episodes share."""
-        load = getattr(factory, "load", None)  # a function that makes environments has none
-        if load is not None:
-            load(self._settings.env_config)
-        self.know(name, factory)
+        env_class.load(self._settings.env_config)
+        self.add(name, env_class)
 
-    def know(self, name: str, factory: EnvFactory) -> None:
-        """Make an environment known of which there is nothing to load."""
-        self._factories[name] = factory
+    def add(self, name: str, env_class: type[BaseTextEnv]) -> None:
+        """Make an environment known that has nothing to load."""
+        self._classes[name] = env_class
 
     def is_async(self, call: Call) -> bool:
         """Whether this call's environment has ``async def`` methods, so that it belongs on an event loop."""
         made = call.args[:1] if call.method == "init" else call.args[2:3]
         if made:
-            return _has_async_methods(self._factories[made[0]])
+            return _has_async_methods(self._classes[made[0]])
         episode = self._episodes.get(call.key)
-        return episode is not None and _has_async_methods(type(episode.env))  # type: ignore[arg-type]
+        return episode is not None and _has_async_methods(type(episode.env))
 
     async def run(self, call: Call) -> Answer:
-        """Carry out one call; raises nothing but ``CancelledError``."""
         try:
             return Answer(call.number, await getattr(self, f"_{call.method}")(call.key, *call.args))
         except asyncio.CancelledError:
             raise
         except BaseException as caught:  # also what would end a thread, or an event loop
-            error = self._settings.patience.as_marked(_told(caught, call.name))
+            error = self._settings.patience.as_transient(_as_raised(caught, call.name))
             if isinstance(error, TransientError) and call.method == "step":
-                return Answer(call.number, None, portable(error))  # it lives on, and is asked again or closed
-            with contextlib.suppress(Exception):  # the first error is the one to tell
+                return Answer(call.number, None, portable(error))  # the episode goes on: it is tried again or closed
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 await self._close(call.key)
             return Answer(call.number, None, portable(error))
 
@@ -133,7 +137,7 @@ class Episodes:
         env = episode.env
         try:
             start = env.init(prompt)
-            start = await start if hasattr(start, "__await__") else start
+            start = await start if inspect.isawaitable(start) else start
         finally:
             ended = self._returned(name, episode)
             if ended:
@@ -143,12 +147,12 @@ class Episodes:
         return check_prompt(start, raw=env.raw_text)
 
     def _make(self, name: str, env_class: str, extras: dict[str, Any]) -> _Episode:
-        env = self._factories[env_class](env_config=self._settings.env_config, extras=extras)
+        env = self._classes[env_class](env_config=self._settings.env_config, extras=extras)
         self._episodes[name] = episode = _Episode(env)
         return episode
 
     async def _step(
-        self, name: str, action: str, seen: Seen | None = None, env_class: str = "",
+        self, name: str, action: str, seen: TurnTokens | None = None, env_class: str = "",
         extras: dict[str, Any] | None = None, opening: Conversation | str = "",
     ) -> StepResult:  # fmt: skip
         episode = self._episodes.get(name) if env_class else self._episodes[name]
@@ -160,7 +164,7 @@ class Episodes:
             episode.env.seen = seen
         try:
             output = episode.env.step(action)
-            output = await output if hasattr(output, "__await__") else output
+            output = await output if inspect.isawaitable(output) else output
         finally:
             ended = self._returned(name, episode)
             if ended:
@@ -197,18 +201,16 @@ async def _closed(env: BaseTextEnv) -> dict[str, float]:
         return check_metrics(env.get_metrics())
     finally:
         closing = env.close()
-        if hasattr(closing, "__await__"):
+        if inspect.isawaitable(closing):
             await closing
 
 
-@cache
-def _has_async_methods(env_class: object) -> bool:
-    """Of a class of environments (a function that makes them has none)."""
-    return any(inspect.iscoroutinefunction(getattr(env_class, method, None)) for method in ("init", "step", "close"))
+def _has_async_methods(env_class: type[BaseTextEnv]) -> bool:
+    return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
 
 
-def _told(caught: BaseException, episode: str) -> Exception:
-    """What an environment raised, as its caller is told."""
+def _as_raised(caught: BaseException, episode: str) -> Exception:
+    """What an environment raised, as its caller gets it."""
     if isinstance(caught, InvalidEnvOutputError):
         error: Exception = ValueError(f"the environment of {episode}: {caught}")
     elif isinstance(caught, NonFiniteRewardError):

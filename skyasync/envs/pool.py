@@ -1,11 +1,11 @@
 """The environments of a run, and where each episode is played.
 
-Invariant: an episode lives in one process from its beginning to its end and is closed exactly once: by the step that
-is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. A process
-that is lost takes its episodes with it.
+Invariant: an episode stays in one process from start to end and is closed exactly once: by the step that is done, by an
+error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. The episodes of a process
+that is lost are lost with it.
 
-No trip is made for nothing: an environment whose beginning does nothing begins with its first step, and one that costs
-nothing (``BaseTextEnv.instant``) is played here.
+Messages are saved where possible: an environment whose ``init`` does nothing starts with its first step, and one that
+costs nothing (``BaseTextEnv.instant``) is played in this process.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from functools import partial
 from itertools import count
 from typing import Any, Unpack
 
-from skyasync.envs.base import BaseTextEnv, Conversation, Seen
+from skyasync.envs.base import BaseTextEnv, Conversation, TurnTokens
 from skyasync.envs.episodes import EnvSettings, Episodes, Limits, StepResult
-from skyasync.envs.registry import EnvFactory, env_factory
+from skyasync.envs.registry import env_factory
 from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.errors import TransientError
-from skyasync.processes.calls import Answer, Call, Worker, key_of
-from skyasync.processes.host import HEARTBEAT_S, within
-from skyasync.processes.link import Link
-from skyasync.processes.local import LocalHost
-from skyasync.processes.pool import Pool
+from skyasync.utils.rpc import (
+    HEARTBEAT_S,
+    Answer,
+    Call,
+    LocalTransport,
+    RayTransport,
+    RpcClient,
+    RpcPool,
+    RpcTransport,
+    key_of,
+    within,
+)
 
 
 class EnvPool:
@@ -36,65 +43,62 @@ class EnvPool:
         workers: how many there are at a time.
     """
 
-    def __init__(self, start: Callable[[], Worker], workers: int, settings: EnvSettings) -> None:
-        silence_s = HEARTBEAT_S + settings.step_timeout_s
-        self.pool: Pool[Link] = Pool(lambda look_at: Link(start(), "the environment", silence_s, look_at), workers)
+    def __init__(self, start: Callable[[], RpcTransport], workers: int, settings: EnvSettings) -> None:
+        self.pool = RpcPool(start, workers, "the environment", HEARTBEAT_S + settings.step_timeout_s)
         self.pool.fill()
-        self._env_config, self._played_here = settings.env_config, Episodes(settings)
+        self._env_config, self._local = settings.env_config, Episodes(settings)
         self._patience = settings.patience
         self._retries: dict[str, int] = {}  # by episode
-        self._homes: dict[str, Link | None] = {}  # None: here
-        self._keys: dict[str, str] = {}  # by episode: what it is called where it lives
-        self._running: set[asyncio.Task[Answer]] = set()  # here
-        self._openings: dict[str, tuple[Any, ...]] = {}  # of episodes that begin with their first step
-        self._factories: dict[str, EnvFactory] = {}
+        self._homes: dict[str, RpcClient | None] = {}  # None: this process
+        self._keys: dict[str, str] = {}  # by episode: its key in its process
+        self._running: set[asyncio.Task[Answer]] = set()  # in this process
+        self._openings: dict[str, tuple[Any, ...]] = {}  # of episodes that start with their first step
+        self._classes: dict[str, type[BaseTextEnv]] = {}
         self._tools: dict[str, list[ToolSchema]] = {}
 
     def end(self) -> None:
-        """Have the processes end, with whatever is being played in them."""
-        for link in self.pool.let_go():
-            link.worker.end()
+        """Ask the processes to end, whatever is being played in them."""
+        self.pool.end()
 
     def takes_text(self, env_class: str) -> bool:
-        """Whether these environments are given and give plain text (``raw_text``), not messages."""
-        return getattr(self._factory(env_class), "raw_text", False)
+        """Whether these environments read and write plain text (``raw_text``), not messages."""
+        return self._class(env_class).raw_text
 
     def tools(self, env_class: str) -> list[ToolSchema]:
-        """What the model is told of these environments' tools, in OpenAI's form."""
+        """These environments' tools as the model is shown them, in OpenAI's form."""
         if env_class not in self._tools:
-            self._tools[env_class] = schemas(self._factory(env_class))
+            self._tools[env_class] = schemas(self._class(env_class))
         return self._tools[env_class]
 
     def sees_tokens(self, env_class: str, extras: dict[str, Any]) -> bool:
         """Whether such an episode is to be shown the tokens of each turn."""
-        sees = getattr(self._factory(env_class), "sees_tokens", None)  # a function that makes environments has none
-        return sees is not None and bool(sees(self._env_config, extras))
+        return self._class(env_class).sees_tokens(self._env_config, extras)
 
     def judged_by(self, env_class: str, extras: dict[str, Any]) -> list[tuple[str, float]]:
-        """A row's reward functions with their weights, if judges that others ask are among them; else nothing."""
-        judged_by = getattr(self._factory(env_class), "judged_by", None)
-        return judged_by(self._env_config, extras) if judged_by is not None else []
+        """A row's reward functions with their weights, if a language model that grades is among them; else nothing."""
+        return self._class(env_class).judged_by(self._env_config, extras)
 
     async def init(
         self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
-        """Begin an episode; returns the conversation (or text) it starts from."""
-        factory = self._factory(env_class)
-        home = self._homes[episode] = None if self._is_instant(factory, extras) else self.pool.take(episode)
+        """Start an episode; returns the conversation (or text) it starts from."""
+        found = self._class(env_class)
+        instant = found.instant(self._env_config, extras)
+        home = self._homes[episode] = None if instant else self.pool.take(episode)
         self._keys[episode] = key_of(episode)
         if home is not None:
             try:
-                await home.load(env_class, env_class, factory)
+                await home.load(env_class, env_class, found)
             except Exception:
                 self._leave(episode)
                 raise
-        if _begins_with_nothing(factory):
+        if _starts_with_its_first_step(found):
             self._openings[episode] = (env_class, extras, prompt)
             return prompt
         start: Conversation | str = (await self._ask("init", episode, env_class, extras, prompt)).result
         return start
 
-    async def step(self, episode: str, action: str, seen: Seen | None = None) -> StepResult:
+    async def step(self, episode: str, action: str, seen: TurnTokens | None = None) -> StepResult:
         answer = await self._ask("step", episode, action, seen, *self._openings.pop(episode, ()))
         result: StepResult = answer.result
         if result["done"]:
@@ -120,12 +124,13 @@ class EnvPool:
             self._start(Call(0, "close", key, ()))
         else:
             future = home.post("close", key)
-            future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # nobody asks for it
+            future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # its result is not used
         self._leave(episode)
 
     async def _ask(self, method: str, episode: str, *args: object) -> Answer:
-        """The answer, if need be to one of several tries (of "close" to the first); behind the last the episode is
-        over. An error that does not pass has ended the episode where it lives; one whose caller is cancelled goes on.
+        """The answer, after several tries if errors are transient (but one for "close"); then the episode is over.
+
+        Any other error has ended the episode in its process. A call whose caller is cancelled goes on.
         """
         home, key = self._homes[episode], self._keys[episode]
         for number in count(1):
@@ -133,8 +138,8 @@ class EnvPool:
                 if home is not None:
                     return Answer(0, await home.post(method, key, *args))
                 call = Call(0, method, key, args)
-                waits = self._played_here.is_async(call)
-                answer = await (asyncio.shield(self._start(call)) if waits else self._played_here.run(call))
+                waits = self._local.is_async(call)
+                answer = await (asyncio.shield(self._start(call)) if waits else self._local.run(call))
                 if answer.error is None:
                     return answer
                 raise answer.error
@@ -151,21 +156,17 @@ class EnvPool:
         raise AssertionError("unreachable")
 
     def _start(self, call: Call) -> asyncio.Task[Answer]:
-        """A call that goes on whatever becomes of its caller."""
-        task = asyncio.get_running_loop().create_task(within(None, self._played_here, call))
+        """A call that goes on if its caller is cancelled."""
+        task = asyncio.get_running_loop().create_task(within(None, self._local, call))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    def _factory(self, name: str) -> EnvFactory:
-        if name not in self._factories:
-            self._factories[name] = env_factory(name)
-            self._played_here.know(name, self._factories[name])
-        return self._factories[name]
-
-    def _is_instant(self, factory: EnvFactory, extras: dict[str, Any]) -> bool:
-        instant = getattr(factory, "instant", None)  # a function that makes environments has none
-        return instant is not None and bool(instant(self._env_config, extras))
+    def _class(self, name: str) -> type[BaseTextEnv]:
+        if name not in self._classes:
+            self._classes[name] = env_factory(name)
+            self._local.add(name, self._classes[name])
+        return self._classes[name]
 
     def _leave(self, episode: str) -> None:
         self._openings.pop(episode, None)
@@ -176,9 +177,10 @@ class EnvPool:
             self.pool.give_back(link, episode)
 
 
-def _begins_with_nothing(factory: EnvFactory) -> bool:
-    """Whether the class has the beginning of ``BaseTextEnv``."""
-    return all(getattr(factory, name, None) is getattr(BaseTextEnv, name) for name in ("__init__", "init"))
+def _starts_with_its_first_step(env_class: type[BaseTextEnv]) -> bool:
+    """Whether the class is made and initialised as ``BaseTextEnv`` is, which does nothing."""
+    own = (env_class.__new__, env_class.__init__, env_class.init)
+    return own == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
 
 
 def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[Limits]) -> EnvPool:
@@ -187,12 +189,12 @@ def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **set
     An environment's methods run on the caller's event loop: one that blocks blocks them all.
     """
     own = EnvSettings(env_config or {}, **settings)
-    return EnvPool(lambda: LocalHost(Episodes(own), own.step_timeout_s), workers, own)
+    return EnvPool(lambda: LocalTransport(Episodes(own), own.step_timeout_s), workers, own)
 
 
 def ray_pool(settings: EnvSettings, workers: int, options: dict[str, Any] | None = None) -> EnvPool:
     """A pool of ``workers`` actors, ``options`` being Ray's for each."""
-    from skyasync.processes.on_ray import RayHost
-
     make = partial(Episodes, settings)
-    return EnvPool(lambda: RayHost(make, settings.step_timeout_s, settings.max_threads, options), workers, settings)
+    return EnvPool(
+        lambda: RayTransport(make, settings.step_timeout_s, settings.max_threads, options), workers, settings
+    )

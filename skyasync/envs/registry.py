@@ -1,14 +1,13 @@
-"""Environments by name: a registered id, or ``module:Class`` for one in a file of the user's own.
+"""Environments by name: a registered id, or ``module:Class`` for one in the user's own file.
 
-A class that is no ``BaseTextEnv`` is played by what ``adapted`` makes of it: one with ``reset(seed)`` and a ``step`` of
-five values (gem, gymnasium) by ``skyasync.envs.adapters.gem``, one with ``as_environment`` by what that returns.
+Every name gives a subclass of ``BaseTextEnv``. A class with ``reset(seed)`` and a ``step`` of five values (gem,
+gymnasium) is played by ``skyasync.envs.adapters.gem``; a function that makes environments becomes a class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from skyasync.envs.base import BaseTextEnv
@@ -19,12 +18,11 @@ from skyasync.registry import Registry, resolve_reference
 ENVS = Registry(
     "environment",
     {
-        "skyasync.envs.gsm8k": "gsm8k",
-        "skyasync.envs.reward": "reward",
+        "skyasync.envs.reward": "reward gsm8k",
         **{f"skyasync.envs.adapters.{name}": name for name in ("gem", "gymnasium", "textarena")},
         **other_frameworks().environments,
     },
-    capabilities={"extra": ""},  # of this library, that installs what it needs
+    capabilities={"extra": ""},  # the extra of this library that installs what it needs
 )
 EnvFactory = Callable[..., BaseTextEnv]
 Foreign = Any  # what belongs to the user's classes
@@ -32,7 +30,7 @@ Foreign = Any  # what belongs to the user's classes
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """A registered class, and what it is made with besides the settings of the run and the row."""
+    """A registered class, and further arguments besides the settings of the run and the row."""
 
     id: str
     entry_point: Foreign
@@ -67,7 +65,7 @@ def make(name: str, env_config: dict[str, Any] | None = None, extras: dict[str, 
     return env_factory(name)(env_config=env_config or {}, extras=extras or {})
 
 
-def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> EnvFactory:
+def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[BaseTextEnv]:
     """The class behind a name.
 
     Args:
@@ -80,16 +78,20 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> EnvFac
     more = dict(kwargs or {})
     if isinstance(found, EnvSpec):
         found, more = found.entry_point, {**found.kwargs, **more}
-    return adapted(name, resolve_reference(found, kind="environment") if isinstance(found, str) else found, more)
-
-
-def adapted(name: str, found: Foreign, kwargs: Mapping[str, object]) -> EnvFactory:
-    """What plays episodes of the class behind a name."""
-    if hasattr(found, "as_environment"):
-        own: EnvFactory = found.as_environment(name, kwargs)
-        return own
+    if isinstance(found, str):
+        found = resolve_reference(found, kind="environment")
+    if isinstance(found, type) and issubclass(found, BaseTextEnv):
+        return found.as_environment(name, more)
     if isinstance(found, type) and not hasattr(found, "init") and hasattr(found, "reset"):
         from skyasync.envs.adapters.gem import played_by_gem
 
-        return played_by_gem(found, kwargs)
-    return partial(found, **kwargs) if kwargs else found
+        return played_by_gem(found, more)
+
+    class Made(BaseTextEnv):
+        """By a function; its ``__new__`` returns an environment of another class."""
+
+        def __new__(cls, *given: object, **settings: object) -> BaseTextEnv:  # type: ignore[misc]
+            made: BaseTextEnv = found(*given, **settings, **more)
+            return made
+
+    return Made

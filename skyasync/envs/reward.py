@@ -1,6 +1,6 @@
-"""One turn, judged by reward functions: the sum of their weighted scores.
+"""Environments of one turn: the weighted sum of reward functions, and GSM8K.
 
-Invariant: every function's own score is a metric under its name, unweighted, and again under its domain's.
+Every function's own score is a metric under its name, unweighted, and again under its domain's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 from skyasync.config.schema.judges import is_judge
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.envs.registry import ENVS
-from skyasync.rewards.panel import Member, judge, load, member_of
+from skyasync.errors import UserError
+from skyasync.rewards.answer_match import gsm8k
+from skyasync.rewards.reward_functions import RewardFunction, load_functions, reward_function, score_response
 from skyasync.rewards.score import Score
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
 from skyasync.rewards.signature import CODE_SANDBOX, seen
@@ -35,14 +37,15 @@ class RewardEnv(BaseTextEnv):
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
         """Where all functions are marked as quick."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
-        return all(member_of(name, settings.registered.get(name)).quick for name, _ in settings.functions(extras))
+        return all(reward_function(name, settings.registered.get(name)).quick for name, _ in settings.functions(extras))
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
         """Where a function looks at them."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
         return any(
-            member_of(name, settings.registered.get(name)).looks_at_tokens for name, _ in settings.functions(extras)
+            reward_function(name, settings.registered.get(name)).looks_at_tokens
+            for name, _ in settings.functions(extras)
         )
 
     @classmethod
@@ -59,7 +62,7 @@ class RewardEnv(BaseTextEnv):
     def load(cls, env_config: dict[str, Any]) -> None:
         """Import the functions that the run names, here and where they are called."""
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
-        load([member_of(name, settings.registered.get(name)) for name in settings.named()])
+        load_functions([reward_function(name, settings.registered.get(name)) for name in settings.named()])
 
     _scores: Sequence[Score] = ()  # until there is a step
 
@@ -69,8 +72,8 @@ class RewardEnv(BaseTextEnv):
         return settings
 
     @cached_property
-    def _members(self) -> list[Member]:
-        return [member_of(name, self._settings.registered.get(name)) for name, _ in self._weighted]
+    def _functions(self) -> list[RewardFunction]:
+        return [reward_function(name, self._settings.registered.get(name)) for name, _ in self._weighted]
 
     @cached_property
     def _weighted(self) -> list[tuple[str, float]]:
@@ -81,7 +84,7 @@ class RewardEnv(BaseTextEnv):
         known[CODE_SANDBOX] = self._settings.code_sandbox
         if self.seen is not None:
             known |= seen(*self.seen, label=known["label"])
-        self._scores = judge(self._members, known, self._settings.timeout_s)
+        self._scores = score_response(self._functions, known, self._settings.timeout_s)
         self._refuse_unjudged()
         reward = sum(w * score.reward for (_, w), score in zip(self._weighted, self._scores, strict=True))
         return {"observations": [], "reward": reward, "done": True, "metadata": {}}
@@ -89,16 +92,37 @@ class RewardEnv(BaseTextEnv):
     def get_metrics(self) -> dict[str, float]:
         funcs = [func for func, _ in self._settings.weighted(self.extras)]
         own = [name for name, func in zip(short_names(funcs), funcs, strict=True) if not is_judge(func)]
-        return metrics_of(own, self._scores, [member.quick for member in self._members], self.extras.get("domain"))
+        return metrics_of(
+            own, self._scores, [function.quick for function in self._functions], self.extras.get("domain")
+        )
 
     def _refuse_unjudged(self) -> None:
         if self._settings.unjudged == "raise":
-            for member, score in zip(self._members, self._scores, strict=True):
+            for function, score in zip(self._functions, self._scores, strict=True):
                 if score.unjudged:
                     raise TimeoutError(
-                        f"reward function {member.name} gave no verdict within {self._settings.timeout_s:g} s "
+                        f"reward function {function.name} gave no verdict within {self._settings.timeout_s:g} s "
                         f"(environment.reward_timeout_s); environment.reward_unjudged=zero counts it as 0"
                     )
+
+
+@ENVS.register("gsm8k")
+class GSM8kEnv(BaseTextEnv):
+    """Expects ``reward_spec = {"ground_truth": "72"}`` (or ``answer``, or ``label``) among the row's columns.
+
+    Raises:
+        UserError: if none of them is there: every answer would be wrong.
+    """
+
+    @classmethod
+    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+        return True
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        truth = right_answer(self.extras)
+        if truth is None:
+            raise UserError(f"gsm8k needs reward_spec.ground_truth or answer; the row has: {', '.join(self.extras)}")
+        return {"observations": [], "reward": gsm8k(action, truth), "done": True, "metadata": {}}
 
 
 def known_of(row: dict[str, Any], messages: Conversation, response: str) -> dict[str, Any]:

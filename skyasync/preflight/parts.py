@@ -23,8 +23,7 @@ from skyasync.config.schema.environment import judges
 from skyasync.config.schema.sampling import backend
 from skyasync.endpoint.parsers import VLLM, check_parsers
 from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
-from skyasync.envs.base import BaseTextEnv
-from skyasync.envs.check import STEP_FORM
+from skyasync.envs.base import STEP_FORM, BaseTextEnv
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.observe import TRACKERS

@@ -1,26 +1,46 @@
 """Rewards for following instructions that a program can verify.
 
-Invariant: what a row asks for is in its columns ``instruction_id_list`` and ``kwargs`` (IFEval's), or both in its
-label; a row whose instructions cannot be verified is refused before the run.
+The instructions have the names and arguments of IFEval (Zhou et al. 2023, arXiv:2311.07911). A row has them in its
+columns ``instruction_id_list`` and ``kwargs``, or both in its label; a row whose instructions cannot be verified is
+rejected before the run.
 
-Strict looks at the response as it is. Loose looks at it, as IFEval does, also without its first line, its last line and
-both, each with and without asterisks, and is content with one of the eight: a greeting or bold type is no offence.
-Thinking is left out in both.
+A strict reading takes the response as it is. A loose reading also tries it, as IFEval does, without its first line, its
+last line and both, each with and without asterisks; it is enough if one of the eight follows the instruction. Thinking
+is left out in both.
+
+A constraint takes the text and its arguments, all of which it needs; its time grows with the length of the text.
+Sentences are counted by their marks and a list of abbreviations, where IFEval uses a trained splitter. Whether text in
+capitals or small letters is English is not checked.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from skyasync.errors import UserError
-from skyasync.rewards.constraints import check, follows
+from skyasync.errors import UserError, unknown
+from skyasync.rewards.judge_prompts import without_thinking
 from skyasync.rewards.registry import REWARDS, checking
-from skyasync.rewards.verdicts import without_thinking
 
 Instructions = list[tuple[str, dict[str, object]]]
+RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "at least": lambda found, asked: found >= asked,
+    "less than": lambda found, asked: found < asked,
+    "at most": lambda found, asked: found <= asked,
+    "more than": lambda found, asked: found > asked,
+    "exactly": lambda found, asked: found == asked,
+}
+_SHORTENED = re.compile(r"(?:\b(?i:mr|mrs|ms|dr|prof|vs|jr|sr|e\.g|i\.e|cf|approx)|\b[A-Z])\.$")
+_SENTENCE_ENDS = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
+_BULLET = re.compile(r"^[ \t]*(?:\*[^*\n]|-).*$", re.MULTILINE)
+_HIGHLIGHT = re.compile(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*")
+_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n?(.*?)\n?\s*```\s*\Z", re.DOTALL | re.IGNORECASE)
 
 
 def _check_row(known: Mapping[str, Any]) -> None:
@@ -76,7 +96,7 @@ def instructions_of(names: object, arguments: object, label: object) -> Instruct
         raise UserError(f"instruction_id_list has {len(names)} entries and kwargs {len(arguments)}: one for each")
     found = [(str(name), dict(given or {})) for name, given in zip(names, arguments, strict=True)]
     for name, given in found:
-        check(name, given)
+        check_instruction(name, given)
     return found
 
 
@@ -132,3 +152,172 @@ def _nothing(found: object) -> str:
         f"reward function instruction_following needs the row's instructions: columns instruction_id_list and kwargs, "
         f"or a label {{instruction_id: [...], kwargs: [...]}}; found {shown}"
     )
+
+
+# ---------------------------------------------------------------- constraints
+
+
+def parameters(name: str) -> list[str]:
+    """The arguments that a constraint takes, all of which it needs."""
+    return list(inspect.signature(CONSTRAINTS[name]).parameters)[1:]
+
+
+def check_instruction(name: str, arguments: dict[str, object]) -> None:
+    """Raises ``UserError`` for a constraint that there is not, or one whose arguments are missing or cannot be."""
+    if name not in CONSTRAINTS:
+        raise UserError(unknown("instruction", name, CONSTRAINTS))
+    for needed in parameters(name):
+        value = arguments.get(needed)
+        if value is None:
+            given = ", ".join(key for key, value in arguments.items() if value is not None) or "none"
+            raise UserError(f"instruction {name} needs {needed!r} in its kwargs; they have: {given}")
+        if needed.endswith("relation") and value not in RELATIONS:
+            raise UserError(f"instruction {name}: {unknown(needed, str(value), RELATIONS)}")
+        if needed.startswith(("num_", "nth_")) or needed.endswith("frequency"):
+            if not isinstance(value, int | float) or isinstance(value, bool) or value != int(value) or value < 0:
+                raise UserError(f"instruction {name}: {needed} must be a whole number, found {value!r}")
+        elif needed in ("keywords", "forbidden_words") and isinstance(value, str):
+            raise UserError(f"instruction {name}: {needed} must be a list of words, found {value!r}")
+    if name == "language:response_language" and find_spec("py3langid") is None:
+        what = "py3langid, which is not installed; add it with: uv pip install py3langid"
+        raise UserError(f"instruction {name} needs {what}")
+
+
+def follows(response: str, name: str, arguments: dict[str, object]) -> bool:
+    """Whether a response follows one instruction; one that says nothing follows none."""
+    if not response.strip():
+        return False
+    return CONSTRAINTS[name](response, **{needed: arguments[needed] for needed in parameters(name)})
+
+
+def _matches(relation: str, found: int, asked: int) -> bool:
+    return RELATIONS[relation](found, int(asked))
+
+
+def _language(text: str, language: str) -> bool:
+    import py3langid
+
+    return str(py3langid.classify(text)[0]) == language.split("-")[0].lower()
+
+
+def count_sentences(text: str) -> int:
+    """By marks before a space or the end, abbreviations and initials aside; a line that ends without one counts too."""
+    count = 0
+    for line in filter(None, map(str.strip, text.splitlines())):
+        ends = [found for found in _SENTENCE_ENDS.finditer(line) if not _SHORTENED.search(line[: found.end()][-12:])]
+        count += len(ends) + (not ends or ends[-1].end() < len(line))
+    return count
+
+
+def _contains_word(text: str, word: object) -> bool:
+    return re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE) is not None
+
+
+def _between(text: str, divider: str) -> list[str]:
+    """The parts of a text; an empty one at the beginning or the end does not count."""
+    parts = [part.strip() for part in text.split(divider)]
+    return parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
+
+
+def _paragraphs(text: str, num_paragraphs: int) -> bool:
+    """They are divided by ``***``; none in the middle is empty."""
+    parts = _between(text, "***")
+    return all(parts) and len(parts) == int(num_paragraphs)
+
+
+def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Of a paragraph; they are divided by empty lines."""
+    paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
+    if len(paragraphs) != int(num_paragraphs) or not 1 <= int(nth_paragraph) <= len(paragraphs):
+        return False
+    word = paragraphs[int(nth_paragraph) - 1].split()[0].lstrip("\"'(*_")
+    found = re.match(r"[^\s.,?!'\"):;*]*", word)
+    return found is not None and found[0].lower() == first_word.lower()
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    letters = [re.escape(part) for part in postscript_marker.lower().replace(" ", "").rstrip(".").split(".")]
+    return re.search(r"^[ \t]*" + r"\.\s?".join(letters), text.lower(), re.MULTILINE) is not None
+
+
+def _highlights(text: str, num_highlights: int) -> bool:
+    return sum(bool((bold or plain).strip()) for bold, plain in _HIGHLIGHT.findall(text)) >= int(num_highlights)
+
+
+def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= int(num_sections)
+
+
+def _json(text: str) -> bool:
+    """All of the text, with or without a fence around it."""
+    fenced = _FENCE.match(text)
+    try:
+        json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _two_responses(text: str) -> bool:
+    """They are divided by ``******``, and differ."""
+    parts = _between(text, "******")
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+def _quoted(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    words = re.findall(r"\w+(?:[-'’]\w+)*", text)
+    return _matches(capital_relation, sum(word.isupper() for word in words), capital_frequency)
+
+
+#: By their names; what follows the text are their arguments. ``startend:start_checker`` is not among IFEval's.
+CONSTRAINTS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(str(word).lower() in text.lower() for word in keywords),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(_contains_word(text, word) for word in forbidden_words)
+    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _matches(
+        relation, text.lower().count(keyword.lower()), frequency
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _matches(
+        let_relation, text.lower().count(letter.lower()), let_frequency
+    ),
+    "language:response_language": _language,
+    "length_constraints:number_words": lambda text, num_words, relation: _matches(
+        relation, len(re.findall(r"\w+", text)), num_words
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _matches(
+        relation, count_sentences(text), num_sentences
+    ),
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[[^\[\]\n]+\]", text)) >= int(num_placeholders)
+    ),
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: len(_BULLET.findall(text)) == int(num_bullets),
+    "detectable_format:constrained_response": lambda text: any(option in text for option in _OPTIONS),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _json,
+    "detectable_format:title": lambda text: any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)),
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:start_checker": lambda text, start_phrase: (
+        text.strip().strip('"').lower().startswith(start_phrase.strip().lower())
+    ),
+    "startend:quotation": _quoted,
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": lambda text: text.isupper(),
+    "change_case:english_lowercase": lambda text: text.islower(),
+    "punctuation:no_comma": lambda text: "," not in text,
+}

@@ -1,65 +1,64 @@
-"""A language model that judges responses: one reward function, ``judge:NAME``.
+"""A language model that grades responses: one reward function, ``judge:NAME``.
 
 Invariant: a response has one verdict, or is counted as unjudged; a question that is being asked or was answered is not
-asked again. A judge that is gone, or never says anything that its parser reads, ends the run with one line; one that
-fails here and there does not.
+asked again. A judge that is gone, or never gives an answer that its parser reads, ends the run with one line; a single
+failure does not. A key is sent in the request's header, and is in no message, whatever the server answers.
 
 | who waits   | for what                | woken by                                                       |
 |-------------|-------------------------|----------------------------------------------------------------|
-| ``score``   | its question's task     | the task; who gives up waiting leaves it to the others         |
+| ``score``   | its question's task     | the task; a cancelled caller leaves it to the others           |
 | the task    | its turn, the answer    | another task's end; the server or engine, within its own limit |
-| the task    | a parser of the user's  | the process that runs it, or ``READ_S``                        |
+| the task    | a parser of the user's  | the subprocess that runs it, or ``READ_S``                     |
+
+A judge is the run's own engines, or a server in OpenAI's form:
+
+| the server                                                  | then                                               |
+|-------------------------------------------------------------|----------------------------------------------------|
+| cannot be reached, is late, or sends no chat completion;     | another try after a pause (``Retry-After`` counts) |
+| answers 408, 409, 425, 429, 5xx                              |                                                    |
+| answers 401, 403, 404                                        | ``UserError``                                      |
+| answers another 4xx (a question that is too long)            | ``UnansweredError``                                |
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import random
 from collections.abc import Mapping
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from skyasync.config.schema.judges import JudgeConfig, is_text
 from skyasync.errors import UserError, nearest
-from skyasync.processes.apart import NoAnswerError
-from skyasync.rewards.chat_server import Messages, UnansweredError
-from skyasync.rewards.judge import Judge
+from skyasync.rewards.judge_prompts import VerdictParser, adjusted, fill_prompt, known_to_judge, prompt_text
 from skyasync.rewards.score import Score
-from skyasync.rewards.verdicts import Reader, adjusted, known_to_judge, question
+from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
+
+if TYPE_CHECKING:
+    import aiohttp
 
 log = logging.getLogger(__name__)
 
+Messages = list[dict[str, str]]
+
 READ_S = 5.0  # for a parser of the user's, on one answer
+PARSERS = 8  # subprocesses that run it
 ILLEGIBLE = 32  # answers, the first of all, without a verdict among them: the parser is wrong, or the prompt
 REMEMBERED = 100_000  # verdicts
-_SHOWN = 200
+LONGEST_PAUSE_S = 30.0
+MOST_BYTES = 16 << 20  # of a server's answer
+SHOWN = 300  # characters of it in a message
+TRANSIENT, PERMANENT, BUSY = (408, 409, 425, 429), (401, 403, 404), (429, 503)  # status codes
 
 
-class Asked(Protocol):
-    """Whoever answers: a server, or an engine."""
+class JudgeModel(Protocol):
+    """A server, or an engine."""
 
     async def ask(self, messages: Messages) -> str: ...
     async def close(self) -> None: ...
-
-
-def prompt_text(name: str, judge: JudgeConfig) -> str:
-    """The prompt itself, where the configuration names its file.
-
-    Raises:
-        UserError: if there is no such file.
-    """
-    if is_text(judge.prompt):
-        return judge.prompt
-    path = Path(judge.prompt).expanduser()
-    if not path.is_file():
-        close = nearest(path.name, [beside.name for beside in path.parent.glob("*") if beside.is_file()], count=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UserError(
-            f"environment.judges.{name}.prompt={judge.prompt}: there is no such file{hint} (to write the prompt itself "
-            f"here, include a placeholder such as {{response}})"
-        )
-    return path.read_text(encoding="utf-8")
 
 
 class LLMJudge:
@@ -69,15 +68,15 @@ class LLMJudge:
         remembers: a question that was answered is not asked again.
     """
 
-    def __init__(self, name: str, judge: JudgeConfig, asked: Asked, *, remembers: bool = True) -> None:
-        self._name, self._judge, self._asked, self._remembers = name, judge, asked, remembers
-        self._prompt, self._reader = prompt_text(name, judge), Reader(judge.parser)
+    def __init__(self, name: str, judge: JudgeConfig, model: JudgeModel, *, remembers: bool = True) -> None:
+        self._name, self._judge, self._model, self._remembers = name, judge, model, remembers
+        self._prompt, self._reader = prompt_text(name, judge), VerdictParser(judge.parser)
         self._turns = asyncio.Semaphore(judge.max_concurrent)
         self._verdicts: dict[bytes, Score] = {}
         self._asking: dict[bytes, asyncio.Task[Score]] = {}
         self._answers = self._legible = 0
-        self._told = False
-        self._parsing = Judge()
+        self._warned = False
+        self._parsing = SubprocessPool(PARSERS)
 
     async def score(self, known: Mapping[str, Any]) -> Score:
         """The verdict on a response.
@@ -89,13 +88,13 @@ class LLMJudge:
             UserError: if the row lacks what the prompt shows, the server refuses, or no answer can be read.
             RuntimeError: if nothing has answered for as long as this question was tried.
         """
-        asked = question(self._name, self._prompt, known_to_judge(known))
-        key = blake2b(asked.encode(errors="surrogatepass"), digest_size=16).digest()
+        question = fill_prompt(self._name, self._prompt, known_to_judge(known))
+        key = blake2b(question.encode(errors="surrogatepass"), digest_size=16).digest()
         if key in self._verdicts:
             return self._verdicts[key]
         if key not in self._asking:
-            task = self._asking[key] = asyncio.get_running_loop().create_task(self._verdict(key, asked))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # told to those who wait
+            task = self._asking[key] = asyncio.get_running_loop().create_task(self._verdict(key, question))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # raised to those who wait
         return await asyncio.shield(self._asking[key])
 
     async def close(self) -> None:
@@ -103,13 +102,13 @@ class LLMJudge:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._asked.close()
+        await self._model.close()
         await asyncio.to_thread(self._parsing.close)
 
-    async def _verdict(self, key: bytes, asked: str) -> Score:
+    async def _verdict(self, key: bytes, question: str) -> Score:
         try:
             async with self._turns:
-                score = await self._ask(asked)
+                score = await self._ask(question)
         finally:
             self._asking.pop(key, None)
         if self._remembers and not score.unjudged:
@@ -118,27 +117,27 @@ class LLMJudge:
                 del self._verdicts[next(iter(self._verdicts))]
         return score
 
-    async def _ask(self, asked: str) -> Score:
+    async def _ask(self, question: str) -> Score:
         system = [{"role": "system", "content": self._judge.system_prompt}] if self._judge.system_prompt else []
         before = self._answers
         try:
-            said = await self._asked.ask([*system, {"role": "user", "content": asked}])
+            answer = await self._model.ask([*system, {"role": "user", "content": question}])
         except UnansweredError as problem:
             if problem.tried and self._answers == before:  # nor was any other question answered meanwhile
                 raise RuntimeError(f"judge {self._name} (environment.judges.{self._name}): {problem}") from problem
             return self._unjudged(str(problem))
         self._answers += 1
-        found = await self._read(said)
+        found = await self._read(answer)
         if found is None:
-            self._check_legible(said)
-            return self._unjudged(f"parser={self._judge.parser} finds no verdict in {_shown(said)}")
+            self._check_legible(answer)
+            return self._unjudged(f"parser={self._judge.parser} finds no verdict in {_excerpt(answer)}")
         self._legible += 1
         return adjusted(found, self._judge)
 
-    async def _read(self, said: str) -> Score | None:
+    async def _read(self, answer: str) -> Score | None:
         if self._reader.trusted:
-            return self._reader(said)
-        name, arguments = f"judge:{self._name}", {"text": said}
+            return self._reader(answer)
+        name, arguments = f"judge:{self._name}", {"text": answer}
         try:
             return await asyncio.to_thread(self._parsing.call, name, self._reader.portable, arguments, READ_S)
         except NoAnswerError as problem:
@@ -146,20 +145,180 @@ class LLMJudge:
             return None
 
     def _unjudged(self, why: str) -> Score:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             log.warning("judge %s gave no verdict (others are counted, env/<judge>/unjudged): %s", self._name, why)
         return Score(0.0, unjudged=True)
 
-    def _check_legible(self, said: str) -> None:
+    def _check_legible(self, answer: str) -> None:
         if not self._legible and self._answers >= ILLEGIBLE:
-            hint = "" if said.strip() else f" (it is empty: max_tokens={self._judge.max_tokens} may end its thinking)"
+            hint = "" if answer.strip() else f" (it is empty: max_tokens={self._judge.max_tokens} may end its thinking)"
             raise UserError(
                 f"judge {self._name}: environment.judges.{self._name}.parser={self._judge.parser} finds no verdict in "
-                f"any of its first {self._answers} answers; the last one{hint}: {_shown(said)}. Change the parser, or "
-                f"the prompt, which says how to answer"
+                f"any of its first {self._answers} answers; the last one{hint}: {_excerpt(answer)}. Change the parser, "
+                f"or the prompt, which says how to answer"
             )
 
 
-def _shown(said: str) -> str:
-    return repr(said if len(said) <= _SHOWN else f"{said[:60]}...{said[-(_SHOWN - 63) :]}")
+def _excerpt(answer: str) -> str:
+    return repr(answer if len(answer) <= 200 else f"{answer[:60]}...{answer[-137:]}")
+
+
+# ---------------------------------------------------------------- servers
+
+
+class UnansweredError(Exception):
+    """There is no answer to this question; the message says why. ``tried``: in all tries that it may have."""
+
+    tried = False
+
+
+class TemporaryServerError(Exception):
+    """One try has failed, and another may not. ``after_s``: what the server asks to wait; ``busy``: it is there."""
+
+    def __init__(self, message: str, after_s: float = 0.0, *, busy: bool = False) -> None:
+        super().__init__(message)
+        self.after_s, self.busy = after_s, busy
+
+
+def key_of(name: str, judge: JudgeConfig) -> str:
+    """The server's key, from the environment.
+
+    Raises:
+        UserError: if the variable is not set, or holds what no header can.
+    """
+    if not judge.api_key_env:
+        return ""
+    found = os.environ.get(judge.api_key_env, "").strip()
+    where = f"environment.judges.{name}.api_key_env={judge.api_key_env}: this environment variable"
+    if not found:
+        raise UserError(f"{where} is {'empty' if judge.api_key_env in os.environ else 'not set'}")
+    if not (found.isascii() and found.isprintable()):
+        raise UserError(f"{where} holds no key: it has characters that no header can have")
+    return found
+
+
+class ChatServer:
+    """One judge's server.
+
+    Args:
+        key: "" sends none.
+    """
+
+    def __init__(self, name: str, judge: JudgeConfig, key: str) -> None:
+        self._name, self._judge, self._key = name, judge, key
+        self._url = f"{judge.base_url.rstrip('/')}/chat/completions"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, messages: Messages) -> str:
+        """The model's answer.
+
+        Raises:
+            UnansweredError: for this question alone, or after the last try.
+            UserError: if the server refuses whoever asks.
+        """
+        judge, problem = self._judge, ""
+        for number in range(judge.retries + 1):
+            try:
+                return await self._try(self._body(messages), judge.timeout_s)
+            except TemporaryServerError as error:
+                problem = str(error)
+                if number < judge.retries:
+                    pause_s = min(2.0**number * random.uniform(0.75, 1.25), LONGEST_PAUSE_S)
+                    await asyncio.sleep(max(pause_s, min(error.after_s, 2 * LONGEST_PAUSE_S)))
+        failure = UnansweredError(f"{self._url} gave no answer in {judge.retries + 1} tries; the last: {problem}")
+        failure.tried = True
+        raise failure
+
+    async def probe(self) -> None:
+        """Ask it something short, once: what would refuse every question is told before a run has begun.
+
+        Raises:
+            UserError: if it cannot be reached, refuses, or does not answer in OpenAI's form.
+        """
+        where = f"environment.judges.{self._name}"
+        body = self._body([{"role": "user", "content": "Answer with the number 1."}])
+        try:
+            await self._try(body, self._judge.timeout_s)
+        except TemporaryServerError as error:
+            if not error.busy:
+                raise UserError(f"{where}: {self._url} does not answer: {error}") from error
+        except UnansweredError as error:
+            raise UserError(f"{where}: {error}") from error
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def _body(self, messages: Messages) -> dict[str, Any]:
+        judge = self._judge
+        own = {"model": judge.model, "messages": messages, "max_tokens": judge.max_tokens}
+        fields: dict[str, Any] = {**own, "temperature": judge.temperature, **judge.extra_body}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    async def _try(self, body: Mapping[str, Any], limit_s: float) -> str:
+        import aiohttp
+
+        try:
+            async with asyncio.timeout(limit_s) as timer, self._open().post(self._url, json=body) as response:
+                text = await self._text(response)
+                self._check_status(response.status, text, response.headers.get("Retry-After", ""))
+                return self._content(text)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise TemporaryServerError(self._hidden(f"{error or 'timeout'}")) from None
+            raise TemporaryServerError(
+                f"no answer within {limit_s:g} s (environment.judges.{self._name}.timeout_s)"
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise TemporaryServerError(self._hidden(str(error) or type(error).__name__)) from None
+
+    async def _text(self, response: aiohttp.ClientResponse) -> str:
+        found = bytearray()
+        async for chunk in response.content.iter_any():
+            found += chunk
+            if len(found) > MOST_BYTES:
+                raise TemporaryServerError(f"its answer has more than {MOST_BYTES:,} bytes")
+        return found.decode(errors="replace")
+
+    def _open(self) -> aiohttp.ClientSession:
+        """Made where it is used: it belongs to the event loop that runs then."""
+        import aiohttp
+
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            connector = aiohttp.TCPConnector(limit=self._judge.max_concurrent)
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
+        return self._session
+
+    def _check_status(self, status: int, text: str, after: str) -> None:
+        if status < 400:
+            return
+        problem = f"status {status}: {self._shown(text)}"
+        if status in TRANSIENT or status >= 500:
+            raise TemporaryServerError(problem, float(after) if after.isdecimal() else 0.0, busy=status in BUSY)
+        if status in PERMANENT:
+            where = f"environment.judges.{self._name}"
+            hint = {404: f"{where}.base_url, {where}.model"}.get(status, f"{where}.api_key_env")
+            raise UserError(f"judge {self._name}: {self._url} refuses ({hint}): {problem}")
+        raise UnansweredError(f"{self._url} refuses the question, {problem}")
+
+    def _content(self, text: str) -> str:
+        try:
+            message = json.loads(text)["choices"][0]["message"]
+            content = message["content"]
+        except (ValueError, LookupError, TypeError):
+            raise TemporaryServerError(f"this is no chat completion: {self._shown(text)}") from None
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        return str(content or "")
+
+    def _shown(self, text: str) -> str:
+        line = " ".join(self._hidden(text).split())
+        return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+
+    def _hidden(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text

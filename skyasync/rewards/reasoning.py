@@ -4,7 +4,7 @@ Invariant: training and held-out questions come from seeds of their own. The n-t
 neighbouring seeds would give almost the same questions: the two ranges are kept apart.
 
 Some of its scorers run ``eval`` on the answer, and some never return on odd ones: the reward is not ``quick``, so it
-runs in the judge's process, which is no sandbox.
+runs in a reward worker, which is not a sandbox.
 """
 
 from __future__ import annotations

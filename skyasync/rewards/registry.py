@@ -19,8 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 REWARDS = Registry(
     "reward function",
     {
-        "skyasync.rewards.text": "exact_match gsm8k gsm8k_format multiple_choice zero",
-        "skyasync.rewards.mathematics": "math_verify",
+        "skyasync.rewards.answer_match": "exact_match gsm8k gsm8k_format multiple_choice zero math_verify",
         "skyasync.rewards.reasoning": "reasoning_gym",
         "skyasync.rewards.code": "code_tests",
         "skyasync.rewards.instruction_following": (

@@ -1,7 +1,7 @@
-"""Which reward functions judge a row, with which weights.
+"""Which reward functions apply to a row, with which weights; and the checks of both before a run.
 
-Invariant: a row's functions are decided in one place and in this order: its domain's, its own (the column
-``reward_funcs``), the run's.
+A row's functions are decided here, in this order: those of its domain, its own (the column ``reward_funcs``), those of
+the run. Rows that could not be rewarded are found before a run starts (``RowChecks``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,22 @@ from typing import Any
 
 from skyasync.config.schema import EnvironmentConfig
 from skyasync.config.schema.environment import Domain, domains_of, judges
-from skyasync.config.schema.judges import JudgeConfig, is_judge, is_reference, is_text, shows_response
+from skyasync.config.schema.judges import (
+    PREFIX,
+    JudgeConfig,
+    is_judge,
+    is_reference,
+    is_text,
+    judges_of,
+    shows_response,
+)
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
-from skyasync.rewards.panel import Member
 from skyasync.rewards.registry import REWARDS, is_remote
+from skyasync.rewards import sandbox
+from skyasync.rewards.signature import CODE_SANDBOX, seen
+from skyasync.rewards.judge_prompts import VerdictParser, check_placeholders, known_to_judge, prompt_text
+from skyasync.rewards.reward_functions import RewardFunction, reward_function
 
 ENV_KEY = "rewards"  # where an environment finds these settings in its env_config
 
@@ -37,7 +48,7 @@ class RewardSettings:
 
     @classmethod
     def of(cls, environment: EnvironmentConfig) -> RewardSettings:
-        """From an ``EnvironmentConfig``."""
+        """Of a run."""
         return cls(
             tuple(environment.reward_funcs),
             tuple(environment.reward_weights),
@@ -54,11 +65,11 @@ class RewardSettings:
         return sorted(func for func in named if not is_judge(func))
 
     def functions(self, row: Mapping[str, Any]) -> list[tuple[str, float]]:
-        """Those of them that are no judges."""
+        """The names and weights of the row's functions, without judges."""
         return [(func, weight) for func, weight in self.weighted(row) if not is_judge(func)]
 
     def weighted(self, row: Mapping[str, Any]) -> list[tuple[str, float]]:
-        """The names and weights of the functions that judge a row with these columns.
+        """The names and weights of all functions that apply to a row with these columns.
 
         Raises:
             UserError: if there are none.
@@ -73,35 +84,33 @@ class RewardSettings:
         else:
             funcs, weights = self.funcs, self.weights
         if not funcs:
-            raise UserError(_nobody(name, self.domains))
+            raise UserError(_no_functions(name, self.domains))
         return [
             (func, weight * domain.scale) for func, weight in zip(funcs, weights or [1.0] * len(funcs), strict=True)
         ]
 
 
 def env_settings(environment: EnvironmentConfig) -> dict[str, Any]:
-    """What environments are handed: the user's ``env_config``, and these settings."""
+    """The ``env_config`` of environments: the user's, and these settings."""
     return {**environment.env_config, ENV_KEY: RewardSettings.of(environment)}
 
 
 def settle_references(environment: EnvironmentConfig) -> None:
-    """Files by their absolute path, and every function found once, before any process starts.
+    """Make the paths of files absolute, and look up every function once, before any process starts.
 
     Raises:
         UserError: for a function that does not exist.
     """
-    environment.reward_funcs = [absolute_reference(_whole(func)) for func in environment.reward_funcs]
+    environment.reward_funcs = [absolute_reference(_with_function_name(func)) for func in environment.reward_funcs]
     for entry in environment.domains.values():
         if "reward_funcs" in entry:
             funcs = entry["reward_funcs"]
             funcs = [funcs] if isinstance(funcs, str) else funcs
-            entry["reward_funcs"] = [absolute_reference(_whole(func)) for func in funcs]
+            entry["reward_funcs"] = [absolute_reference(_with_function_name(func)) for func in funcs]
     for func in judges(environment):
         if not is_judge(func):
-            Member.of(func)
+            RewardFunction.of(func)
     if "code_tests" in judges(environment):
-        from skyasync.rewards import sandbox
-
         chosen = sandbox.choose(environment.code_sandbox)
         print(f"code_tests runs the model's code under {chosen} (environment.code_sandbox)", file=sys.stderr)
     for name, judge in environment.judges.items():
@@ -109,9 +118,6 @@ def settle_references(environment: EnvironmentConfig) -> None:
 
 
 def _settle_judge(name: str, judge: dict[str, Any]) -> None:
-    from skyasync.rewards.llm_judge import prompt_text
-    from skyasync.rewards.verdicts import Reader
-
     if judge.get("prompt") and not is_text(judge["prompt"]):
         judge["prompt"] = str(Path(judge["prompt"]).expanduser().resolve())
         text = prompt_text(name, JudgeConfig(**judge))
@@ -119,21 +125,57 @@ def _settle_judge(name: str, judge: dict[str, Any]) -> None:
             raise UserError(f"environment.judges.{name}{problem} ({judge['prompt']})")
     if is_reference(judge.get("parser", "")):
         judge["parser"] = absolute_reference(judge["parser"])
-        Reader(judge["parser"]).check()
+        VerdictParser(judge["parser"]).check()
+
+
+class RowChecks:
+    """A row passes if it has all that its judges' prompts show, the columns that its reward functions take as
+    parameters, and all that they check themselves (``checking``)."""
+
+    def __init__(self, environment: EnvironmentConfig) -> None:
+        self._settings = RewardSettings.of(environment)
+        self._prompts = {name: prompt_text(name, judge) for name, judge in judges_of(environment.judges).items()}
+
+    def check(self, known: Mapping[str, Any]) -> None:
+        """Raises ``UserError`` for what is missing.
+
+        Args:
+            known: as judges and functions are told, the response being empty.
+        """
+        for func, _ in self._settings.weighted(known):
+            if is_judge(func):
+                name = func.removeprefix(PREFIX)
+                if name not in self._prompts:
+                    raise UserError(f"{unknown('judge', name, self._prompts)} (environment.judges)")
+                check_placeholders(name, self._prompts[name], known_to_judge(known))
+                continue
+            function = reward_function(func, self._settings.registered.get(func))
+            tokens = seen("", "", [], [], known.get("label")) if function.looks_at_tokens else {}
+            shown = {**known, CODE_SANDBOX: self._settings.code_sandbox, **tokens}
+            function.check(shown)
+            if check := getattr(function.function, "check", None):
+                check(shown)
+
+    def check_metric(self, metric: str, known: Mapping[str, Any]) -> None:
+        """Raises ``UserError`` if no function of the row can report this metric: names start with the function's."""
+        names = short_names([func for func, _ in self._settings.weighted(known)])
+        own = metric.removeprefix(f"{known.get('domain')}/")
+        if own.partition("/")[0] not in {name.partition("/")[0] for name in names}:
+            raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, names))
 
 
 def short_names(funcs: Sequence[str]) -> list[str]:
-    """The names that the functions' metrics bear: of a reference the attribute, where no other bears it."""
+    """The functions' names in metrics: of a reference its attribute, if that is unique."""
     short = ["remote_reward" if is_remote(func) else func.rpartition(":")[2] for func in funcs]
     return [name if short.count(name) == 1 else func for name, func in zip(short, funcs, strict=True)]
 
 
-def _whole(func: str) -> str:
+def _with_function_name(func: str) -> str:
     """A file alone means its ``reward_func``."""
     return f"{func}:reward_func" if func.endswith(".py") and not is_remote(func) else func
 
 
-def _nobody(domain: str, domains: Mapping[str, Domain]) -> str:
+def _no_functions(domain: str, domains: Mapping[str, Domain]) -> str:
     if domain and domains and domain not in domains:
         return f"{unknown('domain', domain, domains)} (environment.domains), and environment.reward_funcs is empty"
     return (

@@ -13,6 +13,8 @@ from skyasync.config.schema.judges import is_reference
 from skyasync.registry import resolve_reference
 from skyasync.rewards.text import extract_boxed_answer
 from skyasync.rewards.verdicts import without_thinking
+from skyasync.rewards.judge_prompts import without_thinking
+from skyasync.rewards.openrlhf import extract_boxed_answer
 
 Answer = Callable[[str], str | None]
 

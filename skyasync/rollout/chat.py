@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from skyasync.arrays import Ints, ints
 from skyasync.engines.protocol import SamplingParams
-from skyasync.envs.base import Conversation, Seen
+from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import UserError
 from skyasync.rollout.tokenizer import Tokenizer
@@ -38,10 +38,10 @@ class _Frame:
 
     tokenizer: Tokenizer
 
-    def seen(self, read: Ints, wrote: Ints) -> Seen:
+    def seen(self, read: Ints, wrote: Ints) -> TurnTokens:
         """A turn as the engine had it; the texts with all their special tokens."""
         before, behind = (_decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, wrote))
-        return Seen(before, behind, ints(read).tolist(), ints(wrote).tolist())
+        return TurnTokens(before, behind, ints(read).tolist(), ints(wrote).tolist())
 
 
 class ChatTokenizer(_Frame):

@@ -18,10 +18,9 @@ from typing import Any
 from skyasync.arrays import NO_INTS, Ints, ints, joined
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.envs.base import Conversation, Seen
+from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
-from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.contract import Generator, TrajectoryGenerator
@@ -40,6 +39,7 @@ from skyasync.rollout.spares import first_complete, with_spares
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
 from skyasync.together import together
+from skyasync.utils.rpc import ProcessLostError
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 
@@ -259,7 +259,7 @@ class EpisodeGenerator(TrajectoryGenerator):
                 raise TimeoutError(late) from error
 
 
-async def _seen(frame: ChatTokenizer | PlainText, read: Ints, wrote: Ints) -> Seen:
+async def _seen(frame: ChatTokenizer | PlainText, read: Ints, wrote: Ints) -> TurnTokens:
     """A turn's tokens for an environment that judges them."""
     is_long = len(read) + len(wrote) >= LONG
     return await asyncio.to_thread(frame.seen, read, wrote) if is_long else frame.seen(read, wrote)

@@ -17,8 +17,8 @@ from skyasync.arrays import Ints
 from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteRewardError, UserError
-from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.types import Group, Segment, Trajectory, TrajectoryId
+from skyasync.utils.rpc import ProcessLostError
 
 log = logging.getLogger(__name__)
 

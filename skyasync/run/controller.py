@@ -34,11 +34,11 @@ from skyasync.config.schema import TrainerConfig
 from skyasync.errors import RayEndedError, Terminated, UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
 from skyasync.observe.terminal import ProgressView
-from skyasync.processes.calls import START_S
 from skyasync.registry import UserParts, add_user_parts, user_parts
 from skyasync.run.logs import ProcessLogs, last_words
 from skyasync.run.ray_cluster import await_end, ended
 from skyasync.trainer import RayPPOTrainer
+from skyasync.utils.rpc import START_S
 
 if TYPE_CHECKING:
     import ray.exceptions
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from skyasync.processes.identity import Identity
     from skyasync.run.experiment import BasePPOExp
 
+    from skyasync.cluster.pulse import Pulse
+    from skyasync.restarting import Restarting
+    from skyasync.utils.process_identity import ProcessIdentity
 
 R = TypeVar("R")
 
@@ -136,10 +139,10 @@ class Controller:
             async with asyncio.timeout(GRACE_S):
                 await self._experiment.close()
 
-    async def who(self) -> Identity:
-        from skyasync.processes.identity import Identity
+    async def who(self) -> ProcessIdentity:
+        from skyasync.utils.process_identity import ProcessIdentity
 
-        return Identity.mine()
+        return ProcessIdentity.mine()
 
     async def report(self, seen: int) -> ProgressReport:
         if self._loaded:
@@ -338,7 +341,7 @@ def _patience_s(trainer: TrainerConfig) -> float:
     return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit or trainer.ckpt_async else 0)
 
 
-def _await_process(controller: ControllerHandle) -> Identity:
+def _await_process(controller: ControllerHandle) -> ProcessIdentity:
     """Ray tries for ever to start a process that cannot start; its reasons are in the terminal by then."""
     import ray
 

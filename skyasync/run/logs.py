@@ -21,7 +21,7 @@ Show = Callable[[Sequence[str], bool], None]
 
 HANDLER = "ray_print_logs"  # Ray's own, which prints; by this name Ray removes it when it ends
 #: Classes of actors -> what users call them.
-NAMES = {"_EngineActor": "engine", "_Host": "environment", "Controller": "controller"}
+NAMES = {"_EngineActor": "engine", "RpcActor": "environment", "Controller": "controller"}
 SILENT = {"engine", "ray"}
 AUTOSCALER, _EVENT = "autoscaler", ":event_summary:"
 TAIL = 40  # lines

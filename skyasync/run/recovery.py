@@ -34,7 +34,7 @@ class Recovery:
     """
 
     def __init__(self, experiment: BasePPOExp, folder: Path) -> None:
-        from skyasync.processes.identity import born
+        from skyasync.utils.process_identity import born
 
         self._experiment = experiment
         self._budget = Restarts(folder, experiment.cfg.trainer.max_restarts)
@@ -59,7 +59,7 @@ class Recovery:
     @property
     def _program_ended(self) -> bool:
         """With which all its processes end, in any order: the controller may see workers die before it does."""
-        from skyasync.processes.identity import born
+        from skyasync.utils.process_identity import born
 
         number, began = self._program
         return born(number) != began

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from skyasync.config.resume import restarts_workers
 from skyasync.config.schema import Config
-from skyasync.processes.identity import Identity
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
+from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.workers.batch import TokenBatch
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
@@ -69,9 +69,9 @@ class _Rank:
         return getattr(self._worker, method)(*args)
 
     @ray.method(concurrency_group=PULSE)
-    def pulse(self) -> Identity:
+    def pulse(self) -> ProcessIdentity:
         """Answered beside the call under way, by a thread of its own."""
-        return Identity.mine()
+        return ProcessIdentity.mine()
 
 
 class HeartbeatTimeoutError(RuntimeError):
@@ -93,8 +93,8 @@ class RankGroup:
         self._since = 0.0
         self._failure: BaseException | None = None
         self._silence_s = 0.0  # allowed; 0: nobody listens
-        self._processes: list[Identity] = []
-        self._pulses: dict[int, tuple[float, asyncio.Future[Identity]]] = {}  # asked for: rank -> when
+        self._processes: list[ProcessIdentity] = []
+        self._pulses: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # asked for: rank -> when
         self._hidden_size = 0
         self._sharing = 1  # ranks that get the same rows
         worker = role.worker if isinstance(role.worker, str) else ""

@@ -36,14 +36,14 @@ class FaultyExperiment(BasePPOExp):
 def take_orders(orders: Orders) -> None:
     """From here on this process's parts are struck."""
     from skyasync.engines.ray_engine import RayEngine
-    from skyasync.processes.on_ray import RayHost
+    from skyasync.utils.rpc import RayTransport
     from skyasync.weight_sync.sync import WeightSync
     from skyasync.workers.dispatch import RayWorkerDispatch
     from skyasync.workers.ranks import RankGroup
 
     _change(RayEngine, "progress", lambda own: _lossy(own, orders, "a heartbeat of an engine"))
     _change(RayEngine, "generate", lambda own: _late(own, orders, "answers of an engine"))
-    _change(RayHost, "exchange", lambda own: _lossy(own, orders, "a message of an environment process"))
+    _change(RayTransport, "exchange", lambda own: _lossy(own, orders, "a message of an environment process"))
     _change(RayWorkerDispatch, "save", lambda own: _full(own, orders))
     _change(RayWorkerDispatch, "begin_save", lambda own: _full(own, orders))
     flips = _Flips(orders)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PROC = Path("/proc")
-ACTORS = {"_EngineActor": "engine", "_Host": "environment", "Controller": "controller"}
+ACTORS = {"_EngineActor": "engine", "RpcActor": "environment", "Controller": "controller"}
 IDLE = "IDLE"
 
 

@@ -20,8 +20,7 @@ from skyasync.engines.protocol import (
 )
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings, Episodes
-from skyasync.processes.calls import Answer, Call
-from skyasync.processes.local import LocalHost
+from skyasync.utils.rpc import Answer, Call, LocalTransport
 from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate
 
 TOKEN_S, SYNC_S, START_S = 0.5, 0.5, 20.0
@@ -182,7 +181,7 @@ def _prompt_length(request: GenerationRequest) -> int:
     return len(tokens)
 
 
-class Host(LocalHost):
+class Host(LocalTransport):
     """An environment process."""
 
     def __init__(self, settings: EnvSettings) -> None:

@@ -21,7 +21,7 @@ TREE = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.p
         ("ray::_EngineActor", "engine"),
         ("ray::PolicyWorker.call", "rank"),
         ("ray::CriticWorker", "rank"),
-        ("ray::_Host.exchange_tuples", "environment"),
+        ("ray::RpcActor.exchange_tuples", "environment"),
         ("ray::Controller.run", "controller"),
         ("ray::IDLE", ""),
         ("ray::some_task", ""),

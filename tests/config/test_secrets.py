@@ -82,7 +82,7 @@ def test_text_has_none_either(tmp_path: Path, capsys: Any) -> None:
     run.save_error(f"ConnectionError: refused {OF_ENVIRONMENT}")
     run.write_samples(1, [{"prompt_id": "a", "response": f"the key is {KEY}", "reward": 1.0}])
     logs = ProcessLogs(run.logs, hide=secrets.hide_all)
-    logs({"pid": 7, "actor_name": "_Host", "lines": [f"asking with {KEY}"], "is_err": False})
+    logs({"pid": 7, "actor_name": "RpcActor", "lines": [f"asking with {KEY}"], "is_err": False})
     files = [path for path in run.path.rglob("*") if path.is_file()]
     assert len(files) == 3
     for path in files:

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from skyasync import load_config
 from skyasync.config.schema import Config
-from skyasync.data import reading, sources
+from skyasync.data import sources
 from skyasync.data.datasets import stream_prompts
 from skyasync.data.prompts import PromptStream
-from skyasync.data.reading import Interleaved, reader
+from skyasync.data.sources import InterleavedSources, reader
 from skyasync.data.stream import BlockStream, StreamedPrompts
 from skyasync.errors import UserError
 from skyasync.preflight.data import check_data
@@ -111,8 +111,8 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_a_source_reads_on_from_any_row(
     kind: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reading, "KNOWN_EVERY", 8)
-    monkeypatch.setattr(reading, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(sources, "KNOWN_EVERY", 8)
+    monkeypatch.setattr(sources, "ROWS_AT_ONCE", 3)
     read = reader(files[kind], configured(files[kind]))
     for start in (0, 1, 6, 7, 30, 49, 50, 20):
         assert [dict(row) for row in read(start)] == ROWS[start:]
@@ -124,7 +124,7 @@ def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(sizes
         return [lambda start, n=n, size=size: iter([{"n": n, "i": i} for i in range(start, size)])
                 for n, size in enumerate(sizes)]  # fmt: skip
 
-    source, found, marks = Interleaved(reads()), list[dict[str, Any]](), []
+    source, found, marks = InterleavedSources(reads()), list[dict[str, Any]](), []
     while True:
         marks.append((len(found), source.given))
         rows = source.take(count)
@@ -137,7 +137,7 @@ def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(sizes
     first = [row["n"] for row in found if row["i"] == 0]
     assert found[: len(first)] == [{"n": n, "i": 0} for n in first]  # one of each before the second of any
     for behind, given_then in marks:
-        other = Interleaved(reads())
+        other = InterleavedSources(reads())
         other.seek(given_then)
         assert other.take(99) == found[behind:]
 

@@ -25,12 +25,12 @@ from skyasync.endpoint.agent_process import AgentProcess, load_program
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
-from skyasync.processes.local import LocalHost
 from skyasync.rollout import rules as episode_rules
 from skyasync.rollout.collate import collate
 from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.rollout.types import Group
+from skyasync.utils.rpc import LocalTransport
 from skyasync.workers.batch import RolloutBatch
 from tests.endpoint import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
@@ -58,9 +58,9 @@ class Engine(ScriptedEngine):
     async def abort(self, ids: Any) -> None: ...
 
 
-def local(program: str, **config: Any) -> LocalHost:
+def local(program: str, **config: Any) -> LocalTransport:
     """An ``AgentProcess`` in this process."""
-    return LocalHost(AgentProcess(f"{PROGRAMS}:{program}", config))
+    return LocalTransport(AgentProcess(f"{PROGRAMS}:{program}", config))
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
 import pytest
 
-from skyasync.envs.gsm8k import GSM8kEnv, final_number
+from skyasync.envs.reward import GSM8kEnv
 from skyasync.errors import UserError
+from skyasync.rewards.answer_match import final_number
 
 
 @pytest.mark.parametrize(

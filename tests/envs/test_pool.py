@@ -12,8 +12,7 @@ from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.envs.pool import EnvPool, local_pool
 from skyasync.errors import UserError
-from skyasync.processes.local import LocalHost
-from skyasync.processes.pool import MOST_HUNG
+from skyasync.utils.rpc import MOST_HUNG, LocalTransport
 from tests.virtual_time import virtual_time
 
 PROMPT = [{"role": "user", "content": "begin"}]
@@ -139,7 +138,7 @@ def test_any_finite_number_is_a_reward(reward):
     run()
 
 
-class SlowWorker(LocalHost):
+class SlowWorker(LocalTransport):
     """Takes its time, writes down the messages it gets, and can be told to die or to report calls that hang."""
 
     def __init__(self, number, seconds=0.0):
@@ -429,7 +428,7 @@ class Counting(BaseTextEnv):
         return {"observations": [], "reward": float(self.turns), "done": self.turns == 2, "metadata": {}}
 
 
-class Late(LocalHost):
+class Late(LocalTransport):
     """What ends an episode arrives behind what is said later."""
 
     async def exchange(self, calls):

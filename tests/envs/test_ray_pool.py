@@ -8,7 +8,7 @@ import pytest
 
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.episodes import EnvSettings
-from skyasync.processes.pool import MOST_HUNG
+from skyasync.utils.rpc import MOST_HUNG
 
 pytestmark = pytest.mark.slow
 

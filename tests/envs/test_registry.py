@@ -1,7 +1,7 @@
 import pytest
 
 from skyasync.envs import ENVS, BaseTextEnv, env_factory, make, register
-from skyasync.envs.gsm8k import GSM8kEnv
+from skyasync.envs.reward import GSM8kEnv
 from skyasync.errors import UserError
 
 
@@ -21,7 +21,7 @@ def test_an_environment_is_found_by_id_by_reference_or_through_a_registered_refe
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("gsm8", "gsm8k"), ("skyasync.envs.gsm8k:GSM8Env", "GSM8kEnv"), ("no:x", "no")]
+    ("name", "hint"), [("gsm8", "gsm8k"), ("skyasync.envs.reward:GSM8Env", "GSM8kEnv"), ("no:x", "no")]
 )
 def test_a_wrong_name_is_refused_with_a_hint(name, hint):
     with pytest.raises(UserError, match=hint):

@@ -8,8 +8,7 @@ from skyasync.envs.pool import local_pool
 from skyasync.envs.reward import right_answer
 from skyasync.errors import UserError
 from skyasync.rewards import REWARDS
-from skyasync.rewards.row_checks import RowChecks
-from skyasync.rewards.settings import env_settings, settle_references, short_names
+from skyasync.rewards.settings import RowChecks, env_settings, settle_references, short_names
 
 pytestmark = pytest.mark.slow
 

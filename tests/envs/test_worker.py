@@ -17,6 +17,7 @@ from skyasync.interop.openrlhf.agent_file import PATH_KEY
 from skyasync.processes.calls import Call
 from skyasync.processes.host import Host
 from skyasync.rewards.settings import ENV_KEY, RewardSettings
+from skyasync.utils.rpc import Call, RpcServer
 
 PROMPT = [{"role": "user", "content": "begin"}]
 PATIENCE_S = 20.0
@@ -116,7 +117,7 @@ class Caller:
 async def at_work(config=None, **settings):
     gates.update(open=threading.Event(), never=threading.Event())
     own = EnvSettings(config or {}, **settings)
-    worker = Host(partial(Episodes, own), own.step_timeout_s, own.max_threads)
+    worker = RpcServer(partial(Episodes, own), own.step_timeout_s, own.max_threads)
     try:
         yield Caller(worker)
     finally:
@@ -152,7 +153,7 @@ async def test_a_slow_step_does_not_hold_up_the_answers_to_the_others(env):
 
 @pytest.mark.parametrize("env", [Gated, AsyncGated, Stubborn])
 async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worker_goes_on(env, monkeypatch):
-    monkeypatch.setattr("skyasync.processes.host.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.utils.rpc.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=0.2, max_threads=1) as caller:
         await caller.begin(env, "stuck")
         (call,) = caller.calls("step", ["stuck"], "never")
@@ -171,7 +172,7 @@ async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worke
 @pytest.mark.parametrize("env", [Difficult, AsyncDifficult])
 @pytest.mark.parametrize("action", KINDS)
 async def test_what_is_raised_besides_exceptions_is_told_at_once_and_leaves_no_thread_behind(action, env, monkeypatch):
-    monkeypatch.setattr("skyasync.processes.host.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.utils.rpc.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=PATIENCE_S / 2) as caller:
         await caller.begin(env, "a", "b")
         bad, good = caller.calls("step", ["a"], action) + caller.calls("step", ["b"], "0.5")
@@ -189,7 +190,7 @@ async def test_what_a_module_raises_besides_exceptions_when_it_is_loaded_is_told
     def load():
         raise kind
 
-    error = await Host._loaded(load)
+    error = await RpcServer._loaded(load)
     assert kind.__name__ in repr(error)
 
 
@@ -218,7 +219,7 @@ async def test_a_later_exchange_takes_over_from_an_earlier_one():
 
 
 async def test_silence_ends_with_a_heartbeat(monkeypatch):
-    monkeypatch.setattr("skyasync.processes.host.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.utils.rpc.HEARTBEAT_S", 0.05)
     async with at_work() as caller:
         await caller.begin(Gated, "a")
         assert await caller.exchange(caller.calls("step", ["a"], "open")) == []

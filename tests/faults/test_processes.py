@@ -31,7 +31,7 @@ SETTINGS = (
     "trainer.heartbeat_timeout_s=5",  # of a machine that has other things to do as well
     "generator.heartbeat_s=0.2",
 )
-WORKER, HUNG, ENVIRONMENT, CONTROLLER = "PolicyWorker", "stop PolicyWorker", "_Host", "Controller"
+WORKER, HUNG, ENVIRONMENT, CONTROLLER = "PolicyWorker", "stop PolicyWorker", "RpcActor", "Controller"
 KILLS: dict[str, Kills] = {  # one worker is killed and one hangs in each, a controller hangs in the first
     "sync": {3: WORKER, 4: ENVIRONMENT, 5: f"stop {CONTROLLER}", 6: f"{HUNG} in training"},
     "one_step_off": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER, 6: f"{WORKER} in sync"},

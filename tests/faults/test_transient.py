@@ -18,16 +18,16 @@ from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
-from skyasync.processes.local import LocalHost
-from skyasync.processes.transient import Patience
 from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.rules import EpisodeRules, check_given_up
 from skyasync.rollout.types import Group
+from skyasync.utils.retry import RetryPolicy
+from skyasync.utils.rpc import LocalTransport
 from tests.endpoint.test_agent_generator import PROGRAMS, Engine
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, request, tokenizer
 from tests.virtual_time import virtual_time
 
-PATIENCE = Patience(tries=3, pause_s=4.0, names=("ConnectionError", "builtins.LookupError"))
+PATIENCE = RetryPolicy(tries=3, pause_s=4.0, names=("ConnectionError", "builtins.LookupError"))
 
 
 class Shaky(RecordedEnv):
@@ -112,8 +112,8 @@ async def test_an_agent_program_is_played_again_from_its_beginning(
     fails: int, score: float | None, tmp_path: Path
 ) -> None:
     endpoint = Endpoint(InferenceClient([Engine(lambda _: "yes")]), tokenizer(), 256)
-    patience = Patience(tries=3, pause_s=0.01)
-    pool = AgentPool(lambda: LocalHost(AgentProcess(f"{PROGRAMS}:shaky", {}, patience=patience)))
+    patience = RetryPolicy(tries=3, pause_s=0.01)
+    pool = AgentPool(lambda: LocalTransport(AgentProcess(f"{PROGRAMS}:shaky", {}, patience=patience)))
     found = AgentGenerator(endpoint, pool, tokenizer(), EpisodeRules(), patience)
     rows = [prompt(0, mark=str(tmp_path / "calls"), fails=fails)]
     try:

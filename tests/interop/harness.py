@@ -34,6 +34,11 @@ from skyasync.rewards.settings import env_settings
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.run.experiment import BasePPOExp
+from skyasync.preflight.settling import settle_references
+from skyasync.rewards.settings import env_settings
+from skyasync.rollout.generator import EpisodeGenerator
+from skyasync.rollout.rules import EpisodeRules
+from skyasync.utils.rpc import LocalTransport
 from skyasync.weight_sync.sync import WeightSync
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import RecordingDispatch, Rows, engine_config
@@ -110,7 +115,7 @@ class Local(BasePPOExp):
     def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         endpoint = Endpoint(inference_engine_client, tokenizer, self.length)
         program, config = cfg.generator.agent_program, agent_config(cfg, self.length)
-        pool = AgentPool(lambda: LocalHost(AgentProcess(program, config)))
+        pool = AgentPool(lambda: LocalTransport(AgentProcess(program, config)))
         return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
 
     async def train(self) -> Run:

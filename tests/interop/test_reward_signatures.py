@@ -7,16 +7,20 @@ import threading
 import pytest
 from aiohttp import web
 
-from skyasync.envs.base import Seen
+from skyasync.envs.base import TurnTokens
 from skyasync.envs.reward import RewardEnv
 from skyasync.errors import UserError
 from skyasync.interop.openrlhf import rewards as remote
 from skyasync.interop.openrlhf.user_modules import extract_boxed_answer, grade_answer, stand_ins
 from skyasync.rewards.panel import Member, judge
+from skyasync.rewards import remote
+from skyasync.rewards.forms import form_of
+from skyasync.rewards.openrlhf import extract_boxed_answer, grade_answer, stand_ins
+from skyasync.rewards.reward_functions import RewardFunction, score_response
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
 from skyasync.rewards.signature import signature_of
 
-SEEN = Seen("<user>2+2=<eos>", "four<eos>", [1, 2, 3], [4, 5])
+SEEN = TurnTokens("<user>2+2=<eos>", "four<eos>", [1, 2, 3], [4, 5])
 
 
 def judged(func, **extras):
@@ -76,7 +80,7 @@ def test_areals_parameters(tmp_path):
 
 
 def test_a_function_that_looks_at_no_tokens_is_shown_none():
-    assert not Member.of("exact_match").looks_at_tokens
+    assert not RewardFunction.of("exact_match").looks_at_tokens
     assert not RewardEnv.sees_tokens({ENV_KEY: RewardSettings(funcs=("exact_match",))}, {})
 
 
@@ -248,4 +252,8 @@ def test_metrics_of_a_server_have_a_name():
 
 def test_a_row_without_tokens_says_what_the_function_needs(tmp_path):
     with pytest.raises(UserError, match="needs 'labels'"):
-        judge([Member.of(file_with(tmp_path, "def reward_func(queries, prompts, labels):\n    return [1]\n"))], {}, 5.0)
+        score_response(
+            [RewardFunction.of(file_with(tmp_path, "def reward_func(queries, prompts, labels):\n    return [1]\n"))],
+            {},
+            5.0,
+        )

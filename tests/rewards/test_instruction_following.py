@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.errors import UserError
-from skyasync.rewards.constraints import CONSTRAINTS, count_sentences, follows, parameters
 from skyasync.rewards.instruction_following import (
+    CONSTRAINTS,
+    count_sentences,
+    follows,
     instruction_following,
     instruction_following_loose,
     instruction_following_share,
     instructions_of,
+    parameters,
     variants,
 )
 

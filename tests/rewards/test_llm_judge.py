@@ -11,9 +11,8 @@ import pytest
 
 from skyasync.config.schema.judges import JudgeConfig
 from skyasync.errors import UserError
-from skyasync.rewards import chat_server
-from skyasync.rewards.chat_server import ChatServer, key_of
-from skyasync.rewards.llm_judge import ILLEGIBLE, LLMJudge
+from skyasync.rewards import llm_judge
+from skyasync.rewards.llm_judge import ILLEGIBLE, ChatServer, LLMJudge, key_of
 from tests.rewards.openai_server import Server, serving
 
 HERE = "tests.rewards.functions"
@@ -27,7 +26,7 @@ def known(response: str = "4", **row: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(llm_judge, "LONGEST_PAUSE_S", 0.01)
 
 
 @asynccontextmanager
@@ -114,6 +113,16 @@ async def test_a_judge_that_is_gone_ends_the_run_in_one_line(fault: Any, line: s
         with pytest.raises(RuntimeError, match=line) as raised:
             await judge.score(known())
     assert "\n" not in str(raised.value)
+
+
+async def test_a_reply_without_end_is_cut_off_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_judge, "MOST_BYTES", 10_000)
+    async with judging(b"x" * 20_000, "yes") as (judge, server):
+        assert (await judge.score(known())).reward == 1.0
+    assert len(server.seen) == 2
+    async with judging(b"x" * 20_000, retries=0) as (judge, _):
+        with pytest.raises(RuntimeError, match="the last: its answer has more than 10,000 bytes"):
+            await judge.score(known())
 
 
 async def test_a_question_that_fails_alone_is_counted_and_ends_nothing() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from skyasync.processes.apart import NoAnswerError
 from skyasync.rewards import REWARDS
-from skyasync.rewards.judge import Judge, portable
 from skyasync.rewards.reasoning import rows
+from skyasync.rewards.reward_functions import portable
+from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def test_a_scorer_that_fails_on_an_answer_gives_nothing():
 
 def test_a_scorer_that_runs_the_answer_loses_no_more_than_the_judges_process():
     (row,) = rows("spiral_matrix", {"size": 1}, 1, held_out=False)
-    judge, function = Judge(), portable(score, "reasoning_gym")
+    judge, function = SubprocessPool(8), portable(score, "reasoning_gym")
 
     def call(response):
         return judge.call("reasoning_gym", function, {"response": response, "reasoning_gym": row["reasoning_gym"]}, 5.0)

@@ -12,7 +12,7 @@ from skyasync import load_config
 from skyasync.engines.client import InferenceClient
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
-from skyasync.rewards import chat_server
+from skyasync.rewards import llm_judge
 from skyasync.rewards.settings import env_settings
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.judging import Judges
@@ -24,7 +24,7 @@ ASKED = "judges.self.prompt='Judge this: {response}'"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chat_server, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(llm_judge, "LONGEST_PAUSE_S", 0.01)
     yield
 
 

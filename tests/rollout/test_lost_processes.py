@@ -8,14 +8,13 @@ import pytest
 
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.envs.pool import EnvPool
-from skyasync.processes.link import ProcessLostError
-from skyasync.processes.local import LocalHost
+from skyasync.utils.rpc import LocalTransport, ProcessLostError
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, request
 from tests.rollout.test_generator import Countdown, groups
 from tests.virtual_time import virtual_time
 
 
-class Mortal(LocalHost):
+class Mortal(LocalTransport):
     """A process that dies when it is asked something for the ``dies``-th time."""
 
     def __init__(self, settings: EnvSettings, dies: int) -> None:

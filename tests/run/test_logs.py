@@ -35,7 +35,7 @@ def test_each_process_has_a_file_named_by_what_it_does(logs: ProcessLogs) -> Non
     logs(batch("a"))
     logs(batch("b", pid=8, name="_EngineActor"))
     logs(batch("c", pid=9, name="PolicyWorker"))
-    logs(batch("d", pid=10, name="_Host"))
+    logs(batch("d", pid=10, name="RpcActor"))
     logs(batch("e", pid=11, name=None))
     logs(batch("f", pid="raylet", name=None))
     logs(batch("g", pid=8, name="_EngineActor", ip="1.2.3.4"))
@@ -51,7 +51,7 @@ def test_what_users_code_prints_is_shown_as_it_was_printed_and_engines_are_quiet
 ) -> None:
     logs(batch("50%|##  | of a print", ""))
     logs(batch("a warning of ours", error=True))
-    logs(batch("seen by an environment", pid=10, name="_Host"))
+    logs(batch("seen by an environment", pid=10, name="RpcActor"))
     logs(batch("INFO vllm says", pid=8, name="_EngineActor"))
     logs(batch("worker 3 was slow", pid="raylet", name=None))
     logs(batch("Node status", ":event_summary:Adding 1 node", pid="autoscaler", name=None))

@@ -16,63 +16,61 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
-from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.adapters import GameEnv
+from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.registry import ENVS, Foreign
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 
 
 @ENVS.register("gem")
-class GemEnv(BaseTextEnv):
-    """Settings are the row's columns, or else those in ``environment.env_config`` (ROLL's ``env_config``).
+class GemEnv(GameEnv):
+    """Settings besides those of ``GameEnv``, in the row or in ``environment.env_config`` (ROLL's ``env_config``):
 
-    Args (of these settings):
+    Args:
         gem_env: ``module:Class``, or an id that gem knows, if it is installed.
-        seed: of the episode.
-        max_steps: the episode ends after so many answers; 0 leaves it to the environment.
     """
 
     made_from: Foreign = None
-    made_with: Mapping[str, object] = {}
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        settings = {**self.env_config, **self.extras, **self.made_with}
-        self._seed, self._max_steps = int(settings.get("seed", 0)), int(settings.get("max_steps", 0))
-        make = self.made_from or _named(settings)
-        self._env = make(**_taken(make, settings))
+        make = self.made_from or _named(self.settings)
+        self._env = make(**_taken(make, self.settings))
+        self._observation: Foreign = ""
+        self._info: Mapping[str, Any] = {}
         self._metrics: dict[str, list[float]] = {}
         self._modes: dict[str, str] = {}
 
-    def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
-        """The row's prompt with the instruction and the first observation below it."""
-        begun = self._env.reset(seed=self._seed)
-        observation, info = begun if isinstance(begun, tuple) and len(begun) == 2 else (begun, {})
-        said = "\n".join(part for part in (info.get("env_instruction"), self._shown(observation, info)) if part)
-        if not prompt:
-            return [{"role": "user", "content": said}], {}
-        *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}\n{said}".strip("\n")}], {}
+    def start(self) -> str:
+        begun = self._env.reset(seed=self.seed)
+        self._observation, self._info = begun if isinstance(begun, tuple) and len(begun) == 2 else (begun, {})
+        return "\n".join(part for part in (self._info.get("env_instruction"), self.observe()) if part)
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        self.turns += 1
-        told = self._env.step(self._action(action))
-        if not isinstance(told, tuple) or len(told) not in (4, 5):
+    def play(self, action: str) -> tuple[float, bool]:
+        returned = self._env.step(self._action(action))
+        if not isinstance(returned, tuple) or len(returned) not in (4, 5):
             raise InvalidEnvOutputError(
                 f"step must return (observation, reward, terminated, truncated, info), as in gem and gymnasium; it "
-                f"returned {told!r:.80}"
+                f"returned {returned!r:.80}"
             )
-        observation, reward, *ended, info = told
-        self._note(info or {})
-        done = any(map(bool, ended)) or self.turns == self._max_steps
-        observations = [] if done else [{"role": "user", "content": self._shown(observation, info or {})}]
-        return {"observations": observations, "reward": float(reward), "done": done, "metadata": {}}
+        self._observation, reward, *ended, info = returned
+        self._info = info or {}
+        self._modes |= self._info.get("metrics_agg_mode") or {}
+        for name, value in (self._info.get("metrics") or {}).items():
+            if isinstance(value, bool | int | float) or hasattr(value, "item"):
+                self._metrics.setdefault(str(name), []).append(float(value))
+        return float(reward), any(map(bool, ended))
+
+    def observe(self) -> str:
+        observation, render = self._observation, getattr(self._env, "render", None)
+        if not isinstance(observation, str) and render is not None and getattr(self._env, "render_mode", "") == "ansi":
+            observation = render()
+        return f"{observation}{self._info.get('suffix', '')}"
 
     def get_metrics(self) -> dict[str, float]:
-        told = {name: values[-1] if self._modes.get(name, "last") == "last" else _folded(values, self._modes[name])
-                for name, values in self._metrics.items()}  # fmt: skip
-        return {**told, "steps": float(self.turns)}
+        metrics = {name: _aggregated(values, self._modes.get(name, "last")) for name, values in self._metrics.items()}
+        return {**metrics, "steps": float(self.turns)}
 
     def close(self) -> None:
         getattr(self._env, "close", lambda: None)()
@@ -86,18 +84,6 @@ class GemEnv(BaseTextEnv):
         first = int(getattr(space, "start", 0))
         numbers = [int(found) for found in re.findall(r"\d+", text)]
         return next((n for n in reversed(numbers) if first <= n < first + int(count)), first)
-
-    def _shown(self, observation: Foreign, info: Mapping[str, Any]) -> str:
-        render = getattr(self._env, "render", None)
-        if not isinstance(observation, str) and render is not None and getattr(self._env, "render_mode", "") == "ansi":
-            observation = render()
-        return f"{observation}{info.get('suffix', '')}"
-
-    def _note(self, info: Mapping[str, Any]) -> None:
-        self._modes |= info.get("metrics_agg_mode") or {}
-        for name, value in (info.get("metrics") or {}).items():
-            if isinstance(value, bool | int | float) or hasattr(value, "item"):
-                self._metrics.setdefault(str(name), []).append(float(value))
 
 
 def played_by_gem(env_class: type, kwargs: Mapping[str, object]) -> type[GemEnv]:
@@ -128,7 +114,7 @@ def _taken(make: Callable[..., Foreign], settings: Mapping[str, Any]) -> dict[st
     return {name: settings[name] for name in inspect.signature(make).parameters if name in settings}
 
 
-def _folded(values: list[float], mode: str) -> float:
-    if mode in ("max", "min"):
-        return max(values) if mode == "max" else min(values)
+def _aggregated(values: list[float], mode: str) -> float:
+    if mode in ("last", "max", "min"):
+        return values[-1] if mode == "last" else (max if mode == "max" else min)(values)
     return sum(values) / (1 if mode == "sum" else len(values))

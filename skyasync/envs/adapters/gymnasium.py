@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
+from skyasync.envs.adapters import GameEnv
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 
@@ -29,56 +29,46 @@ COLOURED = re.compile(r"\x1b\[\d[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
 @ENVS.register("gymnasium", extra="gymnasium")
-class GymnasiumEnv(BaseTextEnv):
-    """Settings are the row's columns, or else those in ``environment.env_config.gymnasium``.
+class GymnasiumEnv(GameEnv):
+    """Settings besides those of ``GameEnv``, in the row or in ``environment.env_config.gymnasium``:
 
-    Args (of these settings):
+    Args:
         gym_id: such as "FrozenLake-v1".
-        seed: of the game; with ``map_size`` among ``gym_args`` also of FrozenLake's random map.
-        gym_args: handed to ``gymnasium.make`` (``is_slippery``, ...).
-        max_steps: the game ends after so many answers; 0 leaves it to the game.
+        gym_args: passed to ``gymnasium.make`` (``is_slippery``, ...). With ``map_size`` FrozenLake's map is random.
         view: what FrozenLake shows: the "board", or what is "near", which a very small model can read.
         step_reward, invalid_reward: added for every answer, and for one that names no action.
     """
 
+    settings_key = "gymnasium"
+
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        settings = {**self.env_config.get("gymnasium", {}), **self.extras}
+        settings = self.settings
         if "gym_id" not in settings:
             raise UserError("gymnasium needs gym_id, as a column of the row or in environment.env_config.gymnasium")
-        self._max_steps = int(settings.get("max_steps", 0))
         self._step_reward = float(settings.get("step_reward", 0.0))
         self._invalid_reward = float(settings.get("invalid_reward", 0.0))
-        self._seed = int(settings.get("seed", 0))
         self._view = _view(settings.get("view", "board"))
         self._is_lake = str(settings["gym_id"]).startswith("FrozenLake")
-        self._game = _make(settings["gym_id"], dict(settings.get("gym_args") or {}), self._seed)
+        self._game = _make(settings["gym_id"], dict(settings.get("gym_args") or {}), self.seed)
         self.actions = _action_names(self._game, settings["gym_id"])
         self._observation: Any = None
-        self._earned, self._unparsable = 0.0, 0
+        self._earned, self._unparsable, self._hint = 0.0, 0, ""
 
-    def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
-        """The row's prompt with the game's first picture below it."""
-        self._observation, _ = self._game.reset(seed=self._seed)
-        if not prompt:
-            return [{"role": "user", "content": self._picture()}], {}
-        *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}\n{self._picture()}".lstrip("\n")}], {}
+    def start(self) -> str:
+        self._observation, _ = self._game.reset(seed=self.seed)
+        return self.observe()
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        self.turns += 1
-        number, reward, done, said = self.parse(action), self._step_reward, False, ""
+    def play(self, action: str) -> tuple[float, bool]:
+        number = self.parse(action)
         if number is None:
             self._unparsable += 1
-            reward += self._invalid_reward
-            said = f"Answer with one of: {', '.join(self.actions)}.\n"
-        else:
-            self._observation, earned, terminated, truncated, _ = self._game.step(number)
-            self._earned += float(earned)
-            reward, done = reward + float(earned), terminated or truncated
-        done = done or self.turns == self._max_steps
-        observations = [] if done else [{"role": "user", "content": said + self._picture()}]
-        return {"observations": observations, "reward": reward, "done": done, "metadata": {}}
+            self._hint = f"Answer with one of: {', '.join(self.actions)}.\n"
+            return self._step_reward + self._invalid_reward, False
+        self._hint = ""
+        self._observation, earned, terminated, truncated, _ = self._game.step(number)
+        self._earned += float(earned)
+        return self._step_reward + float(earned), terminated or truncated
 
     def parse(self, text: str) -> int | None:
         """The last action that the text names as a word of its own; None if it names none."""
@@ -95,6 +85,9 @@ class GymnasiumEnv(BaseTextEnv):
 
     def close(self) -> None:
         self._game.close()
+
+    def observe(self) -> str:
+        return self._hint + self._picture()
 
     def _picture(self) -> str:
         game: Any = self._game.unwrapped

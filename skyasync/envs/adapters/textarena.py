@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
+from skyasync.envs.adapters import GameEnv
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError
 
@@ -16,59 +16,47 @@ if TYPE_CHECKING:
 
 
 @ENVS.register("textarena", extra="textarena")
-class TextArenaEnv(BaseTextEnv):
-    """Settings are the row's columns, or else those in ``environment.env_config.textarena``.
+class TextArenaEnv(GameEnv):
+    """Settings besides those of ``GameEnv``, in the row or in ``environment.env_config.textarena``:
 
-    Args (of these settings):
+    Args:
         textarena_id: such as "GuessTheNumber-v0"; the game must be for one player.
-        seed: of the game.
-        textarena_args: handed to ``textarena.make``.
-        max_steps: the episode ends after so many answers, without the game's reward; 0 leaves it to the game.
+        textarena_args: passed to ``textarena.make``.
 
-    A game gives its reward at its end. Answers follow the game's own rules (most want them in square brackets); one
-    that it does not take as a move is told so by the game, which ends if that is repeated.
+    A game gives its reward at its end, and none if ``max_steps`` ends it. Answers follow the game's own
+    rules (most want them in square brackets). The game says if an answer is not a move, and ends if that is repeated.
     """
+
+    settings_key = "textarena"
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        settings = {**self.env_config.get("textarena", {}), **self.extras}
+        settings = self.settings
         if "textarena_id" not in settings:
             raise UserError(
                 "textarena needs textarena_id, as a column of the row or in environment.env_config.textarena"
             )
-        self._max_steps = int(settings.get("max_steps", 0))
-        self._seed = int(settings.get("seed", 0))
         self._game = _make(settings["textarena_id"], dict(settings.get("textarena_args") or {}))
         self._metrics: dict[str, float] = {}
-        self._said = ""  # all that the game has told; it repeats itself from the beginning
+        self._shown = ""  # all that the game has written; it repeats that each time
 
-    def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
-        """The row's prompt with the game's rules below it."""
-        self._game.reset(num_players=1, seed=self._seed)
-        said = self._news()
-        if not prompt:
-            return [{"role": "user", "content": said}], {}
-        *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}\n{said}".lstrip("\n")}], {}
+    def start(self) -> str:
+        self._game.reset(num_players=1, seed=self.seed)
+        return self.observe()
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        self.turns += 1
+    def play(self, action: str) -> tuple[float, bool]:
         done, _ = self._game.step(action=action)
-        reward, observations = 0.0, []
-        if done:
-            rewards, info = self._game.close()
-            reward = float(rewards[0])
-            self._metrics = {"invalid_move": float(bool(info[0].get("invalid_move", False)))}
-        elif self.turns != self._max_steps:
-            observations = [{"role": "user", "content": self._news()}]
-        done = bool(done) or self.turns == self._max_steps
         self._metrics["steps"] = float(self.turns)
-        return {"observations": observations, "reward": reward, "done": done, "metadata": {}}
+        if not done:
+            return 0.0, False
+        rewards, info = self._game.close()
+        self._metrics["invalid_move"] = float(bool(info[0].get("invalid_move", False)))
+        return float(rewards[0]), True
 
-    def _news(self) -> str:
-        """What the game has told since the last time, the answer that it repeats included."""
+    def observe(self) -> str:
+        """What the game has written since the last call, the answer that it repeats included."""
         _, said = self._game.get_observation()
-        news, self._said = said.removeprefix(self._said), said
+        news, self._shown = said.removeprefix(self._shown), said
         return str(news).strip("\n")
 
     def get_metrics(self) -> dict[str, float]:

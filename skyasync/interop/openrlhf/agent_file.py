@@ -32,6 +32,9 @@ from typing import Any, ClassVar
 from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.check import SAMPLING, InvalidEnvOutputError
+from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent, takes_sampling
+from skyasync.envs.adapters.openrlhf_names import awaited, new_instance, number, refuse_images
+from skyasync.envs.base import SAMPLING, BaseTextEnv, InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError

@@ -25,7 +25,7 @@ from copy import deepcopy
 from types import ModuleType
 from typing import Any
 
-from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES
 from skyasync.rewards.text import extract_boxed_answer
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from skyasync import envs
-from skyasync.envs.base import BaseTextEnvStepOutput, Conversation
-from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
 from skyasync.envs.registry import Foreign, env_factory, register
 
 __all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "ConversationType", "Env", "ToolGroup", "make", "register", "tool"]

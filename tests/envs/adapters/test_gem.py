@@ -3,7 +3,7 @@
 import pytest
 
 from skyasync.envs import make, register
-from skyasync.envs.check import InvalidEnvOutputError
+from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.errors import MissingExtraError, UserError
 
 

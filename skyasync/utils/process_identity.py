@@ -14,7 +14,7 @@ from typing import NamedTuple
 import ray
 
 
-class Identity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """``node``: Ray's. ``born``: in the kernel's ticks."""
 
     node: str
@@ -22,7 +22,7 @@ class Identity(NamedTuple):
     born: str
 
     @classmethod
-    def mine(cls) -> Identity:
+    def mine(cls) -> ProcessIdentity:
         """Of the actor's process that asks."""
         return cls(ray.get_runtime_context().get_node_id(), os.getpid(), born(os.getpid()))
 

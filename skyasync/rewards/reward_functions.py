@@ -1,8 +1,8 @@
-"""Several reward functions on one response.
+"""Reward functions and how they are called: several on one response, each within its time limit.
 
-Invariant: every function's verdict is there, in order, within its limit: quick ones are called directly, coroutines
-run side by side on a loop of their own, everything else in a judge's process. So it works in any thread, also
-where an event loop runs.
+Functions that are marked as quick are called directly. Coroutines run concurrently on an event loop of their own. All
+others run in reward workers, which are subprocesses, since they read what a model wrote. So it works in any thread,
+also in one that runs an event loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,18 +19,19 @@ from functools import cache, lru_cache
 from typing import Any
 
 from skyasync.errors import UserError, nearest
-from skyasync.processes.apart import NoAnswerError
-from skyasync.processes.calls import GRACE_S
-from skyasync.rewards.judge import Judge, portable
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call, call_async
 from skyasync.rewards.signature import BY_NAME, Signature, parameter_names, signature_of, wrong_return
+from skyasync.utils.rpc import GRACE_S
+from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
 log = logging.getLogger(__name__)
 
+REWARD_WORKERS = 8  # at most: a response that takes its whole limit must not hold up all others
+
 
 @dataclass(frozen=True)
-class Member:
+class RewardFunction:
     """A reward function, ready to be called. ``named``: its parameters; ``accepts``: the same, or None for all."""
 
     name: str
@@ -38,12 +40,12 @@ class Member:
     needs: frozenset[str]
     asynchronous: bool
     quick: bool
-    portable: bytes  # how the judge finds it, if it is called there
+    portable: bytes  # for a reward worker, if it is called there
     named: frozenset[str] = frozenset()
     signature: Signature = Signature()  # noqa: RUF009  (it has no state)
 
     @classmethod
-    def of(cls, reference: str, function: Callable[..., Any] | None = None) -> Member:
+    def of(cls, reference: str, function: Callable[..., Any] | None = None) -> RewardFunction:
         """The function behind a name.
 
         Raises:
@@ -86,7 +88,7 @@ class Member:
         self._refuse_missing(self.signature.arguments(known), known)
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the known values that the function takes.
+        """The known values that the function takes.
 
         Raises:
             UserError: if one that it needs is not known.
@@ -106,46 +108,46 @@ class Member:
 
 
 @lru_cache(maxsize=256)
-def member_of(name: str, function: Callable[..., Any] | None = None) -> Member:
-    """``Member.of``, remembered."""
-    return Member.of(name, function)
+def reward_function(name: str, function: Callable[..., Any] | None = None) -> RewardFunction:
+    """``RewardFunction.of``, remembered."""
+    return RewardFunction.of(name, function)
 
 
-def load(members: Sequence[Member]) -> None:
-    """Have the judge import the functions that it is to call, before the first of them is needed.
+def load_functions(functions: Sequence[RewardFunction]) -> None:
+    """Have the reward workers import their functions before the first of them is needed.
 
     Raises:
         UserError: for a module that cannot be loaded.
     """
-    for member in members:
-        if member.portable:
-            _judge().load(member.name, member.portable)
+    for function in functions:
+        if function.portable:
+            reward_workers().load(f"reward function {function.name}", function.portable)
 
 
-def judge(members: Sequence[Member], known: Mapping[str, Any], limit_s: float) -> list[Score]:
+def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any], limit_s: float) -> list[Score]:
     """One score per function; coroutines run while the others are called.
 
     Raises:
         UserError: for what a function returned or lacks.
         Exception: what a function raised, with a note that names it.
     """
-    started = [_start(member, known, limit_s) if member.asynchronous else None for member in members]
+    started = [_start(function, known, limit_s) if function.asynchronous else None for function in functions]
     scores = []
-    for member, running in zip(members, started, strict=True):
+    for function, running in zip(functions, started, strict=True):
         try:
-            scores.append(_verdict(member, running, known, limit_s))
+            scores.append(_score(function, running, known, limit_s))
         except NoAnswerError as problem:
-            log.warning("reward function %s gave no verdict: %s", member.name, problem)
+            log.warning("reward function %s gave no verdict: %s", function.name, problem)
             scores.append(Score(0.0, unjudged=True))
         except UserError:
             raise
         except Exception as error:
-            error.add_note(f"raised by reward function {member.name}")
+            error.add_note(f"raised by reward function {function.name}")
             raise
     return scores
 
 
-def _verdict(member: Member, running: Future[Score] | None, known: Mapping[str, Any], limit_s: float) -> Score:
+def _score(function: RewardFunction, running: Future[Score] | None, known: Mapping[str, Any], limit_s: float) -> Score:
     if running is not None:
         try:
             return running.result(limit_s + GRACE_S)
@@ -153,17 +155,18 @@ def _verdict(member: Member, running: Future[Score] | None, known: Mapping[str, 
             if running.done():
                 raise  # the function's own
             raise NoAnswerError(f"it kept its event loop for more than {limit_s:g} s") from None
-    arguments = member.arguments(known)
-    if member.quick:
-        return call(member.name, member.function, arguments)
-    return _judge().call(member.name, member.portable, arguments, limit_s)
+    arguments = function.arguments(known)
+    if function.quick:
+        return call(function.name, function.function, arguments)
+    score: Score = reward_workers().call(f"reward function {function.name}", function.portable, arguments, limit_s)
+    return score
 
 
-def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[Score]:
+def _start(function: RewardFunction, known: Mapping[str, Any], limit_s: float) -> Future[Score]:
     async def limited() -> Score:
         try:
             async with asyncio.timeout(limit_s) as timer:
-                return await call_async(member.name, member.function, member.arguments(known))
+                return await call_async(function.name, function.function, function.arguments(known))
         except TimeoutError:
             if not timer.expired():
                 raise  # the function's own
@@ -173,9 +176,9 @@ def _start(member: Member, known: Mapping[str, Any], limit_s: float) -> Future[S
 
 
 @cache
-def _judge() -> Judge:
-    """The judge of this process."""
-    return Judge()
+def reward_workers() -> SubprocessPool:
+    """Of this process."""
+    return SubprocessPool(REWARD_WORKERS)
 
 
 @cache
@@ -184,3 +187,40 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
     return loop
+
+
+# ---------------------------------------------------------------- on their way to a worker
+
+
+@dataclass(frozen=True)
+class _NamedFunction:
+    """A function that returns a ``Score``; it is pickled by its name if other processes know that."""
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(self, **arguments: object) -> Score:
+        return call(self.name, self.function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_found, (self.name,)) if _known_everywhere(self) else (_NamedFunction, (self.name, self.function))
+
+
+def portable(function: Callable[..., Any], name: str) -> bytes:
+    """The function, pickled: by its name, or, for one that the program registered, with its code."""
+    named = _NamedFunction(name, function)
+    if _known_everywhere(named):
+        return pickle.dumps(named)
+    from ray import cloudpickle  # also for functions of the program's own file
+
+    return cloudpickle.dumps(named)
+
+
+def _known_everywhere(named: _NamedFunction) -> bool:
+    return ":" in named.name or getattr(named.function, "__module__", "").startswith("skyasync.rewards.")
+
+
+def _found(name: str) -> _NamedFunction:
+    function = find(name)
+    getattr(function, "load", lambda: None)()
+    return _NamedFunction(name, function)

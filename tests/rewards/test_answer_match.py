@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.rewards import REWARDS, text
+from skyasync.rewards import REWARDS
+from skyasync.rewards import answer_match as text
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.rewards import REWARDS
-from skyasync.rewards.panel import Member, judge
+from skyasync.rewards.reward_functions import RewardFunction, score_response
 
 HERE = "tests.rewards.functions"
 KNOWN = {"prompt": "question", "response": "answer", "label": "x", "messages": [], "source": "book"}
 
 
 def scores(*names, limit_s=20.0, **known):
-    return judge([Member.of(name if ":" in name else f"{HERE}:{name}") for name in names], {**KNOWN, **known}, limit_s)
+    return score_response(
+        [RewardFunction.of(name if ":" in name else f"{HERE}:{name}") for name in names], {**KNOWN, **known}, limit_s
+    )
 
 
 def test_a_function_takes_what_it_names_or_everything():
@@ -41,8 +43,8 @@ def test_a_function_that_only_the_program_has():
     def mine(response):
         return float(len(response))
 
-    member = Member.of("mine", mine)
-    assert judge([member], KNOWN, 20.0)[0].reward == 6.0
+    member = RewardFunction.of("mine", mine)
+    assert score_response([member], KNOWN, 20.0)[0].reward == 6.0
 
 
 def test_coroutines_wait_side_by_side():
@@ -128,9 +130,9 @@ def test_a_function_that_cannot_be_called_is_refused(name, message):
 
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(UserError, match="unknown reward function 'exact_mach': did you mean 'exact_match'"):
-        Member.of("exact_mach")
+        RewardFunction.of("exact_mach")
 
 
 @pytest.mark.parametrize("name", REWARDS.names())
 def test_every_built_in_function_is_found(name):
-    assert Member.of(name).name == name
+    assert RewardFunction.of(name).name == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,9 @@ from skyasync.processes.apart import Apart, NoAnswerError
 from skyasync.processes.pool import Pool
 from tests.chaos.process_tree import marked
 from tests.processes.functions import behave
+from skyasync.testing.chaos.family import marked
+from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
+from tests.utils.functions import behave
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +47,8 @@ def mark():
 
 @pytest.fixture(scope="module")
 def pool(mark):
-    found = Pool(lambda look_at: Apart([("f", BEHAVE)], look_at), 2)
+    found = SubprocessPool(2)
+    found.load("f", BEHAVE)
     yield found
     found.close()
     assert none_soon(mark) == []
@@ -111,7 +116,7 @@ def test_what_an_ended_call_has_started_ends_with_it(pool, mark):
 
 @pytest.mark.parametrize("size", [10, BIG])
 def test_the_limit_holds_where_the_child_is_stopped_before_it_is_asked(mark, size):
-    pool = Pool(lambda look_at: Apart([("f", BEHAVE)], look_at), 1)
+    pool = SubprocessPool(1)
     assert ask(pool, "stop behind the answer", 1) == (1, b"")
     time.sleep(0.5)
     with pool.alone() as child:
@@ -121,3 +126,65 @@ def test_the_limit_holds_where_the_child_is_stopped_before_it_is_asked(mark, siz
         assert time.monotonic() - began < 0.5 + SLACK_S
     assert ask(pool, "", 3) == (3, b"")
     pool.close()
+
+
+class Stand:
+    """A worker that does nothing."""
+
+    is_quiet = True
+
+    def __init__(self, number):
+        self.number, self.lost = number, None
+
+    def kill(self):
+        self.lost = RuntimeError("killed")
+
+
+def stands(count):
+    started = []
+
+    def start():
+        started.append(Stand(len(started)))
+        return started[-1]
+
+    return SubprocessPool(count, start), started
+
+
+def test_those_who_want_one_alone_share_none_and_wait_for_the_next_that_is_free():
+    made, started = stands(2)
+    inside, most, lock = [], [], threading.Lock()
+
+    def work():
+        for _ in range(50):
+            with made.alone() as process:
+                with lock:
+                    inside.append(process.number)
+                    most.append(len(inside))
+                    assert inside.count(process.number) == 1
+                with lock:
+                    inside.remove(process.number)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(most) == 400
+    assert max(most) <= 2
+    assert len(started) <= 2
+
+
+def test_one_alone_is_enough_where_nobody_else_asks():
+    made, started = stands(8)
+    for _ in range(3):
+        with made.alone() as process:
+            assert process.number == 0
+    assert len(started) == 1
+
+
+def test_what_is_lost_while_somebody_has_it_is_replaced_for_the_next():
+    made, _ = stands(1)
+    with made.alone() as process:
+        process.kill()
+    with made.alone() as process:
+        assert process.number == 1

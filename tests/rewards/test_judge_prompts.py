@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skyasync.config.schema.judges import PROMPT
 from skyasync.errors import UserError
-from skyasync.rewards.verdicts import Reader, check_placeholders, known_to_judge, question
+from skyasync.rewards.judge_prompts import VerdictParser, check_placeholders, fill_prompt, known_to_judge
 
 ROW: dict[str, Any] = {
     "prompt": "2 + 2?", "messages": [{"role": "user", "content": "2 + 2?"}], "response": "4", "label": "4",
@@ -19,11 +19,11 @@ ROW: dict[str, Any] = {
 
 
 def asked(prompt: str, **row: Any) -> str:
-    return question("j", prompt, known_to_judge({**ROW, **row}))
+    return fill_prompt("j", prompt, known_to_judge({**ROW, **row}))
 
 
 def read(parser: str, text: str) -> float | None:
-    found = Reader(parser)(text)
+    found = VerdictParser(parser)(text)
     return None if found is None else found.reward
 
 

@@ -1,18 +1,17 @@
-"""A child process for functions that may do anything: it calls one at a time, and is killed when that takes too long.
+"""Worker processes for functions that may do anything: each calls one at a time, and is killed at its time limit.
 
-Invariant: whatever a function does (hang, hold the interpreter's lock, exit, crash, fork, write to the child's socket),
-``Apart.call`` returns its own answer or raises within the limit, sending and receiving included: an answer has the
-number of its call, and a child that says anything else is killed. With the child its process group is killed: what
-its functions have started, unless that has given itself a group. An answer is data: reading it runs nothing of the
-function's. Functions run in the child's main thread, so that
-their own signals work as well. A child whose starter was killed ends too: when it is idle, at once; when it computes,
-after the processor time that the limit could have meant.
+Invariant: whatever a function does (hang, hold the interpreter lock, exit, crash, fork, write to the worker's socket),
+``SubprocessWorker.call`` returns its own result or raises within the limit, sending and receiving included. A result
+has the number of its call, and a worker that sends anything else is killed. The worker's process group is killed with
+it: all that its functions have started, unless that has a group of its own. Results are data: reading one runs no
+code of the function. Functions run in the worker's main thread, so that their own signals work as well. If its parent
+was killed, a worker ends too: at once if it is idle, else after the processor time that the limit allows.
 
-| who waits       | for what           | woken by                                                    |
-|-----------------|--------------------|-------------------------------------------------------------|
-| ``Pool.alone``  | a child that is up | its loading's end, in a thread of its own                   |
-| ``call``        | the answer         | the child (answer, end), or ``limit_s``: the child is killed |
-| the child       | the next call      | the call, or the end of the process that started it         |
+| who waits                | for what            | woken by                                                        |
+|--------------------------|---------------------|-----------------------------------------------------------------|
+| ``SubprocessPool.alone`` | a free worker       | another caller that is done, or a replacement that has loaded    |
+| ``call``                 | the result          | the worker (result, end), or ``limit_s``: the worker is killed   |
+| the worker               | the next call       | the call, or the end of its parent                              |
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import count
@@ -37,38 +36,26 @@ from typing import Any
 from weakref import finalize
 
 from skyasync.errors import UserError, headline
-from skyasync.processes.calls import START_S, portable
+from skyasync.utils.rpc import START_S, portable
 
 CHUNK = 1 << 20  # bytes that are read at once
 MOST = 64 << 20  # bytes of an answer
-_HEAD, _MARK = struct.Struct("!4sQ"), b"call"  # of a message; the number of bytes behind it
+_HEAD, _MARK = struct.Struct("!4sQ"), b"call"  # of a message: a mark, and the number of bytes after it
 
 
 class NoAnswerError(Exception):
-    """There is no answer, and the message says why. The child is gone."""
+    """There is no result, and the message says why. The worker is gone."""
 
 
-class Apart:
-    """One child, which starts at once.
+class SubprocessWorker:
+    """One worker, which starts at once."""
 
-    Args:
-        functions: pickled callables, by name, that it loads before it is ready.
-        on_news: called, in any thread, when it is ready and when it is lost.
-    """
-
-    hung = 0
-
-    def __init__(
-        self, functions: Iterable[tuple[str, bytes]] = (), on_news: Callable[[Apart], None] = lambda _: None
-    ) -> None:
-        self.keys: set[str] = set()
+    def __init__(self) -> None:
         self.lost: Exception | None = None
-        self.ready = False
-        self._failed: Exception | None = None  # at its start
-        self._on_news, self._known = on_news, set[bytes]()
+        self._loaded = set[bytes]()
         self._numbers = count(1)
         self._socket, theirs = socket.socketpair()
-        program = f"from skyasync.processes.apart import serve; serve({theirs.fileno()})"
+        program = f"from skyasync.utils.subprocess_worker import serve; serve({theirs.fileno()})"
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with theirs:
             process = subprocess.Popen(
@@ -79,15 +66,10 @@ class Apart:
                 start_new_session=True,  # Ctrl-C in the terminal is not for it; and a group, which is killed with it
             )
         self._stop = finalize(self, _kill, process)
-        threading.Thread(target=self._begin, args=[list(functions)], name="child", daemon=True).start()
-
-    @property
-    def idle(self) -> bool:
-        return not self.keys
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it lives and has said nothing unasked; else it is killed, for what an earlier call has left."""
+        """Whether it is alive and has sent nothing between calls; else it is killed, for what an earlier call left."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -99,44 +81,32 @@ class Apart:
         return False
 
     def load(self, name: str, function: bytes) -> None:
-        """Unpickle a callable there, once.
+        """Have it unpickle a callable, once.
 
         Raises:
-            UserError: if that takes longer than ``START_S``, or ends the child.
+            UserError: if that takes longer than ``START_S``, or ends the worker.
         """
-        if function in self._known:
+        if function in self._loaded:
             return
         try:
             self._ask((function, None, START_S))
         except NoAnswerError as problem:
             raise UserError(f"the module of {name} cannot be loaded: {problem}") from problem
-        self._known.add(function)
+        self._loaded.add(function)
 
     def call(self, name: str, function: bytes, arguments: dict[str, Any], limit_s: float) -> Any:
         """``function(**arguments)``.
 
         Raises:
-            NoAnswerError: if the function does not return within ``limit_s``, or the child ends.
+            NoAnswerError: if the function does not return within ``limit_s``, or the worker ends.
             UserError: if it cannot be loaded.
             Exception: what the function raised, with a note that holds its traceback.
         """
-        if self._failed is not None:
-            self._lose(self._failed)
-            raise self._failed
         self.load(name, function)
         return self._ask((function, arguments, limit_s))
 
     def kill(self) -> None:
         self._lose(RuntimeError("it was ended"))
-
-    def _begin(self, functions: list[tuple[str, bytes]]) -> None:
-        try:
-            for name, function in functions:
-                self.load(name, function)
-        except Exception as problem:
-            self._failed, self.lost = problem, None  # for the next caller to hear of, before another one starts
-        self.ready = True
-        self._on_news(self)
 
     def _ask(self, message: tuple[bytes, dict[str, Any] | None, float]) -> object:
         number, limit_s = next(self._numbers), message[-1]
@@ -166,11 +136,110 @@ class Apart:
             self._stop()
 
 
+class SubprocessPool:
+    """Workers that are started as they are needed, replaced when they are lost, and used by one caller at a time.
+
+    May be used from several threads.
+
+    Args:
+        most: workers at once.
+        start: makes one.
+    """
+
+    def __init__(self, most: int, start: Callable[[], SubprocessWorker] = SubprocessWorker) -> None:
+        self._start = start
+        self._slots = threading.Semaphore(most)
+        self._lock = threading.Lock()
+        self._functions: dict[
+            bytes, str
+        ] = {}  # pickled, with their names: every worker loads them before its first call
+        self._free: list[SubprocessWorker] = []
+        self._workers: set[SubprocessWorker] = set()
+
+    def load(self, name: str, function: bytes) -> None:
+        """Have a function loaded, now in one worker and before their first call in all others.
+
+        Raises:
+            UserError: if it cannot be loaded.
+        """
+        with self.alone() as worker:
+            worker.load(name, function)
+        self._functions[function] = name
+
+    def call(self, name: str, function: bytes, arguments: dict[str, Any], limit_s: float) -> Any:
+        """``SubprocessWorker.call`` in a worker that is free; loading does not count towards the limit."""
+        if function not in self._functions:
+            self.load(name, function)
+        with self.alone() as worker:
+            return worker.call(name, function, arguments, limit_s)
+
+    @contextmanager
+    def alone(self) -> Iterator[SubprocessWorker]:
+        """A worker that has no other caller meanwhile; waits for one. One that is lost then is replaced ahead."""
+        self._slots.acquire()
+        worker = None
+        try:
+            worker = self._take()
+            yield worker
+        finally:
+            with self._lock:
+                kept = worker in self._workers  # else the pool was closed
+                if worker is not None and kept and worker.lost is None:
+                    self._free.append(worker)
+                elif worker is not None:
+                    self._workers.discard(worker)
+            if worker is not None and kept and worker.lost is not None:
+                threading.Thread(target=self._replace, name="replaces a worker", daemon=True).start()
+            else:
+                self._slots.release()
+
+    def close(self) -> None:
+        """Kill the workers. The next call starts others."""
+        with self._lock:
+            workers, self._workers, self._free = self._workers, set(), []
+        for worker in workers:
+            worker.kill()
+
+    def _take(self) -> SubprocessWorker:
+        while True:
+            with self._lock:
+                if not self._free:
+                    worker = self._start()
+                    self._workers.add(worker)
+                    break
+                worker = self._free.pop()
+            if worker.is_quiet:
+                return worker
+            self._workers.discard(worker)
+        self._load_all(worker)
+        return worker
+
+    def _replace(self) -> None:
+        """In a thread, since loading takes its time; if it fails, the next caller is told when it tries."""
+        try:
+            with suppress(Exception):
+                worker = self._take()
+                with self._lock:
+                    if worker in self._workers:  # else the pool was closed
+                        self._free.append(worker)
+        finally:
+            self._slots.release()
+
+    def _load_all(self, worker: SubprocessWorker) -> None:
+        try:
+            for function, name in list(self._functions.items()):
+                worker.load(name, function)
+        except BaseException:
+            worker.kill()
+            self._workers.discard(worker)
+            raise
+
+
 def serve(handle: int) -> None:
-    """The child's program: answer calls until the other end is closed."""
-    os.set_inheritable(handle, False)  # else a program that a function has started would not tell of the child's end
+    """The worker's program: answer calls until the other end is closed."""
+    os.set_inheritable(handle, False)  # else a program that a function has started would hide the worker's end
     connection, own = socket.socket(fileno=handle), os.getpid()
-    os.register_at_fork(after_in_child=connection.close)  # else it would not tell of the child's end
+    os.register_at_fork(after_in_child=connection.close)  # else a fork would hide the worker's end
     while True:
         try:
             number, *message = pickle.loads(_receive(connection))
@@ -199,13 +268,13 @@ def _answer(number: int, function: bytes, arguments: dict[str, Any] | None, limi
 
 
 def _send(connection: socket.socket, message: bytes, deadline: float | None = None) -> None:
-    """Raises TimeoutError behind the deadline (``time.monotonic``)."""
+    """Raises TimeoutError after the deadline (``time.monotonic``)."""
     connection.settimeout(_left(deadline))
     connection.sendall(_HEAD.pack(_MARK, len(message)) + message)
 
 
 def _receive(connection: socket.socket, deadline: float | None = None, most: int = sys.maxsize) -> bytes:
-    """Raises EOFError where the other end is closed, TimeoutError behind the deadline, ValueError for garbage."""
+    """Raises EOFError where the other end is closed, TimeoutError after the deadline, ValueError for garbage."""
     mark, length = _HEAD.unpack(_exactly(_HEAD.size, connection, deadline))
     if mark != _MARK:
         raise ValueError(f"it begins with {mark!r}")
@@ -234,7 +303,7 @@ def _left(deadline: float | None) -> float | None:
     return left
 
 
-class _Answer(pickle.Unpickler):
+class _PlainUnpickler(pickle.Unpickler):
     """Reads plain data, this library's, and its errors and Python's."""
 
     def find_class(self, module: str, name: str) -> object:
@@ -245,7 +314,7 @@ class _Answer(pickle.Unpickler):
 
 
 def _read(answer: bytes) -> Any:
-    return _Answer(io.BytesIO(answer)).load()
+    return _PlainUnpickler(io.BytesIO(answer)).load()
 
 
 @cache

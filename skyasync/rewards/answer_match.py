@@ -1,16 +1,25 @@
-"""Rewards that compare text. All of them return at once."""
+"""Rewards that compare the response's answer with the right one: as text, as a number or letter, as mathematics.
+
+All but ``math_verify`` return at once. That library's own time limits are signals, which work in a main thread only and
+cannot stop a computation inside one big number. It is called without them, in a process with a time limit.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
 
-from skyasync.errors import UserError
-from skyasync.rewards.registry import REWARDS, quick
+from skyasync.errors import MissingExtraError, UserError
+from skyasync.rewards.registry import REWARDS, loading, quick
 
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 _CHOICES = re.compile(r"\\boxed\{\s*\(?([A-Za-z])\)?\s*\}|[Aa]nswer(?:\s+is|\s*:)\s*\**\(?([A-Za-z])\b")
 _ONLY = re.compile(r"^\W*([A-Za-z])()\W*$")
 _NUMBER_AT_THE_END = re.compile(r"####\s*-?[\d,]*\.?\d+\s*")
+_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")  # of mathematics
 
 
 def final_number(text: str) -> str | None:
@@ -65,6 +74,44 @@ def _known(label: object, function: str) -> object:
     if label is None:
         raise UserError(f"reward function {function} needs the right answer, and the row has none: set data.label_key")
     return label
+
+
+def _library() -> ModuleType:
+    try:
+        import math_verify
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("math-verify", "math-verify") from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    return math_verify
+
+
+@REWARDS.register("math_verify", extra="math-verify")
+@loading(_library)
+def math_verify(response: str, label: object) -> float:
+    """1 if an expression in the response equals the label's.
+
+    Raises:
+        UserError: if the label is no mathematical expression.
+    """
+    if label is None or not _expressions(truth := _delimited(str(label).strip())):
+        raise UserError(f"reward function math_verify finds no mathematical expression in the label {label!r}")
+    return _equal(response, truth)
+
+
+def _delimited(label: str) -> str:
+    """A label without any mark is the expression itself."""
+    return label if any(mark in label for mark in _DELIMITERS) else f"${label}$"
+
+
+@lru_cache(maxsize=4096)  # the samples of a group share the label, and often the answer
+def _equal(response: str, truth: str) -> float:
+    return float(_library().verify(_expressions(truth), _expressions(response), timeout_seconds=None))
+
+
+@lru_cache(maxsize=4096)
+def _expressions(text: str) -> list[Any]:
+    found: list[Any] = _library().parse(text, parsing_timeout=None)
+    return found
 
 
 def extract_boxed_answer(text: str) -> str | None:

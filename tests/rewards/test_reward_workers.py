@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.processes.apart import NoAnswerError
-from skyasync.rewards.judge import Judge, portable
+from skyasync.rewards.reward_functions import portable
+from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 from tests.rewards import functions
 
 HERE = "tests.rewards.functions"
@@ -23,7 +23,7 @@ def named(name):
 
 @pytest.fixture
 def judge():
-    found = Judge()
+    found = SubprocessPool(8)
     yield found
     found.close()
 
@@ -58,9 +58,9 @@ def test_a_module_that_cannot_be_loaded_is_an_error_and_not_a_lost_verdict(judge
 def test_the_process_ends_with_the_one_that_started_it(first, busy):
     program = (
         "import os, threading\n"
-        "from skyasync.rewards.judge import Judge\n"
-        "from tests.rewards.test_judge import named\n"
-        "judge = Judge()\n"
+        "from skyasync.utils.subprocess_worker import SubprocessPool\n"
+        "from tests.rewards.test_reward_workers import named\n"
+        "judge = SubprocessPool(8)\n"
         f"score = judge.call('p', named({first!r}), {{'response': ''}}, 5.0)\n"
         "print(int(score.metrics['process']), flush=True)\n"
         f"if {busy}: judge.call('h', named('holds_the_interpreter'), {{'response': 'hang'}}, 0.4)\n"

@@ -1,7 +1,7 @@
-"""What a judge is asked, and what is read from its answer.
+"""The prompts of judges (language models that grade), and how a verdict is parsed from their answers.
 
-Invariant: what stands in a response or a row is put into the question as it is and never read for placeholders again.
-An answer that holds no verdict gives None, never a guess.
+Invariant: the text of a response or a row is inserted as it is and never searched for placeholders. An answer without a
+verdict gives None, never a guess.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from skyasync.config.schema.judges import PLACEHOLDER, JudgeConfig, is_reference, placeholders
+from skyasync.config.schema.judges import PLACEHOLDER, JudgeConfig, is_reference, is_text, placeholders
 from skyasync.errors import UserError, nearest
 from skyasync.registry import resolve_reference
 from skyasync.rewards.score import Score, as_score
@@ -36,6 +37,25 @@ def without_thinking(text: str) -> str:
     return text.rpartition(_THOUGHT_ENDS)[2].partition(_THOUGHT_BEGINS)[0]
 
 
+def prompt_text(name: str, judge: JudgeConfig) -> str:
+    """The prompt itself, where the configuration names its file.
+
+    Raises:
+        UserError: if there is no such file.
+    """
+    if is_text(judge.prompt):
+        return judge.prompt
+    path = Path(judge.prompt).expanduser()
+    if not path.is_file():
+        close = nearest(path.name, [beside.name for beside in path.parent.glob("*") if beside.is_file()], count=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(
+            f"environment.judges.{name}.prompt={judge.prompt}: there is no such file{hint} (to write the prompt itself "
+            f"here, include a placeholder such as {{response}})"
+        )
+    return path.read_text(encoding="utf-8")
+
+
 def known_to_judge(known: Mapping[str, Any]) -> dict[str, Any]:
     """What a question may show: the row's columns, the response, and the field's usual names for what they hold."""
     label = known.get("label")
@@ -45,7 +65,7 @@ def known_to_judge(known: Mapping[str, Any]) -> dict[str, Any]:
     return {**usual, **known, "final_response": without_thinking(response).strip(), "conversation": conversation}
 
 
-def question(name: str, prompt: str, known: Mapping[str, Any]) -> str:
+def fill_prompt(name: str, prompt: str, known: Mapping[str, Any]) -> str:
     """The prompt with what is known in the place of its placeholders.
 
     Raises:
@@ -83,8 +103,8 @@ def _lacking(place: str, known: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads verdicts by a parser, ``environment.judges.NAME.parser``; travels to another process by its name."""
+class VerdictParser:
+    """``environment.judges.NAME.parser``; it is pickled by its name."""
 
     parser: str
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyasync.envs.check import check_metrics, check_prompt, check_step
+from skyasync.envs.base import check_metrics, check_prompt, check_step
 
 GOOD = {"observations": [{"role": "user", "content": "and?"}], "reward": 1, "done": np.bool_(False), "metadata": {}}
 
