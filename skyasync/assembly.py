@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.engines.revival import Revival
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
-    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
     from skyasync.training.parts import Client

@@ -8,25 +8,21 @@ episode, and with it the run, unless ``environment.on_error`` has such episodes 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-from skyasync.arrays import NO_INTS
 from skyasync.endpoint.agent_pool import AgentError, NonFiniteAgentError, PassingAgentError, ProcessLostError, Score
 from skyasync.endpoint.recorder import sequences
 from skyasync.endpoint.server import Endpoint
 from skyasync.endpoint.session import Session
-from skyasync.engines.protocol import SamplingParams
 from skyasync.processes.transient import Patience
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.contract import TrajectoryGenerator
-from skyasync.rollout.early_end import HasMetric
-from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, without_number
+from skyasync.rollout.episode_limits import MAX_ATTEMPTS, EpisodeLimits, failed_episode, nonfinite_episode
+from skyasync.rollout.generator_api import TrajectoryGenerator
+from skyasync.rollout.group_sampling import GroupMonitor, play_episodes
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
-from skyasync.together import together
-
-PLAYS = 3  # of an episode whose process another one may have ended
+from skyasync.rollout.types import RolloutRequest, Trajectory
 
 
 class Agents(Protocol):
@@ -43,7 +39,7 @@ class AgentGenerator(TrajectoryGenerator):
     Args:
         endpoint: where programs find the policy; the first ``roll_out`` starts it.
         agents: what runs the programs.
-        rules: limits of an episode; its turns are the program's own affair.
+        limits: limits of an episode; its turns are the program's own affair.
         patience: with programs that fail for now; they are played again from their beginning.
         reads_behaviour: as ``Session`` has it, for episodes that are trained.
     """
@@ -53,7 +49,7 @@ class AgentGenerator(TrajectoryGenerator):
         endpoint: Endpoint,
         agents: Agents,
         tokenizer: Tokenizer,
-        rules: EpisodeRules,
+        limits: EpisodeLimits,
         patience: Patience = Patience(),  # noqa: B008  (frozen)
         *,
         reads_behaviour: str = "",
@@ -61,58 +57,49 @@ class AgentGenerator(TrajectoryGenerator):
         self._endpoint, self._agents, self._patience = endpoint, agents, patience
         self._reads_behaviour = reads_behaviour
         self._chat = ChatTokenizer(tokenizer)
-        self._rules = rules
-        self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
+        self._limits = limits
+        self._in_flight = asyncio.Semaphore(limits.in_flight) if limits.in_flight else nullcontext()
 
-    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
+    async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         await self._endpoint.start()
-        sampling, is_eval = input_batch["sampling_params"], input_batch["is_eval"]
-        episodes = [
-            self._episode(identity, {"messages": prompt, **extras, "prompt": prompt}, sampling, is_eval)
-            for identity, prompt, extras in zip(
-                input_batch["trajectory_ids"], input_batch["prompts"], input_batch["env_extras"], strict=True
-            )
-        ]
-        if self._rules.metric and not is_eval:
-            asked = input_batch["trajectory_ids"]
-            looks = HasMetric(self._rules.metric, asked)
-            episodes = [looks.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
-        async with together() as tasks:
-            played = [tasks.start(episode) for episode in episodes]
-        return [episode.result() for episode in played]
+        requested, monitor = [request.id for request in requests], None
+        if self._limits.metric and not any(request.is_eval for request in requests):
+            monitor = GroupMonitor(requested, metric=self._limits.metric)
+        return await play_episodes(requested, {request.id: self._episode(request) for request in requests}, monitor)
 
     async def close(self) -> None:
         """Stop listening, and end the programs' processes."""
         await self._agents.close()
         await self._endpoint.close()
 
-    async def _episode(
-        self, identity: TrajectoryId, data: dict[str, Any], sampling: SamplingParams, is_eval: bool
-    ) -> Trajectory:
-        async with self._turn:
-            losses = retries = 0
+    async def _episode(self, request: RolloutRequest) -> Trajectory:
+        identity, messages = request.id, request.prompt.messages
+        data = {"messages": messages, **request.extras, "prompt": messages}
+        reads = "" if request.is_eval else self._reads_behaviour
+        async with self._in_flight:
+            attempt, retries = 1, 0
             while True:
-                reads = "" if is_eval else self._reads_behaviour
-                async with self._endpoint.session(identity, sampling, self._rules.session(identity), reads) as session:
+                affinity = self._limits.session(identity)
+                async with self._endpoint.session(identity, request.sampling, affinity, reads) as session:
                     try:
-                        score = await self._play(session, data, is_eval)
+                        score = await self._play(session, data, request.is_eval)
                         return self._scored(session, score, retries)
                     except PassingAgentError as error:
                         retries += 1
                         if not await self._patience.wait(retries, f"the agent program of {identity}", error):
-                            return self._given_up(session, error, data)
+                            return self._failed(session, error, data)
                     except AgentError as error:
-                        return self._given_up(session, error, data)
+                        return self._failed(session, error, data)
                     except ProcessLostError as error:
-                        losses += 1
-                        if losses == PLAYS:
-                            lost = AgentError(f"{identity}: its process was lost {PLAYS} times ({error})")
-                            return self._given_up(session, lost, data)
+                        if attempt == MAX_ATTEMPTS:
+                            lost = AgentError(f"{identity}: its process was lost {MAX_ATTEMPTS} times ({error})")
+                            return self._failed(session, lost, data)
+                        attempt += 1
 
     async def _play(self, session: Session, data: dict[str, Any], is_eval: bool) -> Score:
         """The program's score, or the failure of an engine that it met: whichever is there first."""
         episode, url, key = str(session.identity), self._endpoint.base_url, session.api_key
-        play = self._agents.play(episode, data, url, key, is_eval=is_eval, timeout_s=self._rules.timeout_s)
+        play = self._agents.play(episode, data, url, key, is_eval=is_eval, timeout_s=self._limits.timeout_s)
         playing = asyncio.ensure_future(play)
         waited: set[asyncio.Future[Any]] = {playing, session.failure}
         try:
@@ -134,7 +121,7 @@ class AgentGenerator(TrajectoryGenerator):
         else:
             trajectory.segments[-1].reward = score.reward
         trajectory.metrics |= score.metrics | ({"retries": float(retries)} if retries else {})
-        if self._rules.on_error != "raise":
+        if self._limits.on_error != "raise":
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
         return trajectory
 
@@ -144,21 +131,17 @@ class AgentGenerator(TrajectoryGenerator):
         last = {call.id: call for call in kept}  # an answer's choices share its id
         for number, call in enumerate(kept):
             if call is last[call.id]:
-                call.action.reward = score.rewards.get(call.id, 0.0) * self._rules.turn_discount**number
+                call.action.reward = score.rewards.get(call.id, 0.0) * self._limits.turn_discount**number
 
-    def _given_up(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
-        if isinstance(error, NonFiniteAgentError) and self._rules.leaves_out and session.recorder.calls:
-            return without_number(_recorded(session), error)
-        if self._rules.on_error == "raise":
+    def _failed(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
+        if isinstance(error, NonFiniteAgentError) and self._limits.skips_nonfinite and session.recorder.calls:
+            return nonfinite_episode(_recorded(session), error)
+        if self._limits.on_error == "raise":
             raise error
-        trajectory = Trajectory(session.identity, [Segment("prompt", NO_INTS)])
-        if session.recorder.calls:
-            trajectory = _recorded(session)
-            if self._rules.on_error == "mask":
-                trajectory.branches = []  # without a loss they say nothing
-        reason = GivenUpError()
-        reason.__cause__ = error
-        return give_up(trajectory, self._rules, reason, self._chat.prompt(data["prompt"]))
+        trajectory = _recorded(session) if session.recorder.calls else Trajectory(session.identity)
+        if self._limits.on_error == "mask":
+            trajectory.branches = []  # without a loss they carry nothing
+        return failed_episode(trajectory, self._limits, error, self._chat.prompt(data["prompt"]))
 
 
 def _check_calls(session: Session, score: Score) -> None:

@@ -14,7 +14,7 @@ from skyasync.endpoint.openrlhf import agent_config
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.processes.transient import Patience
-from skyasync.rollout.rules import EpisodeRules
+from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.tokenizer import Tokenizer
 
 
@@ -27,7 +27,7 @@ def agent_generator(
         max_model_len: tokens of a prompt and its response together.
         folder: the run's, where programs from outside find the endpoint's address and key.
     """
-    generator, rules, reads = cfg.generator, EpisodeRules.of(cfg), reads_behaviour(cfg.trainer.algorithm)
+    generator, rules, reads = cfg.generator, EpisodeLimits.of(cfg), reads_behaviour(cfg.trainer.algorithm)
     lobby = Lobby(folder) if generator.agent_program == ONLINE else None
     endpoint = Endpoint(
         client,

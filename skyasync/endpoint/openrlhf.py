@@ -30,7 +30,7 @@ from skyasync.envs.base import Conversation
 from skyasync.rewards.forms import unbatched
 from skyasync.rewards.score import as_score
 from skyasync.rollout.chat import PlainText
-from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, template_text, told
+from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, template_text, with_template
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -188,7 +188,7 @@ class _Episode:
 
 @cache
 def _tokenizer(path: str, template: str, arguments: str) -> Tokenizer:
-    return told(load_tokenizer(path), template, json.loads(arguments))
+    return with_template(load_tokenizer(path), template, json.loads(arguments))
 
 
 @cache

@@ -25,8 +25,8 @@ from skyasync.observe import TRACKERS
 from skyasync.preflight.references import check_reference, lacks, returns_tuples
 from skyasync.registry import Registry
 from skyasync.rewards.registry import REWARDS
-from skyasync.rollout.answers import reader
-from skyasync.rollout.recorded import need_pyarrow
+from skyasync.rollout.evaluation import answer_reader
+from skyasync.rollout.trajectory_files import need_pyarrow
 from skyasync.trainer import RayPPOTrainer
 
 
@@ -56,7 +56,7 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     if cfg.trainer.dump_trajectories:
         need_pyarrow()
     if cfg.trainer.eval_answer:
-        reader(cfg.trainer.eval_answer)
+        answer_reader(cfg.trainer.eval_answer)
     if cfg.generator.agent_program:
         _check_agents(cfg.generator)
 

@@ -34,7 +34,7 @@ from skyasync.preflight.folders import check_folders, check_resuming
 from skyasync.preflight.judges import check_judges
 from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.preflight.settling import settle_models, settle_references
-from skyasync.rollout.tokenizer import quick_tokenizer, told
+from skyasync.rollout.tokenizer import quick_tokenizer, with_template
 from skyasync.workers.roles import Role
 
 #: Settings of OpenRLHF's that scripts export.
@@ -117,7 +117,7 @@ def _check_data_and_models(experiment: Unprepared) -> None:
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
     path = cfg.trainer.policy.model.path
     if not own_tokenizer and Path(path, "tokenizer.json").is_file():
-        tokenizer = told(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
+        tokenizer = with_template(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
         check_lengths(prompts, tokenizer, cfg)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, cast, overload
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.experiment import BasePPOExp
-from skyasync.rollout.contract import TrajectoryGenerator
-from skyasync.rollout.recorded import read
+from skyasync.rollout.generator_api import TrajectoryGenerator
+from skyasync.rollout.trajectory_files import read
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Trajectory
 from skyasync.tools.replay import without_engines
 from skyasync.trainer import RayPPOTrainer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skyasync.engines.client import InferenceClient
     from skyasync.engines.protocol import EngineStats
     from skyasync.observe.trackers import Tracker
-    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.training.parts import Client
     from skyasync.weight_sync.sync import Destination, Paused, Source, WeightSync

@@ -26,14 +26,14 @@ from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
 from skyasync.processes.local import LocalHost
-from skyasync.rollout import rules as episode_rules
+from skyasync.rollout import episode_limits as episode_rules
 from skyasync.rollout.collate import collate
-from skyasync.rollout.contract import play as roll_out
-from skyasync.rollout.rules import EpisodeRules
+from skyasync.rollout.episode_limits import EpisodeLimits
+from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
 from skyasync.workers.batch import RolloutBatch
 from tests.endpoint import agent_programs
-from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
+from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
 
 pytestmark = pytest.mark.slow  # programs that hang are waited for
 
@@ -65,11 +65,11 @@ def local(program: str, **config: Any) -> LocalHost:
 
 @asynccontextmanager
 async def generator(
-    process: Callable[[], Any], engine: Any = None, rules: EpisodeRules | None = None, processes: int = 1
+    process: Callable[[], Any], engine: Any = None, rules: EpisodeLimits | None = None, processes: int = 1
 ) -> AsyncIterator[AgentGenerator]:
     endpoint = Endpoint(InferenceClient([engine or Engine(lambda _: "yes")]), tokenizer(), 256)
     pool = AgentPool(process, processes)
-    found = AgentGenerator(endpoint, pool, tokenizer(), rules or EpisodeRules())
+    found = AgentGenerator(endpoint, pool, tokenizer(), rules or EpisodeLimits())
     try:
         yield found
     finally:
@@ -78,7 +78,7 @@ async def generator(
 
 
 async def played(found: AgentGenerator, rows: list[Any], samples: int = 1) -> list[Group]:
-    return (await roll_out(found, request(rows, samples), rows, 0))[0]
+    return (await run_generator(found, requests(rows, samples), 0))[0]
 
 
 async def test_each_sample_is_an_episode_of_its_own_with_the_programs_score() -> None:
@@ -118,7 +118,7 @@ async def test_a_sub_agent_is_a_branch_that_shares_the_score() -> None:
 async def by_call(discount: float, *rewards: list[float | None]) -> RolloutBatch:
     """A batch of episodes that are rewarded call by call, a group of one trajectory each."""
     rows = [prompt(number, rewards=one) for number, one in enumerate(rewards)]
-    rules = replace(EpisodeRules(), turn_discount=discount)
+    rules = replace(EpisodeLimits(), turn_discount=discount)
     async with generator(lambda: local("by_call"), rules=rules) as found:
         return collate(await played(found, rows))
 
@@ -158,7 +158,7 @@ async def test_which_estimators_see_who_earned_what() -> None:
 
 @pytest.mark.parametrize("failure", FAILURES)
 async def test_a_program_that_fails_ends_the_run_naming_the_episode(failure: str) -> None:
-    rules = EpisodeRules(timeout_s=3.0 if failure == "hangs" else 0.0)
+    rules = EpisodeLimits(timeout_s=3.0 if failure == "hangs" else 0.0)
     async with generator(lambda: local("length"), rules=rules) as found:
         with pytest.raises(AgentError, match=rf"(?s)e0-i1-r0.*{FAILURES[failure]}"):
             await played(found, [prompt(0), prompt(1, fails=failure)])
@@ -167,7 +167,7 @@ async def test_a_program_that_fails_ends_the_run_naming_the_episode(failure: str
 @pytest.mark.parametrize("on_error", ["mask", "keep"])
 async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str, caplog: Any) -> None:
     rows = [prompt(row, fails=failure) for row, failure in enumerate([*FAILURES, ""])]
-    rules = EpisodeRules(timeout_s=5.0, on_error=on_error, give_up_reward=-1.0)
+    rules = EpisodeLimits(timeout_s=5.0, on_error=on_error, give_up_reward=-1.0)
     episode_rules._warned.clear()
     with caplog.at_level(logging.WARNING):
         async with generator(lambda: local("length"), rules=rules) as found:
@@ -182,7 +182,7 @@ async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str,
 
 
 async def test_a_reward_that_is_no_number_stays_with_its_episode_where_its_step_is_to_be_left_out() -> None:
-    rules = EpisodeRules(on_nonfinite="skip")
+    rules = EpisodeLimits(on_nonfinite="skip")
     async with generator(lambda: local("length"), rules=rules) as found:
         bad, good = await played(found, [prompt(0, fails="nan"), prompt(1)])
     assert math.isnan(bad.rewards[0]) and bad.trajectories[0].actions and good.rewards == [3.0]
@@ -190,7 +190,7 @@ async def test_a_reward_that_is_no_number_stays_with_its_episode_where_its_step_
 
 async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:
     engine = Engine(lambda _: "yes")
-    rules = EpisodeRules(timeout_s=3.0, on_error="mask")
+    rules = EpisodeLimits(timeout_s=3.0, on_error="mask")
     agent_programs.released.clear()
     agent_programs.refused.clear()
     async with generator(lambda: local("in_a_thread"), engine, rules) as found:
@@ -203,7 +203,7 @@ async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:
 
 async def test_an_engines_failure_ends_the_run_as_it_was_whatever_the_program_does() -> None:
     error = RuntimeError("out of memory")
-    async with generator(lambda: local("length"), Engine(lambda _: error), EpisodeRules(on_error="keep")) as found:
+    async with generator(lambda: local("length"), Engine(lambda _: error), EpisodeLimits(on_error="keep")) as found:
         with pytest.raises(RuntimeError, match="out of memory") as caught:
             await played(found, [prompt(0)])
     assert caught.value is error
@@ -224,7 +224,7 @@ def test_what_is_no_program_is_refused_by_name(program: str, problem: str) -> No
 
 
 async def test_a_program_that_cannot_be_loaded_ends_the_run_also_where_errors_are_given_up() -> None:
-    async with generator(lambda: local("lenght"), rules=EpisodeRules(on_error="mask")) as found:
+    async with generator(lambda: local("lenght"), rules=EpisodeLimits(on_error="mask")) as found:
         with pytest.raises(UserError, match="did you mean 'length'"):
             await played(found, [prompt(0)])
 
@@ -247,7 +247,7 @@ async def test_cancellation_ends_programs_and_sessions() -> None:
 
 @pytest.mark.slow
 async def test_processes_that_die_are_replaced(ray_session: None, tmp_path: Path) -> None:
-    rules = EpisodeRules(on_error="mask")
+    rules = EpisodeLimits(on_error="mask")
     async with generator(ray_processes(f"{PROGRAMS}:length", {}, [], "127.0.0.1"), rules=rules) as found:
         mark = str(tmp_path / "died")
         groups = await played(found, [prompt(0, fails="dies once", mark=mark), prompt(1), prompt(2)])

@@ -22,10 +22,10 @@ from skyasync.endpoint.online import FILE, Lobby
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
-from skyasync.rollout.contract import play as roll_out
-from skyasync.rollout.rules import EpisodeRules
+from skyasync.rollout.episode_limits import EpisodeLimits
+from skyasync.rollout.generator_api import run_generator
 from tests.endpoint.test_agent_generator import Engine
-from tests.rollout.episodes import prompt, request, tokenizer
+from tests.rollout.episodes import prompt, requests, tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -35,7 +35,7 @@ async def online(folder: Path, timeout_s: float = 30.0, on_error: str = "mask") 
     """A generator whose episodes are played from outside, and a way to post to it."""
     lobby = Lobby(folder)
     endpoint = Endpoint(InferenceClient([Engine(lambda _: "yes")]), tokenizer(), 256, lobby=lobby)
-    rules = EpisodeRules(timeout_s=timeout_s, on_error=on_error, give_up_reward=-1.0)
+    rules = EpisodeLimits(timeout_s=timeout_s, on_error=on_error, give_up_reward=-1.0)
     generator = AgentGenerator(endpoint, lobby, tokenizer(), rules)
     await endpoint.start()
     async with aiohttp.ClientSession() as http:
@@ -47,7 +47,7 @@ async def online(folder: Path, timeout_s: float = 30.0, on_error: str = "mask") 
 
         def play(*rows: int, samples: int = 1) -> asyncio.Task[Any]:
             asked = [prompt(row, answer=str(row)) for row in rows]
-            return asyncio.ensure_future(roll_out(generator, request(asked, samples), asked, 0))
+            return asyncio.ensure_future(run_generator(generator, requests(asked, samples), 0))
 
         try:
             yield SimpleNamespace(post=post, play=play, lobby=lobby, endpoint=endpoint)

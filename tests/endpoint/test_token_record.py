@@ -21,11 +21,11 @@ from skyasync.envs.pool import local_pool
 from skyasync.examples.tiny.model import Recipe
 from skyasync.examples.warm_start import llama_config
 from skyasync.rollout.collate import collate
-from skyasync.rollout.contract import play
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
+from skyasync.rollout.generator_api import run_generator
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.rollout.episodes import RecordedEnv, prompt, registered, request, tokenizer
+from tests.rollout.episodes import RecordedEnv, prompt, registered, requests, tokenizer
 
 TURNS, SAMPLES = 5, 3
 
@@ -70,8 +70,8 @@ async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: Llama
     await client.start()
     try:
         asked = [prompt(0, registered(Talks))]
-        generator = EpisodeGenerator(client, local_pool(), tokenizer(), 512, EpisodeRules(TURNS))
-        ((group,), _) = await play(generator, request(asked, SAMPLES, 6), asked, 0)
+        generator = EpisodeGenerator(client, local_pool(), tokenizer(), 512, EpisodeLimits(TURNS))
+        ((group,), _) = await run_generator(generator, requests(asked, SAMPLES, 6), 0)
         current = await engine.score([trajectory.tokens for trajectory in group.trajectories])
     finally:
         await client.shutdown()

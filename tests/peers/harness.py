@@ -32,8 +32,8 @@ from skyasync.preflight.parts import check_parts
 from skyasync.preflight.settling import settle_references
 from skyasync.processes.local import LocalHost
 from skyasync.rewards.settings import env_settings
+from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator import EpisodeGenerator
-from skyasync.rollout.rules import EpisodeRules
 from skyasync.weight_sync.sync import WeightSync
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import RecordingDispatch, Rows, engine_config
@@ -104,14 +104,14 @@ class Local(BasePPOExp):
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         pool = local_pool(env_settings(cfg.environment))
         return EpisodeGenerator(
-            inference_engine_client, pool, tokenizer, self.length, EpisodeRules.of(cfg), cfg.data.apply_chat_template
+            inference_engine_client, pool, tokenizer, self.length, EpisodeLimits.of(cfg), cfg.data.apply_chat_template
         )
 
     def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         endpoint = Endpoint(inference_engine_client, tokenizer, self.length)
         program, config = cfg.generator.agent_program, agent_config(cfg, self.length)
         pool = AgentPool(lambda: LocalHost(AgentProcess(program, config)))
-        return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
+        return AgentGenerator(endpoint, pool, tokenizer, EpisodeLimits.of(cfg))
 
     async def train(self) -> Run:
         cfg = self.cfg

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput
-from skyasync.rollout.contract import play
-from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, request, tokenizer, tokens_of
+from skyasync.rollout.generator_api import run_generator
+from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, requests, tokenizer, tokens_of
 from tests.virtual_time import virtual_time
 
 TURNS = 3
@@ -66,7 +67,7 @@ async def run_for(seconds, asked, **settings):
     """The trajectories in flight after so many seconds."""
     engine = Slow()
     plays = generator(engine, max_turns=TURNS, **settings)
-    task = asyncio.create_task(play(plays, request(asked), asked, 0))
+    task = asyncio.create_task(run_generator(plays, requests(asked), 0))
     await asyncio.sleep(seconds)
     begun = await plays.begun()
     task.cancel()
@@ -78,7 +79,7 @@ async def go_on(begun, asked, **sampling):
     engine = Slow()
     plays = generator(engine, max_turns=TURNS)
     plays.go_on_from(begun)
-    groups, _ = await play(plays, request(asked, **sampling), asked, 0)
+    groups, _ = await run_generator(plays, requests(asked, **sampling), 0)
     assert not await plays.begun()
     return engine, groups[0].trajectories[0]
 
@@ -99,7 +100,7 @@ def test_what_was_written_is_not_asked_for_again(seconds, asked):
         assert sum(len(action.tokens) for action in copy.actions) == int(seconds)
         assert len(engine.requests) == TURNS - turn
         assert engine.requests[0].request_id.endswith(f"-t{turn}+{had}" if had else f"-t{turn}")
-        assert engine.requests[0].sampling.max_tokens == request(asked)["sampling_params"].max_tokens - had
+        assert engine.requests[0].sampling.max_tokens == requests(asked)[0].sampling.max_tokens - had
 
     run()
 
@@ -120,14 +121,11 @@ async def test_with_a_seed_half_a_response_is_made_again_and_comes_out_the_same(
     Asks.answers = "turn"
     asked = [prompt(0, registered(Asks), name="0")]
     begun = await run_for(LENGTH + 2.5, asked)
-    asking = request(asked)
-    from dataclasses import replace
-
-    asking["sampling_params"] = replace(asking["sampling_params"], seed=5)
+    asking = [replace(each, sampling=replace(each.sampling, seed=5)) for each in requests(asked)]
     engine = Slow()
     plays = generator(engine, max_turns=TURNS)
     plays.go_on_from(begun)
-    await play(plays, asking, asked, 0)
+    await run_generator(plays, asking, 0)
     assert [r.request_id.split("-")[-1] for r in engine.requests] == ["t1", "t2"]
 
 
@@ -139,7 +137,7 @@ async def test_the_progress_of_a_request_that_went_on_has_all_its_pieces():
     engine = Slow()
     plays = generator(engine, max_turns=TURNS)
     plays.go_on_from(begun)
-    task = asyncio.create_task(play(plays, request(asked), asked, 0))
+    task = asyncio.create_task(run_generator(plays, requests(asked), 0))
     await asyncio.sleep(2.5)
     (copy,) = await plays.begun()
     assert copy.actions[0].tokens.tolist() == tokens_of(SAID)[:5]

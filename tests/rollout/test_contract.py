@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from skyasync.errors import UserError
-from skyasync.rollout.contract import TrajectoryGenerator, play
+from skyasync.rollout.generator_api import TrajectoryGenerator, run_generator
 from skyasync.rollout.types import Segment
-from tests.rollout.episodes import action, prompt, request, trajectory
+from tests.rollout.episodes import action, prompt, requests, trajectory
 from tests.rollout.test_convert import groups
 
 
@@ -41,7 +41,7 @@ class Wraps:
 
 def roll_out(generator, rows=1):
     asked = [prompt(row) for row in range(rows)]
-    return asyncio.run(play(generator, request(asked), asked, 0))
+    return asyncio.run(run_generator(generator, requests(asked), 0))
 
 
 def test_trajectories_are_handed_over_as_they_are():
@@ -72,9 +72,10 @@ def test_a_wrapper_needs_generate_only():
 def test_both_ways_lead_to_the_same_groups(before):
     async def run():
         prompts = [group.prompt for group in before]
-        asked = request(prompts, len(before[0].trajectories))
+        asked = requests(prompts, len(before[0].trajectories))
         ours = Plays([t for group in before for t in group.trajectories])
-        assert (await play(Wraps(ours), asked, prompts, 0))[0] == (await play(ours, asked, prompts, 0))[0] == before
+        listed, direct = await run_generator(Wraps(ours), asked, 0), await run_generator(ours, asked, 0)
+        assert listed[0] == direct[0] == before
 
     asyncio.run(run())
 

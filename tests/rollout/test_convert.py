@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.errors import UserError
-from skyasync.rollout.convert import generator_output, groups_from_output
+from skyasync.rollout.generator_api import generator_output, groups_from_output
 from skyasync.rollout.types import Group, PromptId, Segment, Trajectory, TrajectoryId
 from tests.rollout.episodes import action, prompt, trajectory
 

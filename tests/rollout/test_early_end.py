@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from skyasync.algorithms.filters import cannot_be_inside, mean_inside
 from skyasync.config.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
-from skyasync.rollout.convert import generator_output, groups_from_output
-from skyasync.rollout.early_end import EarlyEnd, decider
+from skyasync.rollout.generator_api import generator_output, groups_from_output
+from skyasync.rollout.group_sampling import GroupMonitor, early_stop_rule
 from skyasync.rollout.metrics import rollout_metrics
 from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.together import together
@@ -39,7 +39,7 @@ def test_three_of_four_may_decide(found: list[float], decided: bool) -> None:
 
 
 def test_nothing_decides_unless_it_is_asked_for() -> None:
-    assert decider(DynamicSamplingConfig("mean")) is None
+    assert early_stop_rule(DynamicSamplingConfig("mean")) is None
 
 
 class Episodes:
@@ -59,9 +59,9 @@ class Episodes:
         return Trajectory(identity, [Segment("prompt", [5, 6]), action([7], reward)])
 
     async def all(self, cfg: Any) -> list[Trajectory]:
-        decided = decider(cfg)
+        decided = early_stop_rule(cfg)
         assert decided is not None
-        groups = EarlyEnd(decided, self.asked)
+        groups = GroupMonitor(self.asked, decided)
         async with together() as tasks:
             played = [tasks.start(groups.play(identity, self.play(identity))) for identity in self.asked]
         return [episode.result() for episode in played]

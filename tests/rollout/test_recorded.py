@@ -9,8 +9,8 @@ import pytest
 
 from skyasync.arrays import Floats, Ints, floats
 from skyasync.errors import UserError
-from skyasync.rollout.recorded import Recorded, files_of, path_of, read, write
-from skyasync.rollout.shown import MOST_TOKENS, token_columns
+from skyasync.rollout.metrics import MOST_TOKENS, token_columns
+from skyasync.rollout.trajectory_files import RecordedStep, files_of, path_of, read, write
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
 
@@ -38,7 +38,7 @@ def groups() -> list[Group]:
 
 def test_what_is_read_is_what_was_written(groups: list[Group], tmp_path: Path) -> None:
     path = path_of(tmp_path, 3)
-    write(path, Recorded(3, groups, position=8, ahead=frozenset({9, 11}), total_steps=7))
+    write(path, RecordedStep(3, groups, position=8, ahead=frozenset({9, 11}), total_steps=7))
     found = read(path)
     assert found.groups == groups
     assert (found.step, found.position, found.ahead, found.total_steps) == (3, 8, {9, 11}, 7)
@@ -50,7 +50,7 @@ def test_what_the_trainer_thought_stands_beside_each_sequence(groups: list[Group
     def trained(tokens: Ints) -> Floats | None:
         return None if tokens[0] == 9 else floats(tokens) / 2
 
-    write(path_of(tmp_path, 1), Recorded(1, groups), trained)
+    write(path_of(tmp_path, 1), RecordedStep(1, groups), trained)
     first, branch, last = read(path_of(tmp_path, 1)).trainer_logprobs[:3]
     assert branch is None
     assert first is not None and last is not None
@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_leaves_no_file(groups: list[Group], tmp_path: Path)
     (tmp_path / "trajectories").mkdir()
     (tmp_path / "trajectories" / "step_000001.parquet.tmp").mkdir()  # it cannot be written to
     with pytest.raises(OSError):
-        write(path_of(tmp_path, 1), Recorded(1, groups))
+        write(path_of(tmp_path, 1), RecordedStep(1, groups))
     assert files_of(tmp_path) == []
 
 

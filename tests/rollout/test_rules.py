@@ -6,9 +6,9 @@ import pytest
 
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
-from skyasync.rollout import rules
+from skyasync.rollout import episode_limits as rules
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.contract import play as roll_out
+from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.metrics import rollout_metrics
 from tests.rollout.episodes import (
     RecordedEnv,
@@ -16,7 +16,7 @@ from tests.rollout.episodes import (
     generator,
     prompt,
     registered,
-    request,
+    requests,
     tokenizer,
 )
 from tests.virtual_time import virtual_time
@@ -62,7 +62,7 @@ def naughty_prompts(misdeed, count=4):
 
 async def play(asked, engine=None, **options):
     found = generator(engine or ScriptedEngine(lambda _: "go"), max_turns=2, **options)
-    return (await roll_out(found, request(asked), asked, 0))[0]
+    return (await run_generator(found, requests(asked), 0))[0]
 
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)

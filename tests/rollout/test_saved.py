@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.rollout import saved
+from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from tests.full_disk import files_end_at
 
@@ -41,14 +41,14 @@ def trajectories(draw: st.DrawFn, prompt: PromptId, repetition: int) -> Trajecto
 
 
 @st.composite
-def keeps(draw: st.DrawFn) -> saved.Kept:
+def keeps(draw: st.DrawFn) -> saved.RolloutState:
     identities = draw(st.lists(st.builds(PromptId, st.integers(0, 3), st.integers(0, 99)), max_size=4, unique=True))
     groups = [
         Group(prompt_of(identity), [draw(trajectories(identity, n)) for n in range(draw(st.integers(1, 3)))])
         for identity in identities[::2]
     ]
     begun = [draw(trajectories(identity, 0)) for identity in identities[1::2]]
-    return saved.Kept({identity: draw(st.integers(0, 99)) for identity in identities}, groups, begun)
+    return saved.RolloutState({identity: draw(st.integers(0, 99)) for identity in identities}, groups, begun)
 
 
 def prompt_of(identity: PromptId) -> Prompt:
@@ -57,7 +57,7 @@ def prompt_of(identity: PromptId) -> Prompt:
 
 @settings(max_examples=50, deadline=None)
 @given(keeps())
-def test_what_is_read_is_what_was_written(kept: saved.Kept) -> None:
+def test_what_is_read_is_what_was_written(kept: saved.RolloutState) -> None:
     with TemporaryDirectory() as folder:
         file = Path(folder) / saved.FILE
         saved.write(file, kept)
@@ -74,4 +74,4 @@ def test_a_disk_that_does_not_take_it_is_an_error_of_the_disks(tmp_path: Path) -
     tokens = list(range(1000))
     begun = Trajectory(TrajectoryId(PromptId(0, 0), 0), [Segment("prompt", tokens)])
     with files_end_at(100), pytest.raises(OSError, match=r"rollouts\.safetensors could not be written: .*too large"):
-        saved.write(tmp_path / saved.FILE, saved.Kept({PromptId(0, 0): 0}, [], [begun]))
+        saved.write(tmp_path / saved.FILE, saved.RolloutState({PromptId(0, 0): 0}, [], [begun]))

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
-from skyasync.rollout.spares import first_complete, with_spares
-from skyasync.rollout.types import GeneratorInput, PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.group_sampling import first_complete, with_extra_samples
+from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.clock import run_virtual
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 
 
-def asked_for(groups: int, samples: int) -> GeneratorInput:
+def asked_for(groups: int, samples: int) -> list[RolloutRequest]:
     names = [TrajectoryId(PromptId(0, g), s) for g in range(groups) for s in range(samples)]
-    return {
-        "prompts": [[{"role": "user", "content": str(name.prompt)}] for name in names],
-        "env_classes": ["e"] * len(names),
-        "env_extras": [{"group": name.prompt.row} for name in names],
-        "sampling_params": SamplingParams(),
-        "trajectory_ids": names,
-        "is_eval": False,
-    }
+    return [
+        RolloutRequest(name, Prompt(name.prompt, [], "e"), {"group": name.prompt.row}, SamplingParams())
+        for name in names
+    ]
+
+
+def ids(requests: list[RolloutRequest]) -> list[TrajectoryId]:
+    return [request.id for request in requests]
 
 
 class Episodes:
@@ -58,15 +58,15 @@ class Episodes:
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 def test_the_first_complete_samples_are_taken_once_under_the_names_asked_for(data, groups, samples, spares) -> None:
-    request = asked_for(groups, samples)
-    started = with_spares(request, spares)["trajectory_ids"]
+    requests = asked_for(groups, samples)
+    started = ids(with_extra_samples(requests, spares))
     seconds = {name: data.draw(st.integers(1, 9)) for name in started}
     fails = {name for name in started if data.draw(st.booleans())}
     episodes = Episodes(seconds, fails)
     found = run_virtual(
-        first_complete(request["trajectory_ids"], {name: episodes.play(name) for name in started}, episodes.progress)
+        first_complete(ids(requests), {name: episodes.play(name) for name in started}, episodes.progress)
     )
-    assert [trajectory.id for trajectory in found] == request["trajectory_ids"]
+    assert [trajectory.id for trajectory in found] == ids(requests)
     for group in range(groups):
         of_group = [name for name in started if name.prompt.row == group]
         good = sorted((seconds[name], name) for name in of_group if name not in fails)
@@ -85,9 +85,9 @@ def test_the_first_complete_samples_are_taken_once_under_the_names_asked_for(dat
 
 
 def test_a_copy_of_a_sample_has_what_the_sample_has() -> None:
-    more = with_spares(asked_for(2, 2), 1)
-    assert [str(name) for name in more["trajectory_ids"]] == [f"e0-i{g}-r{r}" for g in range(2) for r in range(3)]
-    assert [extras["group"] for extras in more["env_extras"]] == [0, 0, 0, 1, 1, 1]
+    more = with_extra_samples(asked_for(2, 2), 1)
+    assert [str(name) for name in ids(more)] == [f"e0-i{g}-r{r}" for g in range(2) for r in range(3)]
+    assert [request.extras["group"] for request in more] == [0, 0, 0, 1, 1, 1]
 
 
 def test_an_error_is_raised_and_nothing_is_left_running() -> None:
@@ -96,12 +96,12 @@ def test_an_error_is_raised_and_nothing_is_left_running() -> None:
         raise ValueError("broken")
 
     async def check() -> None:
-        request = asked_for(1, 2)
-        names = with_spares(request, 1)["trajectory_ids"]
+        requests = asked_for(1, 2)
+        names = ids(with_extra_samples(requests, 1))
         episodes = Episodes(dict.fromkeys(names, 5), set())
         playing = {names[0]: episodes.play(names[0]), names[1]: fails(), names[2]: episodes.play(names[2])}
         with pytest.raises(ValueError, match="broken"):
-            await first_complete(request["trajectory_ids"], playing, episodes.progress)
+            await first_complete(ids(requests), playing, episodes.progress)
         assert sorted(episodes.cancelled) == [names[0], names[2]]
 
     run_virtual(check())

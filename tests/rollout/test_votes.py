@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyasync.rollout.evaluation import MOST, majority_at, mean_scores, pass_at, prompt_scores
 from skyasync.rollout.types import Group, Segment, Trajectory
-from skyasync.rollout.votes import MOST, majority_at, means, pass_at, sampled
 from tests.rollout.episodes import action, prompt, trajectory
 
 ANSWERS = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans()), min_size=1, max_size=9)
@@ -81,9 +81,9 @@ def group(row: int, *rewards: float, ended: int = 0) -> Group:
 
 
 def test_of_fewer_samples_than_k_there_is_none() -> None:
-    few = sampled(group(0, 1.0, 0.0, ended=2), [1, 2, 4], answers=["a", "b"])
+    few = prompt_scores(group(0, 1.0, 0.0, ended=2), [1, 2, 4], answers=["a", "b"])
     assert few.passes == {1: 0.5, 2: 1.0} and set(few.majorities) == {2}
-    many = sampled(group(1, 1.0, 1.0, 0.0, 0.0), [1, 2, 4], answers=["a", "a", "b", "c"])
-    assert set(means([few, many])) == {"pass@1", "pass@2", "maj@2"}
-    assert means([many])["maj@4"] == 1.0
-    assert means([]) == {}
+    many = prompt_scores(group(1, 1.0, 1.0, 0.0, 0.0), [1, 2, 4], answers=["a", "a", "b", "c"])
+    assert set(mean_scores([few, many])) == {"pass@1", "pass@2", "maj@2"}
+    assert mean_scores([many])["maj@4"] == 1.0
+    assert mean_scores([]) == {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from skyasync.errors import UserError
-from skyasync.rollout.convert import generator_output, groups_from_output
+from skyasync.rollout.generator_api import generator_output, groups_from_output
 from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Trajectory
 
 Listed = dict[str, Any]

@@ -24,7 +24,7 @@ from skyasync.config.schema import GeneratorConfig, TrainerConfig
 from skyasync.envs.registry import Foreign
 from skyasync.experiment import BasePPOExp as _BasePPOExp
 from skyasync.registry import add_user_parts, user_parts
-from skyasync.rollout.requests import sampling_params
+from skyasync.rollout.generator_api import sampling_params
 from skyasync.workers.roles import ROLES
 
 

@@ -32,7 +32,7 @@ from skyasync.config.resume import Resume
 from skyasync.data.prompts import PromptBatch
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError
-from skyasync.rollout.requests import sampling_params
+from skyasync.rollout.generator_api import sampling_params
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Rollout, TrajectoryId
 from skyasync.trainer import RayPPOTrainer as Ours
 from skyasync.training.phases import Metrics
