@@ -186,7 +186,7 @@ class BasePPOExp:
         self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
     ) -> Generator:
         """What plays agent programs through the endpoint."""
-        from skyasync.endpoint.assembly import agent_generator
+        from skyasync.agents.generator import agent_generator
 
         folder = self.run_dir.path if self.run_dir else None
         return agent_generator(cfg, tokenizer, inference_engine_client, self.engine_config().max_model_len, folder)

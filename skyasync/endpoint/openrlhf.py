@@ -19,10 +19,10 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+from skyasync.agents.api.completions import FIELDS as COMPLETION_FIELDS
+from skyasync.agents.programs import Score
 from skyasync.config.sampling import evaluation
 from skyasync.config.schema import Config
-from skyasync.endpoint.agent_process import Score
-from skyasync.endpoint.forms.text import FIELDS as COMPLETION_FIELDS
 from skyasync.envs.adapters.openrlhf import PATH_KEY, PROGRAM, refuse_row_with_images, sampling_object
 from skyasync.envs.adapters.openrlhf_file import load_agent, made
 from skyasync.envs.adapters.openrlhf_names import refuse_images

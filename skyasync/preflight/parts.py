@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from skyasync.agents.parsers import VLLM, check_parsers
 from skyasync.callbacks import TrainerCallback
 from skyasync.config.agents import ONLINE
 from skyasync.config.domains import judges
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
-from skyasync.endpoint.parsers import VLLM, check_parsers
 from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
 from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.check import STEP_FORM

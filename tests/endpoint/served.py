@@ -10,8 +10,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from skyasync.endpoint.server import Endpoint
-from skyasync.endpoint.session import Session
+from skyasync.agents.server import Endpoint
+from skyasync.agents.session import Session
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId

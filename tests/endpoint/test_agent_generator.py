@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from skyasync.agents.generator import AgentGenerator
+from skyasync.agents.programs import AgentError, AgentPool, AgentProcess, load_program, ray_processes
+from skyasync.agents.server import Endpoint
 from skyasync.algorithms.advantages import ADVANTAGE_ESTIMATORS, compute_advantages
 from skyasync.config.schema import AlgorithmConfig
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
-from skyasync.endpoint.agent_process import AgentProcess, load_program
-from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
 from skyasync.processes.local import LocalHost

@@ -22,11 +22,11 @@ from aiohttp.compression_utils import ZLibDecompressor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.endpoint import calls, recorder, sending
-from skyasync.endpoint.agent_chat import AgentChat
-from skyasync.endpoint.calls import OneCall
-from skyasync.endpoint.forms import inner
-from skyasync.endpoint.session import INLINE, MOST_STORED, STORED_CHARACTERS, Session
+from skyasync.agents import calls, recorder, server
+from skyasync.agents.api import types
+from skyasync.agents.calls import ModelCall
+from skyasync.agents.recorder import AgentChat
+from skyasync.agents.session import INLINE, MOST_STORED, STORED_CHARACTERS, Session
 from tests.endpoint.served import HELLO, Scripted, entered, real_endpoint, scripted, url
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -236,7 +236,7 @@ async def test_the_collector_of_garbage_does_not_walk_through_a_body(
         collecting.append(gc.isenabled())
         return loads(said)
 
-    monkeypatch.setattr(inner.json, "loads", watched)
+    monkeypatch.setattr(types.json, "loads", watched)
     async with real.http.post(f"{url(real.endpoint)}/completions", data="[" + "[]," * 1000 + "[]]") as answer:
         assert answer.status == 400
     assert (collecting, gc.isenabled()) == ([False], True)
@@ -250,7 +250,7 @@ async def test_nor_through_the_arguments_of_a_call(real: SimpleNamespace, monkey
         collecting.append(gc.isenabled())
         return loads(said)
 
-    monkeypatch.setattr(inner.json, "loads", watched)
+    monkeypatch.setattr(types.json, "loads", watched)
     call = {"function": {"name": "f", "arguments": "[[],[]]"}}
     messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, *HELLO]
     assert (await ask(real, "chat/completions", {**CHAT, "messages": messages}))[0] == 200
@@ -273,7 +273,7 @@ async def test_reading_many_replies_does_not_hold_up_the_event_loop(
 ) -> None:
     """Long ones are read in a thread; between two short ones others have a turn. The messages are looked at once."""
     turns, seen, asked = 0, list[tuple[int, int]](), list[int]()
-    read, said = OneCall._read, calls.conversation
+    read, said = ModelCall._read, calls.conversation
 
     def reads(*arguments: Any, **options: Any) -> Any:
         seen.append((threading.get_ident(), turns))
@@ -286,7 +286,7 @@ async def test_reading_many_replies_does_not_hold_up_the_event_loop(
             await asyncio.sleep(0)
 
     monkeypatch.setattr(calls, "LONG_REPLY", long)
-    monkeypatch.setattr(OneCall, "_read", reads)
+    monkeypatch.setattr(ModelCall, "_read", reads)
     monkeypatch.setattr(calls, "conversation", lambda *arguments: asked.append(1) or said(*arguments))
     async with scripted(tokenizer, *["7"] * 5) as (client, session, _), aiohttp.ClientSession() as http:
         going_on = asyncio.create_task(others())
@@ -305,7 +305,7 @@ async def test_reading_many_replies_does_not_hold_up_the_event_loop(
 async def test_a_long_answer_is_written_as_a_short_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[dict[str, Any]]()
     for long in (2**20, 0):
-        monkeypatch.setattr(sending, "LONG_REPLY", long)
+        monkeypatch.setattr(server, "LONG_REPLY", long)
         async with scripted(tokenizer, "7\u00e9") as (client, session, _), aiohttp.ClientSession() as http:
             headers = {"Authorization": f"Bearer {session.api_key}"}
             body = {**CHAT, "logprobs": True}

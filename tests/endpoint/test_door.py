@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from skyasync.agents import connection_limits
+from skyasync.agents.connection_limits import ConnectionLimits
+from skyasync.agents.server import Endpoint
 from skyasync.compat.skyrl.endpoint import OpenEndpoint
-from skyasync.endpoint import door
-from skyasync.endpoint.door import Door
-from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from tests.endpoint.served import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
 
@@ -76,7 +76,7 @@ async def test_a_browsers_page_is_refused_even_where_any_key_is_taken(
 async def test_who_does_not_come_to_the_point_is_hung_up_on(
     endpoint: Endpoint, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "HEAD_S", 0.1)
+    monkeypatch.setattr(connection_limits, "HEAD_S", 0.1)
     reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     writer.write(said)
     assert await ended(reader) == b""
@@ -86,7 +86,7 @@ async def test_who_does_not_come_to_the_point_is_hung_up_on(
 async def test_the_second_request_of_a_connection_has_a_limit_too(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "IDLE_S", 0.1)
+    monkeypatch.setattr(connection_limits, "IDLE_S", 0.1)
     reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD)
     assert (await ended(reader)).startswith(b"HTTP/1.1 401")
@@ -94,7 +94,7 @@ async def test_the_second_request_of_a_connection_has_a_limit_too(
 
 
 async def test_a_body_that_does_not_come_is_not_waited_for(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "BODY_S", 0.1)
+    monkeypatch.setattr(connection_limits, "BODY_S", 0.1)
     async with entered(endpoint) as (_, session):
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         key = f"Authorization: Bearer {session.api_key}\r\n".encode()
@@ -115,7 +115,7 @@ async def test_a_strangers_body_is_not_read(endpoint: Endpoint) -> None:
 async def test_a_call_may_take_longer_than_a_request_may_take_to_come(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "HEAD_S", 0.05)
+    monkeypatch.setattr(connection_limits, "HEAD_S", 0.05)
 
     class Slow(Scripted):
         async def generate(self, requests: Any) -> Any:
@@ -130,25 +130,25 @@ async def test_a_call_may_take_longer_than_a_request_may_take_to_come(
 async def test_strangers_cannot_take_the_descriptors_that_the_run_needs(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "_door", endpoint._door)
-    endpoint._door._most = 3
+    monkeypatch.setattr(endpoint, "_limits", endpoint._limits)
+    endpoint._limits._most = 3
     held = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(3)]
-    await until(lambda: len(endpoint._door._open) == 3)
+    await until(lambda: len(endpoint._limits._open) == 3)
     _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     assert await ended(held[0][0]) == b""
-    assert len(endpoint._door._open) == 3
+    assert len(endpoint._limits._open) == 3
     writer.close()
     for _, each in held:
         each.close()
-    await until(lambda: not endpoint._door._open)
+    await until(lambda: not endpoint._limits._open)
     async with aiohttp.ClientSession() as http, http.get(f"{url(endpoint)}/models") as answer:
         assert answer.status == 401
-    assert Door().loopback is False
+    assert ConnectionLimits().loopback is False
 
 
 async def test_strangers_shut_no_episode_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has shown a key keeps its connection, and who comes with one finds a place."""
-    monkeypatch.setattr(endpoint._door, "_most", 3)
+    monkeypatch.setattr(endpoint._limits, "_most", 3)
     async with entered(endpoint) as (_, session):
         asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key: {session.api_key}\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
@@ -161,20 +161,20 @@ async def test_strangers_shut_no_episode_out(endpoint: Endpoint, monkeypatch: py
         late, newcomer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         newcomer.write(asked)
         assert (await late.readline()).startswith(b"HTTP/1.1 200")
-        assert len(endpoint._door._open) <= 3
+        assert len(endpoint._limits._open) <= 3
 
 
 async def test_a_flood_of_connections_is_let_in_bit_by_bit(endpoint: Endpoint) -> None:
     """All of them wait in the kernel, and the event loop has its turns."""
     flood = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) for _ in range(300)]
-    known, most = len(endpoint._door._open), 0
+    known, most = len(endpoint._limits._open), 0
     while known < len(flood):
         await asyncio.sleep(0)
-        known, most = len(endpoint._door._open), max(most, len(endpoint._door._open) - known)
-    assert most <= 2 * door.ACCEPTED_AT_ONCE
+        known, most = len(endpoint._limits._open), max(most, len(endpoint._limits._open) - known)
+    assert most <= 2 * connection_limits.ACCEPTED_AT_ONCE
     for each in flood:
         each.close()
-    await until(lambda: not endpoint._door._open)
+    await until(lambda: not endpoint._limits._open)
 
 
 async def test_what_is_no_http_fills_no_log(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,8 +18,8 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 
 from examples.agents.tasks import CALCULATOR
-from skyasync.endpoint.recorder import sequences
-from skyasync.endpoint.session import Session
+from skyasync.agents.recorder import sequences
+from skyasync.agents.session import Session
 from tests.endpoint.served import HELLO, MAX_MODEL_LEN, chat, entered, real_endpoint, scripted, url
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from skyasync.agents.external_sessions import FILE, SessionBroker
+from skyasync.agents.generator import AgentGenerator
+from skyasync.agents.server import Endpoint
 from skyasync.config.load import load_config
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.online import FILE, Lobby
-from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
 from skyasync.rollout.episode_limits import EpisodeLimits
@@ -33,10 +33,10 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 @asynccontextmanager
 async def online(folder: Path, timeout_s: float = 30.0, on_error: str = "mask") -> AsyncIterator[SimpleNamespace]:
     """A generator whose episodes are played from outside, and a way to post to it."""
-    lobby = Lobby(folder)
-    endpoint = Endpoint(InferenceClient([Engine(lambda _: "yes")]), tokenizer(), 256, lobby=lobby)
+    broker = SessionBroker(folder)
+    endpoint = Endpoint(InferenceClient([Engine(lambda _: "yes")]), tokenizer(), 256, broker=broker)
     rules = EpisodeLimits(timeout_s=timeout_s, on_error=on_error, give_up_reward=-1.0)
-    generator = AgentGenerator(endpoint, lobby, tokenizer(), rules)
+    generator = AgentGenerator(endpoint, broker, tokenizer(), rules)
     await endpoint.start()
     async with aiohttp.ClientSession() as http:
 
@@ -50,14 +50,14 @@ async def online(folder: Path, timeout_s: float = 30.0, on_error: str = "mask") 
             return asyncio.ensure_future(run_generator(generator, requests(asked, samples), 0))
 
         try:
-            yield SimpleNamespace(post=post, play=play, lobby=lobby, endpoint=endpoint)
+            yield SimpleNamespace(post=post, play=play, broker=broker, endpoint=endpoint)
         finally:
             await generator.close()
     assert not (folder / FILE).exists() and not endpoint._sessions
 
 
 async def opened(found: Any, **body: Any) -> Any:
-    status, session = await found.post("/v1/sessions", found.lobby.key, **body)
+    status, session = await found.post("/v1/sessions", found.broker.key, **body)
     assert status == 200, session
     return session
 
@@ -106,7 +106,7 @@ async def test_a_session_is_scored_as_a_whole_or_answer_by_answer(tmp_path: Path
 async def test_areals_names_for_sessions_are_understood(tmp_path: Path) -> None:
     async with online(tmp_path) as found:
         playing = found.play(0)
-        _, session = await found.post("/rl/start_session", found.lobby.key, task_id="task-0")
+        _, session = await found.post("/rl/start_session", found.broker.key, task_id="task-0")
         _, answer = await found.post("/v1/chat/completions", session["api_key"], **HELLO)
         assert (await found.post("/rl/set_reward", session["api_key"], reward=0.25))[0] == 200
         assert (await found.post("/rl/end_session", session["api_key"]))[0] == 200
@@ -123,13 +123,13 @@ async def test_what_is_wrong_in_a_request_is_refused_and_the_session_goes_on(tmp
             ("/v1/sessions", key, {}, 401, "the run's key"),
             ("/v1/sessions", "", {}, 401, "the run's key"),
             ("/v1/sessions", "ä", {}, 401, "the run's key"),
-            ("/v1/chat/completions", found.lobby.key, HELLO, 401, "no running episode"),
-            ("/v1/sessions/end", found.lobby.key, {"reward": 1}, 401, "no running episode"),
-            ("/v1/sessions", found.lobby.key, {"wait_s": 0.01}, 503, "asks for no trajectory"),
-            ("/v1/sessions", found.lobby.key, {"wait_s": -1}, 400, "wait_s"),
-            ("/v1/sessions", found.lobby.key, {"task": 3}, 400, "task"),
-            ("/v1/sessions", found.lobby.key, {"tusk": "x"}, 400, "unknown field tusk"),
-            ("/rl/start_session", found.lobby.key, {"task_id": "x", "group_size": 4}, 400, "alone"),
+            ("/v1/chat/completions", found.broker.key, HELLO, 401, "no running episode"),
+            ("/v1/sessions/end", found.broker.key, {"reward": 1}, 401, "no running episode"),
+            ("/v1/sessions", found.broker.key, {"wait_s": 0.01}, 503, "asks for no trajectory"),
+            ("/v1/sessions", found.broker.key, {"wait_s": -1}, 400, "wait_s"),
+            ("/v1/sessions", found.broker.key, {"task": 3}, 400, "task"),
+            ("/v1/sessions", found.broker.key, {"tusk": "x"}, 400, "unknown field tusk"),
+            ("/rl/start_session", found.broker.key, {"task_id": "x", "group_size": 4}, 400, "alone"),
             ("/v1/sessions/end", key, {"reward": 1}, 400, "no call of the model"),
             ("/v1/sessions/end", key, {}, 400, "has no reward"),
             ("/v1/sessions/end", key, {"reward": "1"}, 400, "finite number"),
@@ -153,17 +153,17 @@ async def test_sessions_of_one_task_are_one_group(tmp_path: Path) -> None:
         playing = found.play(0, 1, samples=2)
         names = [(await opened(found, task=task))["id"] for task in ("a", "b", "a", "b")]
         assert names == ["e0-i0-r0", "e0-i1-r0", "e0-i0-r1", "e0-i1-r1"]
-        waiting = asyncio.ensure_future(found.post("/v1/sessions", found.lobby.key, task="a"))
+        waiting = asyncio.ensure_future(found.post("/v1/sessions", found.broker.key, task="a"))
         await asyncio.sleep(0)
         again = found.play(2, samples=2)
         assert (await waiting)[1]["id"] == "e0-i2-r0", "a full group's task begins another"
-        plain = await found.post("/v1/sessions", found.lobby.key, wait_s=0.01)
+        plain = await found.post("/v1/sessions", found.broker.key, wait_s=0.01)
         assert plain[0] == 503, "the group is kept for its task"
         for task in (playing, again):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        assert not found.lobby._free and not found.lobby._playing and not found.lobby._tasks
-        assert not found.lobby._groups
+        assert not found.broker._free and not found.broker._playing and not found.broker._tasks
+        assert not found.broker._groups
 
 
 @pytest.mark.parametrize("on_error", ["mask", "keep"])
@@ -189,7 +189,7 @@ async def test_sessions_that_never_end_and_places_nobody_takes_are_given_up(tmp_
 
 async def test_who_stops_waiting_for_a_session_takes_no_place(tmp_path: Path) -> None:
     async with online(tmp_path) as found:
-        impatient = asyncio.ensure_future(found.post("/v1/sessions", found.lobby.key))
+        impatient = asyncio.ensure_future(found.post("/v1/sessions", found.broker.key))
         await asyncio.sleep(0.05)
         impatient.cancel()
         await asyncio.gather(impatient, return_exceptions=True)
@@ -202,15 +202,15 @@ async def test_who_stops_waiting_for_a_session_takes_no_place(tmp_path: Path) ->
 
 async def test_the_key_may_be_given_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYASYNC_SESSIONS_KEY", "mine")
-    Lobby(None)
+    SessionBroker(None)
     async with online(tmp_path) as found:
-        assert json.loads((tmp_path / FILE).read_text())["sessions_key"] == found.lobby.key == "mine"
+        assert json.loads((tmp_path / FILE).read_text())["sessions_key"] == found.broker.key == "mine"
 
 
 def test_without_a_folder_for_the_key_it_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SKYASYNC_SESSIONS_KEY", raising=False)
     with pytest.raises(UserError, match="set SKYASYNC_SESSIONS_KEY"):
-        Lobby(None)
+        SessionBroker(None)
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from examples.agents.tasks import CALCULATOR
-from skyasync.arrays import ints
-from skyasync.endpoint.agent_chat import AgentChat, conversation, thoughts
-from skyasync.endpoint.parsers import (
+from skyasync.agents.parsers import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     check_parsers,
     reasoning_parser,
     tool_parser,
 )
-from skyasync.endpoint.parsers.reader import Reader
-from skyasync.endpoint.recorder import Call, Recorder
+from skyasync.agents.parsers.reply import ReplyParser
+from skyasync.agents.recorder import AgentChat, RecordedCall, Recorder, conversation, thoughts
+from skyasync.arrays import ints
 from skyasync.errors import UserError
 from skyasync.rollout.types import Segment
 from tests.rollout.episodes import tokenizer
@@ -125,7 +124,7 @@ def test_thinking_is_split_off_where_the_reply_or_the_template_opens_it(name: st
 @pytest.mark.parametrize("opened", [False, True])
 @given(pieces=st.lists(PIECES, max_size=8), tokens=st.booleans())
 def test_each_look_at_a_reply_is_the_beginning_of_the_next(opened: bool, pieces: list[str], tokens: bool) -> None:
-    reader = Reader(tokenizer(), tool_parser("hermes", tokenizer()), reasoning_parser("think", tokenizer()))
+    reader = ReplyParser(tokenizer(), tool_parser("hermes", tokenizer()), reasoning_parser("think", tokenizer()))
     ids = tokenizer()("".join(pieces) + "ä€")["input_ids"]
     told = ("", "")
     for end in range(1, len(ids) + 1):
@@ -144,7 +143,7 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown() -> None:
     marked: Any = Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
     special = [AddedToken(mark, special=True) for mark in ("[TOOL_CALLS]", "<odd>")]
     marked.add_tokens(special, special_tokens=True)
-    reader = Reader(marked, tool_parser("mistral", marked))
+    reader = ReplyParser(marked, tool_parser("mistral", marked))
     call = '[{"name": "now", "arguments": {}}]'
     tokens = ints(marked(f"Well.<odd>[TOOL_CALLS]{call}{marked.eos_token}")["input_ids"])
     options: dict[str, Any] = {"framed": True, "opened": False, "done": True, "several": True}
@@ -249,7 +248,7 @@ def test_what_was_taken_apart_is_gone_on_from_as_it_was_sampled(
 
     framing: Any = Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
     framing.chat_template = TEMPLATES[template] + "{# tools #}"
-    reader = Reader(framing, tool_parser(tools, framing), reasoning_parser("think", framing))
+    reader = ReplyParser(framing, tool_parser(tools, framing), reasoning_parser("think", framing))
     chat, recorder, shown = AgentChat(framing), Recorder(), [CALCULATOR]
     asked = [{"role": "user", "content": "what time?"}]
     prompt = chat.prompt(asked, shown, recorder)
@@ -265,7 +264,7 @@ def test_what_was_taken_apart_is_gone_on_from_as_it_was_sampled(
         reply["reasoning_content"] = found.reasoning
     action = Segment("action", sampled, [0.0] * len(sampled), [0] * len(sampled))
     messages = [*asked, reply]
-    recorder.record(Call(prompt, action), conversation(messages, shown), thoughts(messages))
+    recorder.record(RecordedCall(prompt, action), conversation(messages, shown), thoughts(messages))
     back = dict(reply) if sent_back else {k: v for k, v in reply.items() if k != "reasoning_content"}
     result = {"role": "tool", "content": "noon", "tool_call_id": calls[0]["id"] if calls else "x"}
     after = chat.prompt([*asked, back, result], shown, recorder).tolist()

@@ -5,22 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyasync.agents.recorder import RecordedCall, Recorder, sequences
 from skyasync.arrays import ints
-from skyasync.endpoint.recorder import Call, Recorder, sequences
 from skyasync.rollout.types import Segment
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)  # few tokens: prompts begin alike by chance as well
 
 
-def call(prompt: list[int], reply: list[int], number: int = 0) -> Call:
+def call(prompt: list[int], reply: list[int], number: int = 0) -> RecordedCall:
     """Log-probabilities and versions tell the calls apart."""
-    return Call(ints(prompt), Segment("action", reply, [-float(number)] * len(reply), [number] * len(reply)))
+    return RecordedCall(ints(prompt), Segment("action", reply, [-float(number)] * len(reply), [number] * len(reply)))
 
 
 @st.composite
-def episodes(draw: st.DrawFn) -> list[Call]:
+def episodes(draw: st.DrawFn) -> list[RecordedCall]:
     """Calls that begin anew, extend an earlier one, ask it again, or edit what it read."""
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     for number in range(draw(st.integers(1, 8))):
         prompt = draw(TOKENS)
         if calls and draw(st.booleans()):
@@ -43,7 +43,7 @@ def read_and_written(sequence: list[Segment]) -> list[tuple[list[int], Segment]]
 
 
 @given(episodes())
-def test_every_call_is_one_action_behind_exactly_what_it_had_read(calls: list[Call]) -> None:
+def test_every_call_is_one_action_behind_exactly_what_it_had_read(calls: list[RecordedCall]) -> None:
     found = [pair for sequence in sequences(calls) for pair in read_and_written(sequence)]
     assert len(found) == len(calls)
     for c in calls:
@@ -51,7 +51,7 @@ def test_every_call_is_one_action_behind_exactly_what_it_had_read(calls: list[Ca
 
 
 @given(episodes())
-def test_sequences_come_in_the_order_of_their_last_calls(calls: list[Call]) -> None:
+def test_sequences_come_in_the_order_of_their_last_calls(calls: list[RecordedCall]) -> None:
     order = {id(c.action): number for number, c in enumerate(calls)}
     ends = [order[id(sequence[-1])] for sequence in sequences(calls)]
     assert ends == sorted(ends)
@@ -59,7 +59,7 @@ def test_sequences_come_in_the_order_of_their_last_calls(calls: list[Call]) -> N
 
 
 @given(episodes())
-def test_whatever_extends_the_end_of_a_sequence_goes_on_with_it(calls: list[Call]) -> None:
+def test_whatever_extends_the_end_of_a_sequence_goes_on_with_it(calls: list[RecordedCall]) -> None:
     """No sequence could have been appended to one that had ended before it began."""
     order = {id(c.action): number for number, c in enumerate(calls)}
     found = sequences(calls)
@@ -73,7 +73,7 @@ def test_whatever_extends_the_end_of_a_sequence_goes_on_with_it(calls: list[Call
 
 @given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6))
 def test_a_conversation_is_one_sequence(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> None:
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     for reply, said in turns:
         calls.append(call(prompt, reply))
         prompt = calls[-1].tokens.tolist() + said

@@ -18,9 +18,9 @@ import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
 from examples.agents.tasks import CALCULATOR
-from skyasync.endpoint.calls import MOST_BYTES
-from skyasync.endpoint.recorder import sequences
-from skyasync.endpoint.server import Endpoint
+from skyasync.agents.calls import MOST_BYTES
+from skyasync.agents.recorder import sequences
+from skyasync.agents.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.rollout.types import Segment
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights

@@ -18,8 +18,8 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 
 from examples.agents.tasks import CALCULATOR
-from skyasync.endpoint import news
-from skyasync.endpoint.recorder import sequences
+from skyasync.agents import calls
+from skyasync.agents.recorder import sequences
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
 from tests.endpoint.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
@@ -33,7 +33,7 @@ THOUGHT = "<think>\nTwelve times.\n</think>\n\n"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "EVERY_S", 0.001)
+    monkeypatch.setattr(calls, "POLL_S", 0.001)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -225,7 +225,7 @@ async def test_no_stream_asks_an_engine_more_often_for_being_one_of_many(
         return await plain()
 
     monkeypatch.setattr(real.engine, "progress", progress, raising=False)
-    monkeypatch.setattr(news, "EVERY_S", 0.02)
+    monkeypatch.setattr(calls, "POLL_S", 0.02)
     async with entered(real.endpoint, replace(LONG, max_tokens=60)) as (client, session):
 
         async def read() -> int:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from skyasync import TransientError
+from skyasync.agents.generator import AgentGenerator
+from skyasync.agents.programs import AgentError, AgentPool, AgentProcess
+from skyasync.agents.server import Endpoint
 from skyasync.config.schema import Config
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.agent_pool import AgentError, AgentPool
-from skyasync.endpoint.agent_process import AgentProcess
-from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError

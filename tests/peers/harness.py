@@ -15,14 +15,13 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from skyasync.agents.generator import AgentGenerator
+from skyasync.agents.programs import AgentPool, AgentProcess
+from skyasync.agents.server import Endpoint
 from skyasync.config import load_config
 from skyasync.config.schema import Config
 from skyasync.data.datasets import load_prompts
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.agent_pool import AgentPool
-from skyasync.endpoint.agent_process import AgentProcess
 from skyasync.endpoint.openrlhf import agent_config
-from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.envs.pool import local_pool

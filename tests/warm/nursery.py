@@ -45,7 +45,7 @@ OF_RUNS = (
     "skyasync.cluster.placement",
     "skyasync.cluster.watch",
     "skyasync.controller",
-    "skyasync.endpoint.server",
+    "skyasync.agents.server",
     "skyasync.engines.embedded.engine",
     "skyasync.engines.membership",
     "skyasync.envs.episodes",

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from skyasync.endpoint.door import Door
-from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
-from skyasync.endpoint.session import Session
+from skyasync.agents.connection_limits import ConnectionLimits
+from skyasync.agents.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
+from skyasync.agents.session import Session
 from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.registry import Foreign
 from skyasync.rollout.types import PromptId, TrajectoryId
@@ -36,8 +36,8 @@ class OpenEndpoint(Endpoint):
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
 
-    async def _listen(self, door: Door, runner: web.AppRunner) -> int:
-        return await door.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
+    async def _listen(self, limits: ConnectionLimits, runner: web.AppRunner) -> int:
+        return await limits.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
 
     @contextmanager
     def entered(self, request: web.Request) -> Iterator[Session]:

@@ -1,7 +1,7 @@
 """The fields of a request, read and checked.
 
-Invariant: every field is either carried out or refused with an error that names it; only fields that cannot change an
-answer are passed over.
+Invariant: every field is either carried out or rejected with an error that names it; only fields that cannot change an
+answer are ignored.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
+from skyasync.agents.api.types import Body, Message, RequestError, from_json
 from skyasync.config.keys import Key
-from skyasync.endpoint.forms.inner import Body, RequestError, from_json
 from skyasync.engines.protocol import LARGEST_BIAS, LIMITS, SamplingParams
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import nearest
@@ -20,22 +20,22 @@ from skyasync.errors import nearest
 T = TypeVar("T")
 D = TypeVar("D")
 
-#: The numbers that a request may say how to sample with, by the names of ``SamplingParams``.
+#: The numbers by which a request may sample, by the names of ``SamplingParams``.
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty",
            "repetition_penalty", "seed", "max_tokens")  # fmt: skip
 MOST_STOPS, LONGEST_STOP = 64, 256
 MOST_BIASES = 4096
-
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 _BIAS = Key("", float, low=-LARGEST_BIAS, high=LARGEST_BIAS)
 
 
-def refuse_others(
-    body: Body, known: Collection[str], passed_over: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
+def check_fields(
+    body: Body, known: Collection[str], ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raises ``RequestError`` for a field that is not ``known``, unless its value is one that asks for nothing."""
+    """Raises ``RequestError`` for a field that is not ``known``, unless its value is one that requests nothing."""
     for name, value in body.items():
-        if name in known or name in passed_over:
+        if name in known or name in ignored:
             continue
         if name not in neutral:
             close = nearest(name[:100], {*known, *neutral}, count=1)
@@ -50,7 +50,7 @@ def given(body: Mapping[str, Any], name: str, kind: type[T], form: str) -> T: ..
 @overload
 def given(body: Mapping[str, Any], name: str, kind: type[T], form: str, default: D) -> T | D: ...
 def given(body: Mapping[str, Any], name: str, kind: type, form: str, default: object = ...) -> object:
-    """The value of a field, which must be of this kind; ``default`` where it is null or not there."""
+    """The value of a field, which must be of this type; ``default`` if it is null or missing."""
     value = body.get(name)
     if value is None and default is not ...:
         return default
@@ -64,7 +64,7 @@ def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
 
 
 def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
-    """The number of a field within its bounds; None where it is null or not there."""
+    """The number of a field within its bounds; None if it is null or missing."""
     value = body.get(name)
     if value is None:
         return None
@@ -76,10 +76,10 @@ def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
 
 
 def sampling(body: Body, defaults: SamplingParams, renamed: Mapping[str, str] | None = None) -> SamplingParams:
-    """How to sample; ``defaults`` hold where the request says nothing.
+    """How to sample; ``defaults`` hold for what the request leaves out.
 
     Args:
-        renamed: what this form calls a field -> what ``NUMBERS`` calls it.
+        renamed: a field of this API -> its name in ``NUMBERS``.
     """
     names = {name: name for name in NUMBERS} | {ours: theirs for theirs, ours in (renamed or {}).items()}
     found = {ours: number(body, theirs, LIMITS[ours]) for ours, theirs in names.items()}
@@ -99,8 +99,8 @@ def sampling(body: Body, defaults: SamplingParams, renamed: Mapping[str, str] | 
         raise RequestError(str(error)) from error
 
 
-def _stop_strings(name: str, said: object) -> tuple[str, ...]:
-    stop = [said] if isinstance(said, str) else said
+def _stop_strings(name: str, value: object) -> tuple[str, ...]:
+    stop = [value] if isinstance(value, str) else value
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
     if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
@@ -113,7 +113,7 @@ def text_of(content: object, where: str) -> str:
     """The text of a message, or of its parts together.
 
     Raises:
-        RequestError: for a part that is no text, and for pictures in a line of their own.
+        RequestError: for a part that is not text.
     """
     if content is None:
         return ""
@@ -121,20 +121,20 @@ def text_of(content: object, where: str) -> str:
         return content
     parts: list[Any] = content if isinstance(content, list) else [content]
     for part in parts:
-        refuse_image(part, where)
+        check_no_image(part, where)
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise RequestError(f"{where} must be text, or a list of parts of type text", where)
     return "".join(part["text"] for part in parts)
 
 
-def refuse_image(part: object, where: str) -> None:
-    """Raises ``RequestError`` for a part that is a picture."""
+def check_no_image(part: object, where: str) -> None:
+    """Raises ``RequestError`` for a part that is an image."""
     if kind := image_part(part):
         raise RequestError(f"{where} has a part of type {kind}: {NO_IMAGES}", where, "unsupported_content")
 
 
 def tool_call(name: object, arguments: object, identity: object, where: str) -> dict[str, Any]:
-    """A call that a message brings back, in the form of templates."""
+    """A call that a message brings back, as templates read it."""
     if not isinstance(name, str):
         raise RequestError(f"{where} must have a name and arguments", where)
     with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it is
@@ -142,8 +142,20 @@ def tool_call(name: object, arguments: object, identity: object, where: str) -> 
     return {"id": str(identity or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def function_tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
-    """A tool in OpenAI's form, which chat templates read."""
+def tool_result(content: object, identity: object, where: str) -> Message:
+    return {"role": "tool", "content": text_of(content, where), "tool_call_id": str(identity)}
+
+
+def function_tool(tool: object, where: str, kind: str, schema: str) -> dict[str, Any]:
+    """A tool of type ``kind`` in the form of chat completions, which templates read.
+
+    Args:
+        schema: the field with the schema of its parameters.
+    """
+    found = tool.get("type", "custom" if kind == "custom" else None) if isinstance(tool, dict) else tool
+    if not isinstance(tool, dict) or found != kind:
+        raise RequestError(f"{where} has the type {found}: only tools of type {kind} are known here", where)
+    name, description, parameters = tool.get("name"), tool.get("description"), tool.get(schema)
     if not isinstance(name, str) or not name:
         raise RequestError(f"{where} must have a name", where)
     function: dict[str, Any] = {"name": name}
@@ -151,3 +163,10 @@ def function_tool(name: object, description: object, parameters: object, where: 
         function["description"] = description
     function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
+
+
+def shows_tools(choice: object, name: str = "tool_choice") -> bool:
+    """Whether the model is shown the tools. Raises ``RequestError`` if it is to be forced to call one."""
+    if choice not in (None, "auto", "none"):
+        raise RequestError(f"{name} must be auto or none: a call of a tool cannot be enforced here", "tool_choice")
+    return choice != "none"

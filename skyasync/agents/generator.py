@@ -1,8 +1,8 @@
 """Plays episodes of agent programs: a program calls the endpoint as it likes and returns a score.
 
-Invariant: every trajectory asked for comes back, in the order asked, made of the calls that were recorded; the score is
-earned by the last of them. An engine's failure and a wrong setting end the run. A program that fails ends its own
-episode, and with it the run, unless ``environment.on_error`` has such episodes given up and counted.
+Invariant: every trajectory requested comes back, in the order requested, made of the calls that were recorded; the last
+of them gets the reward. An engine's failure and a wrong setting end the run. A program that fails ends its own episode,
+and with it the run, unless ``environment.on_error`` lets failed episodes be counted.
 """
 
 from __future__ import annotations
@@ -10,12 +10,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
-from skyasync.endpoint.agent_pool import AgentError, NonFiniteAgentError, PassingAgentError, ProcessLostError, Score
-from skyasync.endpoint.recorder import sequences
-from skyasync.endpoint.server import Endpoint
-from skyasync.endpoint.session import Session
+from skyasync.agents.external_sessions import SessionBroker
+from skyasync.agents.programs import (
+    AgentError,
+    AgentPool,
+    NonFiniteAgentError,
+    PassingAgentError,
+    Score,
+    ray_processes,
+)
+from skyasync.agents.recorder import sequences
+from skyasync.agents.server import Endpoint
+from skyasync.agents.session import Session
+from skyasync.config.agents import ONLINE
+from skyasync.config.rules import reads_behaviour
+from skyasync.config.schema import Config
+from skyasync.engines.client import InferenceClient
+from skyasync.processes.link import ProcessLostError
 from skyasync.processes.transient import Patience
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.episode_limits import MAX_ATTEMPTS, EpisodeLimits, failed_episode, nonfinite_episode
@@ -25,8 +39,42 @@ from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import RolloutRequest, Trajectory
 
 
-class Agents(Protocol):
-    """Who plays the episodes; see ``AgentPool`` and ``Lobby``."""
+def agent_generator(
+    cfg: Config, tokenizer: Tokenizer, client: InferenceClient, max_model_len: int, folder: Path | None
+) -> AgentGenerator:
+    """Programs in processes of the run, or, with ``agent_program=online``, external ones.
+
+    Args:
+        max_model_len: tokens of a prompt and its response together.
+        folder: the run's, where external programs find the endpoint's address and key.
+    """
+    from skyasync.endpoint.openrlhf import agent_config
+
+    generator, patience = cfg.generator, Patience()
+    broker = SessionBroker(folder) if generator.agent_program == ONLINE else None
+    endpoint = Endpoint(
+        client,
+        tokenizer,
+        max_model_len,
+        generator.endpoint_host,
+        port=generator.endpoint_port,
+        tools=generator.tool_parser,
+        reasoning=generator.reasoning_parser,
+        broker=broker,
+    )
+    runner: AgentRunner
+    if broker is not None:
+        runner = broker
+    else:
+        program, host, patience = generator.agent_program, generator.endpoint_host, Patience.of(cfg.environment)
+        processes = ray_processes(program, agent_config(cfg, max_model_len), generator.agent_env, host, patience)
+        runner = AgentPool(processes, cfg.environment.num_workers)
+    reads = reads_behaviour(cfg.trainer.algorithm)
+    return AgentGenerator(endpoint, runner, tokenizer, EpisodeLimits.of(cfg), patience, reads_behaviour=reads)
+
+
+class AgentRunner(Protocol):
+    """What plays the episodes: ``AgentPool`` or ``SessionBroker``."""
 
     async def play(self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool = False,
                    timeout_s: float = 0.0) -> Score: ...  # fmt: skip
@@ -37,24 +85,24 @@ class AgentGenerator(TrajectoryGenerator):
     """Plays an episode per trajectory.
 
     Args:
-        endpoint: where programs find the policy; the first ``roll_out`` starts it.
-        agents: what runs the programs.
-        limits: limits of an episode; its turns are the program's own affair.
+        endpoint: where programs find the policy; the first request starts it.
+        runner: what runs the programs.
+        limits: limits of an episode; its turns are decided by the program.
         patience: with programs that fail for now; they are played again from their beginning.
-        reads_behaviour: as ``Session`` has it, for episodes that are trained.
+        reads_behaviour: see ``Session``; for episodes that are trained.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        agents: Agents,
+        runner: AgentRunner,
         tokenizer: Tokenizer,
         limits: EpisodeLimits,
         patience: Patience = Patience(),  # noqa: B008  (frozen)
         *,
         reads_behaviour: str = "",
     ) -> None:
-        self._endpoint, self._agents, self._patience = endpoint, agents, patience
+        self._endpoint, self._runner, self._patience = endpoint, runner, patience
         self._reads_behaviour = reads_behaviour
         self._chat = ChatTokenizer(tokenizer)
         self._limits = limits
@@ -69,7 +117,7 @@ class AgentGenerator(TrajectoryGenerator):
 
     async def close(self) -> None:
         """Stop listening, and end the programs' processes."""
-        await self._agents.close()
+        await self._runner.close()
         await self._endpoint.close()
 
     async def _episode(self, request: RolloutRequest) -> Trajectory:
@@ -97,9 +145,9 @@ class AgentGenerator(TrajectoryGenerator):
                         attempt += 1
 
     async def _play(self, session: Session, data: dict[str, Any], is_eval: bool) -> Score:
-        """The program's score, or the failure of an engine that it met: whichever is there first."""
+        """The program's score, or the failure of an engine that it met: whichever comes first."""
         episode, url, key = str(session.identity), self._endpoint.base_url, session.api_key
-        play = self._agents.play(episode, data, url, key, is_eval=is_eval, timeout_s=self._limits.timeout_s)
+        play = self._runner.play(episode, data, url, key, is_eval=is_eval, timeout_s=self._limits.timeout_s)
         playing = asyncio.ensure_future(play)
         waited: set[asyncio.Future[Any]] = {playing, session.failure}
         try:

@@ -1,8 +1,7 @@
-"""A reply's tokens to what it says: its reasoning, its text, its calls of tools.
+"""The tokens of a reply to its reasoning, its text and its calls of tools.
 
-Invariant: of a reply that goes on only what will stand is told: each part of it is the beginning of that of a later
-look, up to characters of which only half the bytes are there, to what may become a stop string, a mark or the blanks in
-front of one.
+Invariant: of an incomplete reply only what will not change is read: each part is the beginning of the same part of any
+longer reply. Left out are incomplete characters, and what may become a stop string, a mark or the blanks before a mark.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from skyasync.agents.parsers import ReasoningParser, ToolParser
+from skyasync.agents.parsers.tools import before_partial
 from skyasync.arrays import Ints
-from skyasync.endpoint.parsers import ReasoningParser, ToolParser
 from skyasync.rollout.chat import Tools
 from skyasync.rollout.tokenizer import Tokenizer
 
@@ -21,18 +21,18 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _PROMPT_END = 32  # tokens of a prompt that are looked at for an open mark
 
 
-class Said(NamedTuple):
-    """``thought``: how many of its tokens are reasoning."""
+class ParsedReply(NamedTuple):
+    """``reasoning_tokens``: how many of its tokens are reasoning."""
 
     reasoning: str
     text: str
     functions: list[dict[str, Any]]
     stopped_by: str | None = None
-    thought: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass
-class Reader:
+class ReplyParser:
     """Args: reasoning: None leaves thinking in the text."""
 
     tokenizer: Tokenizer
@@ -49,15 +49,15 @@ class Reader:
 
     def read(
         self, tokens: Ints, stop: Sequence[str], tools: Tools, *, framed: bool, opened: bool, done: bool, several: bool
-    ) -> Said:
-        """What a reply says, or what is sure of it.
+    ) -> ParsedReply:
+        """A reply, or what is sure of it.
 
         Args:
             stop: the text ends before the first of these.
-            framed: it is a message, not text that goes on from text.
-            opened: what ``opens`` says of its prompt.
+            framed: it is a message, not the continuation of a text.
+            opened: the result of ``opens`` for its prompt.
             done: the reply is complete.
-            several: all of its calls count, not the first alone.
+            several: all of its calls count, not only the first.
         """
         whole = tokens.tolist()
         text = self._decoded(whole, framed, tools)
@@ -65,9 +65,9 @@ class Reader:
         if stopped_by is not None:
             text = text[: text.index(stopped_by)]
         elif not done:
-            text = _without_half(text.rstrip(_INCOMPLETE), stop)
+            text = before_partial(text.rstrip(_INCOMPLETE), stop)
         if not framed:
-            return Said("", text, [], stopped_by)
+            return ParsedReply("", text, [], stopped_by)
         reasoning, said, functions = "", text, list[dict[str, Any]]()
         if self.reasoning is not None:
             reasoning, said = self.reasoning.split(text, opened=opened, done=done)
@@ -75,11 +75,11 @@ class Reader:
             said, functions = self.tools.read(said, tools)
         elif tools:
             said = self.tools.sure(said)
-        thought = self._thought(whole, reasoning, said, functions) if done and reasoning else 0
-        return Said(reasoning, said, functions if several else functions[:1], stopped_by, thought)
+        count = self._reasoning_tokens(whole, reasoning, said, functions) if done and reasoning else 0
+        return ParsedReply(reasoning, said, functions if several else functions[:1], stopped_by, count)
 
     def _decoded(self, tokens: list[int], framed: bool, tools: Tools) -> str:
-        """The text, without special tokens but for those that are marks."""
+        """The text, with those special tokens that are marks."""
         kept = self._marks(bool(tools)) if framed else frozenset[int]()
         if not kept:
             return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -105,8 +105,8 @@ class Reader:
             self._kept[tools] = frozenset(found)
         return self._kept[tools]
 
-    def _thought(self, tokens: list[int], reasoning: str, said: str, functions: list[dict[str, Any]]) -> int:
-        """The tokens of the reasoning, its marks included; found by halving, since text only grows with tokens."""
+    def _reasoning_tokens(self, tokens: list[int], reasoning: str, said: str, functions: list[dict[str, Any]]) -> int:
+        """The tokens of the reasoning with its marks, by binary search: text only grows with tokens."""
         if not said and not functions:
             return len(tokens)
         low, high = 0, len(tokens)
@@ -116,9 +116,3 @@ class Reader:
             ended = self.reasoning is not None and bool(self.reasoning.split(text, opened=True, done=True)[1])
             low, high = (low, middle) if ended else (middle + 1, high)
         return max(low - 1, 0)
-
-
-def _without_half(text: str, stop: Sequence[str]) -> str:
-    """Without what may become a stop string."""
-    ends = [n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])]
-    return text[: len(text) - max(ends, default=0)]

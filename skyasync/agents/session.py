@@ -1,7 +1,4 @@
-"""One episode at the endpoint.
-
-Invariant: its key and the ids of its requests are its own.
-"""
+"""One episode at the endpoint. Its key and the ids of its requests are its own."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
+from skyasync.agents.api.types import Message, ModelRequest
+from skyasync.agents.recorder import Recorder
 from skyasync.arrays import Ints
-from skyasync.endpoint.forms.inner import Asked, Message
-from skyasync.endpoint.recorder import Recorder
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.rollout.types import TrajectoryId
 
@@ -24,19 +21,19 @@ INLINE = 16 * 1024  # bytes or characters read in milliseconds; of longer reques
 
 class OpenCall(Protocol):
     def settle(self) -> None:
-        """Record what has been told of the answer, if anything has and nothing is recorded yet."""
+        """Record what has been sent of the answer, if anything has and nothing is recorded yet."""
 
 
 class Session:
     """One episode at the endpoint: its key, its calls, and the failure of an engine if it met one.
 
     Args:
-        affinity: what shares it goes to the same engine; by default the episode is alone.
+        affinity: sessions that share it go to the same engine; by default the episode is alone.
         reads_behaviour: the setting for which the objective reads the log-probabilities of what is sampled here; "" for
-            none. Its requests cannot ask for a distribution that the trainer could not compute.
+            none. Requests then cannot ask for a distribution that the trainer could not compute.
 
     Attributes:
-        conversations: by the id of an answer, what a later request that names it goes on from.
+        conversations: by the id of an answer, the conversation that a later request continues if it names the answer.
         over: nothing is answered or recorded any more.
     """
 
@@ -55,15 +52,15 @@ class Session:
         self.handlers: set[asyncio.Task[Any]] = set()
         self.streams: set[OpenCall] = set()
         self.over = False
-        self.asked = 0
+        self._requests = 0
 
-    def requests(self, prompt: Ints, asked: Asked, room: int) -> list[GenerationRequest]:
+    def requests(self, prompt: Ints, request: ModelRequest, room: int) -> list[GenerationRequest]:
         """One request per choice, each with an id (and seed) of its own."""
-        sampling = asked.sampling
+        sampling = request.sampling
         most = min(sampling.max_tokens, room)
         sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        first, self.asked = self.asked, self.asked + asked.choices
-        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**62 for i in range(asked.choices)]
+        first, self._requests = self._requests, self._requests + request.choices
+        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**62 for i in range(request.choices)]
         return [
             GenerationRequest(
                 request_id=f"{self.identity}-c{first + choice}",
@@ -75,22 +72,22 @@ class Session:
         ]
 
     def reads(self, size: int | None) -> AbstractAsyncContextManager[object]:
-        """Within, a request of so many bytes is read (None: nobody knows). Long ones wait their turn unread."""
+        """Around the reading of a request of so many bytes (None: unknown). Long ones are read one at a time."""
         return nullcontext() if size is not None and size <= INLINE else self._reading
 
     def store(self, answer: str, conversation: list[Message], characters: int) -> None:
-        """Let a later request name the answer, in place of the oldest that could be named."""
+        """Let a later request name the answer; the oldest answers are dropped."""
         self.conversations[answer], self._stored[answer] = conversation, characters
         while len(self._stored) > MOST_STORED or sum(self._stored.values()) > STORED_CHARACTERS:
             oldest = next(iter(self._stored))
             del self.conversations[oldest], self._stored[oldest]
 
     def settle(self) -> None:
-        """Record what the program has been told of answers that are still streamed: it may have read enough."""
+        """Record what has been sent of answers that are still streamed: the program may have read enough."""
         for stream in list(self.streams):
             stream.settle()
 
     def fail(self, error: Exception) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
-            self.failure.exception()  # whoever plays the episode may not be there to ask for it
+            self.failure.exception()  # the generator may not be there to read it

@@ -1,7 +1,4 @@
-"""What all forms of a request ask for, and what all forms of an answer have.
-
-Invariant: nothing here knows of any form.
-"""
+"""What all APIs have in common: requests to the model, its replies, and their streams."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Body = dict[str, Any]  # JSON
 
 
 class RequestError(Exception):
-    """A request that is answered with an error, in the form in which it came."""
+    """A request that is answered with an error, in the schema of its API."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -27,8 +24,14 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request asks for besides its prompt."""
+class ModelRequest:
+    """A conversation to be continued, or a ``prompt`` of text or token ids instead.
+
+    Args:
+        tools: None if the model is not to be shown any.
+        stored: the conversation that a later request continues if it names the answer to this one, without that answer;
+            None if no request may.
+    """
 
     model: str
     sampling: SamplingParams
@@ -37,34 +40,22 @@ class Asked:
     include_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
-
-
-@dataclass(frozen=True)
-class Request:
-    """A conversation to be continued, or a ``prompt`` of text or token ids in its place.
-
-    Args:
-        tools: None where the model shall not be shown any.
-        begun: what a later request goes on from that names this one's answer, the reply not counted; None if none may.
-    """
-
-    asked: Asked
     messages: list[Message] = field(default_factory=list)
     tools: Tools = None
     parallel_tool_calls: bool = True
     prompt: str | list[int] | None = None
-    begun: list[Message] | None = None
+    stored: list[Message] | None = None
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One sampled reply, or what is certain of it while it is made.
+class Reply:
+    """One sampled reply, or what is certain of it while it is generated.
 
     Args:
-        finish_reason: "stop", "length", "tool_calls" or "abort"; "" while it is made.
+        finish_reason: "stop", "length", "tool_calls" or "abort"; "" while it is generated.
         stopped_by: the stop string that ended the text.
-        logprobs: text and log-probability of each token, None if they were not asked for.
-        thought: how many of its tokens are reasoning.
+        logprobs: text and log-probability of each token; None if they were not requested.
+        reasoning_tokens: how many of its tokens are reasoning.
     """
 
     index: int
@@ -75,11 +66,11 @@ class Choice:
     stopped_by: str | None = None
     logprobs: list[tuple[str, float]] | None = None
     token_ids: list[int] | None = None
-    thought: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def message(self) -> Message:
-        """In the form of chat templates, as a later request is read."""
+        """For chat templates, and as a later request is read."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -89,8 +80,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What every form of an answer has. ``created`` is in seconds since 1970."""
+class AnswerHead:
+    """What an answer has besides its replies. ``created`` is in seconds since 1970."""
 
     id: str
     model: str
@@ -113,7 +104,7 @@ class Event(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What is new of a choice."""
+    """What is new of a reply."""
 
     reasoning: str
     text: str
@@ -121,68 +112,63 @@ class Delta(NamedTuple):
     token_ids: list[int] | None
 
 
-class Told:
-    """How much of one choice has been sent. Nothing that was sent is ever taken back."""
+class SentReply:
+    """How much of one reply has been sent. Nothing that was sent is taken back."""
 
     def __init__(self) -> None:
         self._reasoning = self._text = self._tokens = 0
 
-    def news(self, choice: Choice) -> Delta:
-        """What has not been sent yet."""
-        logprobs, tokens = choice.logprobs, choice.token_ids
+    def delta(self, reply: Reply) -> Delta:
+        """What has not been sent yet; it counts as sent from now on."""
+        logprobs, tokens = reply.logprobs, reply.token_ids
         found = Delta(
-            choice.reasoning[self._reasoning :],
-            choice.text[self._text :],
+            reply.reasoning[self._reasoning :],
+            reply.text[self._text :],
             None if logprobs is None else logprobs[self._tokens :],
             None if tokens is None else tokens[self._tokens :],
         )
-        self._reasoning = max(self._reasoning, len(choice.reasoning))
-        self._text = max(self._text, len(choice.text))
+        self._reasoning = max(self._reasoning, len(reply.reasoning))
+        self._text = max(self._text, len(reply.text))
         self._tokens = max(self._tokens, len(logprobs or tokens or ()))
         return found
 
 
-class Stream(Protocol):
-    """One answer as events. ``begin``, then for every choice ``go_on`` as often as there is news and once with its
+class ApiStream(Protocol):
+    """One answer as events: ``begin``, then ``update`` for every reply whenever it has grown and once with its
     ``finish_reason``, then ``end``; or ``fail``, at any point."""
 
-    def begin(self, answer: Answer) -> Iterator[Event]: ...
-    def go_on(self, choice: Choice) -> Iterator[Event]: ...
-    def end(self, answer: Answer, choices: Sequence[Choice]) -> Iterator[Event]: ...
+    def begin(self, head: AnswerHead) -> Iterator[Event]: ...
+    def update(self, reply: Reply) -> Iterator[Event]: ...
+    def end(self, head: AnswerHead, replies: Sequence[Reply]) -> Iterator[Event]: ...
     def fail(self, error: RequestError) -> Iterator[Event]: ...
 
 
-class Known(Protocol):
+class EpisodeContext(Protocol):
     """What the episode of a request knows: its sampling, and the conversations that its answers ended."""
 
     sampling: SamplingParams
     conversations: dict[str, list[Message]]
 
 
-class Form(Protocol):
-    """One API."""
+class Api(Protocol):
+    """One API; ``prefix`` begins the ids of its answers."""
 
-    prefix: str  # of the ids of its answers
+    prefix: str
 
-    def read(self, body: Body, known: Known) -> Request:
-        """Raises ``RequestError``, naming the field that is wrong or cannot be carried out."""
+    def read(self, body: Body, episode: EpisodeContext) -> ModelRequest:
+        """Raises ``RequestError``, naming the field that is wrong or not supported."""
 
-    def whole(self, request: Request, answer: Answer, choices: Sequence[Choice]) -> Body: ...
-    def stream(self, request: Request) -> Stream: ...
+    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[Reply]) -> Body: ...
+    def stream(self, request: ModelRequest) -> ApiStream: ...
     def error(self, error: RequestError) -> Body: ...
 
 
-def from_json(said: str | bytes) -> Any:  # noqa: ANN401  (JSON)
+def from_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)
     """Raises ``ValueError`` or ``RecursionError`` for what is no JSON, or nested too deeply."""
     collecting = gc.isenabled()
-    gc.disable()  # of what is all lists it would look through everything again and again
+    gc.disable()  # it would walk through a body of many lists again and again
     try:
-        return json.loads(said)
+        return json.loads(text)
     finally:
         if collecting:
             gc.enable()
-
-
-def outgoing(arguments: object) -> str:
-    """The arguments of a tool call travel as JSON text."""
-    return json.dumps(arguments)

@@ -1,66 +1,60 @@
-"""Calls of tools in the forms of the families that write them.
+"""Parsers of calls of tools: the formats of the models' own chat templates, by vLLM's names for them.
 
-The forms are those of the models' own chat templates; their names are vLLM's.
-
-Invariant: that of the room. What stands behind a call is no part of the message, as in these templates.
+What follows a call is no part of the message, as in these templates.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, ClassVar
 
-from skyasync.endpoint.parsers import TOOL_PARSERS, Functions
+from skyasync.agents.parsers import TOOL_PARSERS, Functions, ToolParser
 from skyasync.envs.tools import between, read_tool_calls
 from skyasync.rollout.chat import Tools
+from skyasync.rollout.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _DECODER = json.JSONDecoder()
 
 
 def before(text: str, marks: Sequence[str]) -> str:
-    """What stands in front of the first mark, or of what may become one; without the blanks in front of it."""
+    """What stands before the first mark, or before what may become one; without the blanks before it."""
     end = min((place for mark in marks if (place := text.find(mark)) >= 0), default=-1)
-    if end < 0:
-        end = len(text) - max((_overlap(text, mark) for mark in marks), default=0)
-    return text[:end].rstrip()
+    return text[:end].rstrip() if end >= 0 else before_partial(text, marks).rstrip()
 
 
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of the text are the beginning of the mark."""
-    return next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+def before_partial(text: str, marks: Sequence[str]) -> str:
+    """The text without an end that is the beginning of one of the marks."""
+    overlaps = [n for mark in marks for n in range(1, len(mark) + 1) if text.endswith(mark[:n])]
+    return text[: len(text) - max(overlaps, default=0)]
 
 
-class _Marked:
+class _Marked(ToolParser):
     """Calls that begin with a mark."""
 
-    marks: tuple[str, ...] | None = ()
+    marks: ClassVar[tuple[str, ...]] = ()
 
     def sure(self, text: str) -> str:
-        return before(text, self.marks or ())
-
-    def identity(self, request: str, index: int) -> str:
-        return f"call_{request}-{index}"
+        return before(text, self.marks)
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        (mark, *_) = self.marks or ("",)
-        front, found, rest = text.partition(mark)
+        front, found, rest = text.partition(self.marks[0])
         try:
             calls = list(self._calls(rest)) if found else []
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError, MemoryError):
             calls = []
-        return (front.rstrip(), calls) if calls and all(map(_is_call, calls)) else (text, [])
+        whole = all(isinstance(c["name"], str) and c["name"] and isinstance(c["arguments"], dict) for c in calls)
+        return (front.rstrip(), calls) if calls and whole else (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
-        """The calls behind the first mark; raises for what is none."""
+        """The calls after the first mark; raises an error for what is none."""
         raise NotImplementedError
-
-
-def _is_call(call: dict[str, Any]) -> bool:
-    return isinstance(call["name"], str) and bool(call["name"]) and isinstance(call["arguments"], dict)
 
 
 @TOOL_PARSERS.register("hermes")
@@ -163,7 +157,7 @@ class Pythonic(_Marked):
     """The whole reply is ``[name(argument=value), ...]``, as Python writes it: Llama 3.2 and 4, ToolACE."""
 
     marks = ("<|python_start|>", "<|python_end|>")
-    _LONGEST = 2**15  # characters: Python's own parser takes a tenth of a second for them, and holds up everything else
+    _LONGEST = 2**15  # characters, for which Python's parser takes a tenth of a second and blocks the event loop
 
     def sure(self, text: str) -> str:
         return "" if text.lstrip()[:1] in ("[", "<", "") else text.rstrip()
@@ -188,3 +182,42 @@ class Pythonic(_Marked):
             arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
             json.dumps(arguments)  # they travel as JSON
             yield {"name": ast.unparse(call.func), "arguments": arguments}
+
+
+class FunctionTools(ToolParser):
+    """A user's ``text -> (text, calls)``; an error, or an answer of another form, leaves the reply as text."""
+
+    def __init__(self, function: Callable[[str], tuple[str, Functions]]) -> None:
+        self._function = function
+
+    def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
+        try:
+            said, calls = self._parse(text, tools)
+            calls = [{"name": str(call["name"]), "arguments": dict(call["arguments"])} for call in calls]
+            json.dumps(calls)
+            return str(said), calls
+        except Exception as error:
+            log.warning("the tool parser has failed, and the reply is left as text: %r", error)
+            return text, []
+
+    def _parse(self, text: str, tools: Tools) -> tuple[str, Functions]:
+        return self._function(text)
+
+
+class VLLMTools(FunctionTools):
+    """One of vLLM's; a new one for each reply, since they keep state."""
+
+    def __init__(self, parser: Callable[..., Any], tokenizer: Tokenizer) -> None:
+        self._parser, self._tokenizer = parser, tokenizer
+
+    def _parse(self, text: str, tools: Tools) -> tuple[str, Functions]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        body = {"messages": [], "model": "policy", "tools": list(tools or ()) or None}
+        request = ChatCompletionRequest.model_validate(body)
+        found = self._parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [
+            {"name": call.function.name, "arguments": json.loads(call.function.arguments or "{}")}
+            for call in found.tool_calls
+        ]
+        return (found.content or "") if calls else text, calls

@@ -1,17 +1,17 @@
-"""Who may come in at an HTTP server of ours, before a key is looked at.
+"""Limits of the connections of an HTTP server of ours, before a key is looked at.
 
-Invariant: a connection holds nothing for longer than it may without asking something whole: its head within ``HEAD_S``
-of its beginning (``IDLE_S`` of the answer before), its body within ``BODY_S``. There are never so many connections that
-the process has no descriptors left for the run. A body is never inflated, and that of a refused request is not kept.
-On the loopback a request must name the machine by its address or as localhost (a page that a browser shows, whose
-server's name leads to the loopback, names that), and nowhere may it come from another's page. Where all places are
-taken, the connection that has waited longest without a key of ours gives way to a new one: strangers shut nobody out. A
-flood of connections is let in bit by bit, and what is no HTTP is answered without a word in the run's logs.
+Invariant: a connection without a complete request ends: its head must come within ``HEAD_S`` of its beginning
+(``IDLE_S`` of the previous answer), its body within ``BODY_S``. There are never so many connections that the process
+has no descriptors left for the run. A body is never inflated, and the body of a rejected request is not stored. On the
+loopback a request must name the machine by its address or as localhost (a page in a browser whose server's name leads
+to the loopback names that), and nowhere may it come from the page of another origin. If all places are taken, the
+connection that has waited longest without a valid key is closed for a new one: strangers cannot shut episodes out. A
+flood of connections is accepted bit by bit, and what is no HTTP is answered without a line in the logs.
 
 | who waits           | for what              | woken by                                 |
 |---------------------|-----------------------|------------------------------------------|
 | an idle connection  | a request's head      | the request; ``HEAD_S``, ``IDLE_S``      |
-| ``body``            | a request's body      | the body; ``BODY_S``                     |
+| ``read_body``       | a request's body      | the body; ``BODY_S``                     |
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
-from skyasync.endpoint.forms.inner import RequestError
+from skyasync.agents.api.types import RequestError
 from skyasync.engines.strangers import is_loopback, stranger
 
 HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
 BODY_S = 60.0
-LINGER_S = 1.0  # for what a refused request still sends, so that it hears why: it is thrown away as it comes
+LINGER_S = 1.0  # a rejected request may still send, so that it can read the error: what it sends is discarded
 ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some milliseconds
+KEPT_DESCRIPTORS = 512  # for everything else in this process
 log = logging.getLogger(__name__)
 log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-#: Of aiohttp's runner: nothing is inflated, least of all what a refused request still sends.
-UNREAD: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S, "logger": log}
-KEPT_DESCRIPTORS = 512  # for everything else in this process
+#: Of aiohttp's runner: nothing is inflated, least of all what a rejected request still sends.
+RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S, "logger": log}
 
 
-class Door:
+class ConnectionLimits:
     """Listens for an application's server.
 
     Args:
@@ -52,21 +52,22 @@ class Door:
     """
 
     def __init__(self, most: int = 0) -> None:
-        self._most = most or most_connections()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = most or max(256, descriptors - KEPT_DESCRIPTORS)
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
-        self._strangers: dict[_Connection, None] = {}  # that nothing is answered to, in the order of their coming
+        self._strangers: dict[_Connection, None] = {}  # without a request in progress, oldest first
         self._server: asyncio.Server | None = None
         self.loopback = False
 
     async def open(
         self, runner: web.AppRunner, host: str = "", port: int = 0, sock: socket.socket | None = None, *, backlog: int
     ) -> int:
-        """Listen at an address or on a socket; the port."""
+        """Listen at an address or on a socket; returns the port."""
         make: Any = runner.server  # of a runner that is set up
         where: dict[str, Any] = {"host": host or None, "port": port} if sock is None else {"sock": sock}
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self, make()), backlog=ACCEPTED_AT_ONCE, **where)
-        for listening in self._server.sockets:  # as many as asyncio accepts at once are too few to wait
+        for listening in self._server.sockets:  # asyncio accepts as many at once as may wait: more are to wait
             with socket.socket(fileno=os.dup(listening.fileno())) as again:
                 again.listen(backlog)
         address, number = self._server.sockets[0].getsockname()[:2]
@@ -74,9 +75,9 @@ class Door:
         return int(number)
 
     async def close(self) -> None:
-        """Let nobody in any more; whoever is in is the runner's affair. Safe to call twice.
+        """Accept no more connections; open ones are the runner's. Safe to call twice.
 
-        Who has been accepted comes in before asyncio's server is closed: it forgets those, and nobody hangs up on them.
+        Accepted connections are opened before asyncio's server is closed, which would forget them without hanging up.
         """
         if self._server is not None:
             for listening in self._server.sockets:
@@ -93,24 +94,23 @@ class Door:
         self._strangers[connection] = None
         return True
 
-    def forget(self, transport: asyncio.BaseTransport | None) -> None:
-        if transport is not None and (connection := self._open.pop(transport, None)) is not None:
+    def forget(self, transport: asyncio.BaseTransport) -> None:
+        if (connection := self._open.pop(transport, None)) is not None:
             self._strangers.pop(connection, None)
 
-    def know(self, request: web.Request) -> None:
-        """The request has a key of ours: its connection keeps its place."""
-        connection = self._open.get(request.transport) if request.transport else None
-        if connection is not None:
-            connection.known = True
+    def has_key(self, request: web.Request) -> None:
+        """The request has a valid key: its connection keeps its place."""
+        if (connection := self._connection(request)) is not None:
+            connection.has_key = True
 
     @contextmanager
     def answering(self, request: web.Request) -> Iterator[None]:
-        """Inside, the connection may wait for as long as its answer takes.
+        """Around an answer, which may take as long as it likes.
 
         Raises:
-            RequestError: for a request that a browser sends for somebody else's page.
+            RequestError: for a request that a browser sends for the page of another origin.
         """
-        connection = self._open.get(request.transport) if request.transport else None
+        connection = self._connection(request)
         if connection is not None:
             connection.limit(None)
             self._strangers.pop(connection, None)
@@ -122,33 +122,36 @@ class Door:
         finally:
             if connection is not None:
                 connection.limit(IDLE_S)
-                if not connection.known and request.transport in self._open:
+                if not connection.has_key and request.transport in self._open:
                     self._strangers[connection] = None
+
+    def _connection(self, request: web.Request) -> _Connection | None:
+        return self._open.get(request.transport) if request.transport else None
 
 
 class _Connection(asyncio.Protocol):
-    """Hands everything on to aiohttp's protocol, and hangs up when its time is over."""
+    """Passes everything on to aiohttp's protocol, and hangs up when its time is over."""
 
-    def __init__(self, door: Door, inner: Any) -> None:  # noqa: ANN401  (aiohttp's protocol)
-        self._door, self._inner = door, inner
+    def __init__(self, limits: ConnectionLimits, inner: Any) -> None:  # noqa: ANN401  (aiohttp's protocol)
+        self._limits, self._inner = limits, inner
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.known = False
+        self.has_key = False
 
     def limit(self, seconds: float | None) -> None:
         """Hang up after that time; None: not at all."""
         if self._timer is not None:
             self._timer.cancel()
-        late = self._transport is not None and seconds is not None
-        self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self.hang_up) if late else None
+        timed = self._transport is not None and seconds is not None
+        self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self.hang_up) if timed else None
 
     def hang_up(self) -> None:
         if self._transport is not None:
-            self._door.forget(self._transport)
+            self._limits.forget(self._transport)
             self._transport.abort()
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401  (narrower than the base's)
-        if not self._door.admit(self, transport):
+        if not self._limits.admit(self, transport):
             transport.abort()
             return
         self._transport = transport
@@ -159,7 +162,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is None:
             return
         self.limit(None)
-        self._door.forget(self._transport)
+        self._limits.forget(self._transport)
         self._transport = None
         self._inner.connection_lost(exc)
 
@@ -177,23 +180,19 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-def most_connections() -> int:
-    """That may be open at once."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(256, descriptors - KEPT_DESCRIPTORS)
+def limiting(limits: ConnectionLimits) -> Middleware:
+    """The middleware that tells the limits which connections have a request in progress."""
 
-
-def middleware(door: Door) -> Any:  # noqa: ANN401  (aiohttp's decorator has no type)
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-        with door.answering(request):
+        with limits.answering(request):
             return await handler(request)
 
     return answered
 
 
-async def body(request: web.Request) -> bytes:
-    """What a request says.
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request.
 
     Raises:
         RequestError: if it is compressed or too long, before it is read; if it does not come in time.
