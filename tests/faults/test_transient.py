@@ -22,7 +22,7 @@ from skyasync.processes.transient import Patience
 from skyasync.rollout.episode_limits import EpisodeLimits, check_given_up
 from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
-from tests.endpoint.test_agent_generator import PROGRAMS, Engine
+from tests.agents.test_generator import PROGRAMS, Engine
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests, tokenizer
 from tests.virtual_time import virtual_time
 

@@ -10,7 +10,7 @@ from skyasync.errors import UserError
 from skyasync.rollout.generator_api import TrajectoryGenerator, run_generator
 from skyasync.rollout.types import Segment
 from tests.rollout.episodes import action, prompt, requests, trajectory
-from tests.rollout.test_convert import groups
+from tests.rollout.test_parallel_lists import groups
 
 
 class Plays(TrajectoryGenerator):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.endpoint.served import real_endpoint
-from tests.endpoint.test_streaming import (
+from tests.agents.served import real_endpoint
+from tests.agents.test_streaming import (
     quick,
     test_a_stream_says_in_pieces_what_the_engine_makes_and_the_record_is_whole,
     test_who_breaks_off_a_stream_ends_the_call_and_what_was_read_is_recorded,

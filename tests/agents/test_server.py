@@ -25,7 +25,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.rollout.types import Segment
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.endpoint.served import (
+from tests.agents.served import (
     EPISODE,
     HELLO,
     MAX_MODEL_LEN,

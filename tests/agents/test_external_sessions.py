@@ -24,7 +24,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
 from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator_api import run_generator
-from tests.endpoint.test_agent_generator import Engine
+from tests.agents.test_generator import Engine
 from tests.rollout.episodes import prompt, requests, tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

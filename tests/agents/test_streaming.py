@@ -22,8 +22,8 @@ from skyasync.agents import calls
 from skyasync.agents.recorder import sequences
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
-from tests.endpoint.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
-from tests.endpoint.test_forms import CALL, OURS, THEIRS, ask, theirs
+from tests.agents.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
+from tests.agents.test_apis import CALL, OURS, THEIRS, ask, theirs
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

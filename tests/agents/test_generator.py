@@ -31,12 +31,12 @@ from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
 from skyasync.workers.batch import RolloutBatch
-from tests.endpoint import agent_programs
+from tests.agents import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
 
 pytestmark = pytest.mark.slow  # programs that hang are waited for
 
-PROGRAMS = "tests.endpoint.agent_programs"
+PROGRAMS = "tests.agents.agent_programs"
 FAILURES = {
     "raises": "LookupError: broken",
     "exits": "SystemExit: 3",
