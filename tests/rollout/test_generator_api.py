@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 
 from skyasync.errors import UserError
-from skyasync.rollout.generator_api import TrajectoryGenerator, run_generator
-from skyasync.rollout.types import Segment
+from skyasync.rollout.generator_api import (
+    TrajectoryGenerator,
+    generator_input,
+    requests_from_input,
+    run_generator,
+)
+from skyasync.rollout.types import Segment, Trajectory
 from tests.rollout.episodes import action, prompt, requests, trajectory
 from tests.rollout.test_parallel_lists import groups
 
@@ -78,6 +83,34 @@ def test_both_ways_lead_to_the_same_groups(before):
         assert listed[0] == direct[0] == before
 
     asyncio.run(run())
+
+
+class Answers(TrajectoryGenerator):
+    """As the library's generators are: a request for each trajectory."""
+
+    async def generate_trajectories(self, requests):
+        return [Trajectory(each.id, [Segment("prompt", [1]), action([3], 1.0)]) for each in requests]
+
+
+class Doubles(Answers):
+    """A user's subclass, which is given lists of prompts."""
+
+    async def roll_out(self, input_batch):
+        assert input_batch["env_classes"] == ["none"] * len(input_batch["prompts"])
+        found = await super().roll_out(input_batch)
+        for each in found:
+            each.segments[-1].reward *= 2
+        return found
+
+
+def test_a_subclass_that_overrides_roll_out_is_honoured():
+    assert [group.rewards for group in roll_out(Answers(), 2)[0]] == [[1.0], [1.0]]
+    assert [group.rewards for group in roll_out(Doubles(), 2)[0]] == [[2.0], [2.0]]
+
+
+def test_requests_and_the_lists_that_users_are_given_say_the_same():
+    asked = requests([prompt(0, answer=1), prompt(1)], samples=2)
+    assert requests_from_input(generator_input(asked)) == asked
 
 
 def test_an_empty_segment_is_left_out():

@@ -90,7 +90,7 @@ def check_parsers(tools: str, reasoning: str) -> None:
             find_parser(registry, name)
 
 
-def find_parser(registry: Registry[Any], name: str) -> Callable[..., Any]:
+def find_parser(registry: Registry, name: str) -> Callable[..., Any]:
     """The class or function of this name. Importing one of vLLM's takes seconds."""
     if not name.startswith(VLLM):
         found = registry.find(name)
