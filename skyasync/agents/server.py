@@ -197,9 +197,9 @@ class Endpoint:
         api = APIS[request.path]
         with self.entered(request) as session:
             async with session.reads(request.content_length):
-                asked = api.read(await json_body(request), session)
-                call = await self._calls.open(session, asked, api.prefix, size=len(await request.read()))
-            if asked.stream:
+                model_request = api.read(await json_body(request), session)
+                call = await self._calls.open(session, model_request, api.prefix, size=len(await request.read()))
+            if model_request.stream:
                 return await _send_stream(request, call, api)
             return await _send_whole(call, api)
 
@@ -207,8 +207,8 @@ class Endpoint:
         """How many tokens a prompt of Anthropic's API has."""
         with self.entered(request) as session:
             async with session.reads(request.content_length):
-                asked = _MESSAGES.read_prompt(await json_body(request), session)
-                prompt = await self._calls.prompt(session, asked, size=len(await request.read()))
+                model_request = _MESSAGES.read_prompt(await json_body(request), session)
+                prompt = await self._calls.prompt(session, model_request, size=len(await request.read()))
             return web.json_response({"input_tokens": len(prompt)})
 
 

@@ -68,7 +68,7 @@ class Prompt:
 class RolloutRequest:
     """One trajectory to generate: a sample of a prompt, and how to sample it.
 
-    ``extras``: what its environment is told, which is more than those of the prompt (``max_turns``).
+    ``extras``: what its environment knows: those of the prompt, and ``max_turns``.
     """
 
     id: TrajectoryId

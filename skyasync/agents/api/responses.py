@@ -216,8 +216,8 @@ class ResponsesStream:
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def fail(self, error: RequestError) -> Iterator[Event]:
-        told = {"code": "server_error", "message": str(error)}
-        failed = {**_head(self._request, self._head), "status": "failed", "output": [], "error": told}
+        about = {"code": "server_error", "message": str(error)}
+        failed = {**_head(self._request, self._head), "status": "failed", "output": [], "error": about}
         yield self._event("response.failed", response=failed)
 
     def _event(self, kind: str, **data: object) -> Event:
