@@ -23,7 +23,7 @@ from functools import cached_property
 
 from jinja2 import TemplateError
 
-from skyasync.agents.api.types import AnswerHead, ModelRequest, Reply, RequestError
+from skyasync.agents.api.types import AnswerHead, ModelReply, ModelRequest, RequestError
 from skyasync.agents.parsers.reply import ReplyParser
 from skyasync.agents.recorder import AgentChat, RecordedCall, comparable, conversation, thoughts
 from skyasync.agents.session import INLINE, Session
@@ -206,11 +206,11 @@ class ModelCall:
         self._calls, self._session, self.request, self.head = calls, session, request, head
         self._prompt, self._requests = prompt, requests
         self._opened = calls.parser.opens(prompt)
-        self._sent: dict[int, tuple[GenerationOutput, Reply]] = {}
+        self._sent: dict[int, tuple[GenerationOutput, ModelReply]] = {}
         self._logprobs: list[list[tuple[str, float]]] = [[] for _ in requests]
         self._recorded = False
 
-    async def answered(self) -> list[Reply]:
+    async def answered(self) -> list[ModelReply]:
         """Every reply, complete and recorded.
 
         Raises:
@@ -224,7 +224,7 @@ class ModelCall:
             await _end(tasks)
         return await self._complete(tasks)
 
-    async def updates(self) -> AsyncGenerator[list[Reply], None]:
+    async def updates(self) -> AsyncGenerator[list[ModelReply], None]:
         """What is certain of every reply, again and again; at last they are complete. Raises as ``answered``."""
         tasks = self._start()
         self._session.streams.add(self)
@@ -258,14 +258,14 @@ class ModelCall:
 
     async def _read_progress(
         self, tasks: list[asyncio.Task[GenerationOutput]], progress: dict[str, GenerationOutput]
-    ) -> list[Reply]:
+    ) -> list[ModelReply]:
         for index, (task, request) in enumerate(zip(tasks, self._requests, strict=True)):
             output = progress.get(request.request_id)
             if output is not None and len(output.token_ids) and not task.done():
                 self._sent[index] = output, await self._reply(index, output, done=False)
         return [reply for _, reply in self._sent.values()]
 
-    async def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[Reply]:
+    async def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[ModelReply]:
         outputs: list[GenerationOutput] = []
         for task in tasks:
             error = None if task.cancelled() else task.exception()
@@ -283,7 +283,7 @@ class ModelCall:
         self._record(outputs, replies)
         return replies
 
-    def _record(self, outputs: list[GenerationOutput], replies: list[Reply]) -> None:
+    def _record(self, outputs: list[GenerationOutput], replies: list[ModelReply]) -> None:
         if self._recorded or self._session.over:
             return
         self._recorded = True
@@ -298,14 +298,14 @@ class ModelCall:
             size = sum(map(len, said)) + sum(len(message.get("reasoning_content", "")) for message in stored)
             self._session.store(self.head.id, stored, size + len(replies[0].text))
 
-    async def _reply(self, index: int, output: GenerationOutput, *, done: bool) -> Reply:
+    async def _reply(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
         """A reply; other tasks run before the next one is read."""
         if len(output.token_ids) > LONG_REPLY:
             return await asyncio.to_thread(self._read, index, output, done=done)
         await asyncio.sleep(0)
         return self._read(index, output, done=done)
 
-    def _read(self, index: int, output: GenerationOutput, *, done: bool) -> Reply:
+    def _read(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
         request, parser = self.request, self._calls.parser
         found = parser.read(
             output.token_ids,
@@ -322,7 +322,7 @@ class ModelCall:
             for i, function in enumerate(found.functions)
         ]
         finish = "tool_calls" if calls else output.finish_reason or "stop"
-        return Reply(
+        return ModelReply(
             index,
             found.text,
             finish if done else "",

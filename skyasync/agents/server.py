@@ -34,7 +34,7 @@ from skyasync.agents.api.chat import ChatApi
 from skyasync.agents.api.completions import CompletionsApi
 from skyasync.agents.api.messages import MessagesApi
 from skyasync.agents.api.responses import ResponsesApi
-from skyasync.agents.api.types import Api, Body, Event, RequestError, from_json
+from skyasync.agents.api.types import Api, Body, RequestError, ServerSentEvent, from_json
 from skyasync.agents.calls import LONG_REPLY, Calls, ModelCall
 from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, limiting, read_body
 from skyasync.agents.parsers import reasoning_parser, tool_parser
@@ -266,7 +266,7 @@ async def _send_stream(request: web.Request, call: ModelCall, api: Api) -> web.S
     response, stream = web.StreamResponse(headers=_STREAM_HEADERS), api.stream(call.request)
     ended = set[int]()
 
-    async def send(events: Iterable[Event]) -> None:
+    async def send(events: Iterable[ServerSentEvent]) -> None:
         text = "".join(event.text for event in events)
         try:
             if not response.prepared:

@@ -10,12 +10,12 @@ from skyasync.agents.api.types import (
     AnswerHead,
     Body,
     EpisodeContext,
-    Event,
     Message,
+    ModelReply,
     ModelRequest,
-    Reply,
     RequestError,
     SentReply,
+    ServerSentEvent,
 )
 from skyasync.agents.api.validation import (
     ROLES,
@@ -102,7 +102,7 @@ class ChatApi:
             parallel_tool_calls=flag(body, "parallel_tool_calls", default=True),
         )
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[Reply]) -> Body:
+    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         return completion(head, "chat.completion", [_choice(reply) for reply in replies])
 
     def stream(self, request: ModelRequest) -> ChatStream:
@@ -121,26 +121,26 @@ class CompletionStream:
         self._usage, self.sent = request.include_usage, dict[int, SentReply]()
         self._head: Body = {}
 
-    def begin(self, head: AnswerHead) -> Iterator[Event]:
+    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]:
         self._head = completion_head(head, self.kind)
         yield from ()
 
-    def chunk(self, *choices: Body, **more: object) -> Event:
-        return Event("", {**self._head, "choices": choices, **more})
+    def chunk(self, *choices: Body, **more: object) -> ServerSentEvent:
+        return ServerSentEvent("", {**self._head, "choices": choices, **more})
 
-    def end(self, head: AnswerHead, replies: Sequence[Reply]) -> Iterator[Event]:
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]:
         if self._usage:
             yield self.chunk(usage=usage(head))
-        yield Event("", "[DONE]")
+        yield ServerSentEvent("", "[DONE]")
 
-    def fail(self, error: RequestError) -> Iterator[Event]:
-        yield Event("", openai_error(error))
+    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]:
+        yield ServerSentEvent("", openai_error(error))
 
 
 class ChatStream(CompletionStream):
     kind = "chat.completion.chunk"
 
-    def update(self, reply: Reply) -> Iterator[Event]:
+    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]:
         if reply.index not in self.sent:
             self.sent[reply.index] = SentReply()
             yield self._delta(reply, {"role": "assistant", "content": ""})
@@ -158,7 +158,7 @@ class ChatStream(CompletionStream):
         if reply.finish_reason:
             yield self._delta(reply, {}, finish_reason=reply.finish_reason)
 
-    def _delta(self, reply: Reply, delta: Body, **more: object) -> Event:
+    def _delta(self, reply: ModelReply, delta: Body, **more: object) -> ServerSentEvent:
         return self.chunk({"index": reply.index, "delta": delta, "finish_reason": None, "logprobs": None, **more})
 
 
@@ -183,7 +183,7 @@ def completion(head: AnswerHead, kind: str, choices: list[Body]) -> Body:
     return body if head.prompt_token_ids is None else {**body, "prompt_token_ids": head.prompt_token_ids}
 
 
-def _choice(reply: Reply) -> Body:
+def _choice(reply: ModelReply) -> Body:
     message: Body = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning

@@ -18,11 +18,11 @@ from skyasync.agents.api.types import (
     AnswerHead,
     Body,
     EpisodeContext,
-    Event,
+    ModelReply,
     ModelRequest,
-    Reply,
     RequestError,
     SentReply,
+    ServerSentEvent,
 )
 from skyasync.agents.api.validation import check_fields
 
@@ -49,7 +49,7 @@ class CompletionsApi:
         logprobs = body.get("logprobs") is not None
         return ModelRequest(**common(body, episode.sampling), logprobs=logprobs, prompt=prompt)
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[Reply]) -> Body:
+    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         return completion(head, TextStream.kind, [_choice(reply) for reply in replies])
 
     def stream(self, request: ModelRequest) -> TextStream:
@@ -62,13 +62,13 @@ class CompletionsApi:
 class TextStream(CompletionStream):
     kind = "text_completion"
 
-    def update(self, reply: Reply) -> Iterator[Event]:
+    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]:
         new = self.sent.setdefault(reply.index, SentReply()).delta(reply)
         if new.text or new.logprobs or new.token_ids or reply.finish_reason:
             yield self.chunk(_choice(replace(reply, text=new.text, logprobs=new.logprobs, token_ids=new.token_ids)))
 
 
-def _choice(reply: Reply) -> Body:
+def _choice(reply: ModelReply) -> Body:
     body = {"index": reply.index, "text": reply.text, "finish_reason": reply.finish_reason or None}
     body["logprobs"] = None
     if reply.logprobs is not None:

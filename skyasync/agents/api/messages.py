@@ -14,12 +14,12 @@ from skyasync.agents.api.types import (
     AnswerHead,
     Body,
     EpisodeContext,
-    Event,
     Message,
+    ModelReply,
     ModelRequest,
-    Reply,
     RequestError,
     SentReply,
+    ServerSentEvent,
 )
 from skyasync.agents.api.validation import (
     check_fields,
@@ -92,7 +92,7 @@ class MessagesApi:
             parallel_tool_calls=not flag(choice, "disable_parallel_tool_use", default=False),
         )
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[Reply]) -> Body:
+    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         (reply,) = replies
         blocks: list[Body] = []
         if reply.reasoning:
@@ -118,11 +118,11 @@ class MessagesStream:
         self._open = ""
         self._blocks = 0
 
-    def begin(self, head: AnswerHead) -> Iterator[Event]:
+    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]:
         message = {**_head(head), "stop_reason": None, "stop_sequence": None, "usage": _usage(head)}
         yield _event("message_start", message=message)
 
-    def update(self, reply: Reply) -> Iterator[Event]:
+    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]:
         new = self._sent.delta(reply)
         if new.reasoning:
             yield from self._extend("thinking", {"thinking": "", "signature": ""}, thinking=new.reasoning)
@@ -137,35 +137,35 @@ class MessagesStream:
         if reply.finish_reason:
             yield from self._close()
 
-    def end(self, head: AnswerHead, replies: Sequence[Reply]) -> Iterator[Event]:
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]:
         (reply,) = replies
         yield _event("message_delta", delta=_stop(reply), usage={"output_tokens": head.completion_tokens})
         yield _event("message_stop")
 
-    def fail(self, error: RequestError) -> Iterator[Event]:
-        yield Event("error", MessagesApi().error(error))
+    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]:
+        yield ServerSentEvent("error", MessagesApi().error(error))
 
-    def _extend(self, kind: str, empty: Body, **new: str) -> Iterator[Event]:
+    def _extend(self, kind: str, empty: Body, **new: str) -> Iterator[ServerSentEvent]:
         if self._open != kind:
             yield from self._close()
             yield self._start({"type": kind, **empty})
         yield self._delta(type=f"{kind}_delta", **new)
 
-    def _start(self, block: Body) -> Event:
+    def _start(self, block: Body) -> ServerSentEvent:
         self._open = block["type"]
         return _event("content_block_start", index=self._blocks, content_block=block)
 
-    def _delta(self, **delta: str) -> Event:
+    def _delta(self, **delta: str) -> ServerSentEvent:
         return _event("content_block_delta", index=self._blocks, delta=delta)
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[ServerSentEvent]:
         if self._open:
             yield _event("content_block_stop", index=self._blocks)
             self._open, self._blocks = "", self._blocks + 1
 
 
-def _event(name: str, **data: object) -> Event:
-    return Event(name, {"type": name, **data})
+def _event(name: str, **data: object) -> ServerSentEvent:
+    return ServerSentEvent(name, {"type": name, **data})
 
 
 def _head(head: AnswerHead) -> Body:
@@ -176,7 +176,7 @@ def _usage(head: AnswerHead) -> dict[str, int]:
     return {"input_tokens": head.prompt_tokens, "output_tokens": head.completion_tokens}
 
 
-def _stop(reply: Reply) -> Body:
+def _stop(reply: ModelReply) -> Body:
     by_string = reply.stopped_by is not None and reply.finish_reason == "stop"
     reason = "stop_sequence" if by_string else _STOPS[reply.finish_reason]
     return {"stop_reason": reason, "stop_sequence": reply.stopped_by if by_string else None}

@@ -18,12 +18,12 @@ from skyasync.agents.api.types import (
     AnswerHead,
     Body,
     EpisodeContext,
-    Event,
     Message,
+    ModelReply,
     ModelRequest,
-    Reply,
     RequestError,
     SentReply,
+    ServerSentEvent,
 )
 from skyasync.agents.api.validation import (
     ROLES,
@@ -89,7 +89,7 @@ class ResponsesApi:
             stored=messages if flag(body, "store", default=True) else None,
         )
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[Reply]) -> Body:
+    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         (reply,) = replies
         status = _status(reply)
         cut = status == "incomplete"
@@ -190,13 +190,13 @@ class ResponsesStream:
         self._open: Body = {}  # the item that is open
         self._added = 0
 
-    def begin(self, head: AnswerHead) -> Iterator[Event]:
+    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]:
         self._head = head
         opened = {**_head(self._request, head), "status": "in_progress", "output": []}
         yield self._event("response.created", response=opened)
         yield self._event("response.in_progress", response=opened)
 
-    def update(self, reply: Reply) -> Iterator[Event]:
+    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]:
         new = self._sent.delta(reply)
         if new.reasoning:
             yield from self._open_item(_reasoning_item(self._head, "", "in_progress"))
@@ -211,22 +211,22 @@ class ResponsesStream:
                 yield from self._open_item({**item, "status": "in_progress"})
                 yield from self._finish(item)
 
-    def end(self, head: AnswerHead, replies: Sequence[Reply]) -> Iterator[Event]:
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]:
         whole = ResponsesApi().answer(self._request, head, replies)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def fail(self, error: RequestError) -> Iterator[Event]:
+    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]:
         about = {"code": "server_error", "message": str(error)}
         failed = {**_head(self._request, self._head), "status": "failed", "output": [], "error": about}
         yield self._event("response.failed", response=failed)
 
-    def _event(self, kind: str, **data: object) -> Event:
-        return Event(kind, {"type": kind, "sequence_number": next(self._numbers), **data})
+    def _event(self, kind: str, **data: object) -> ServerSentEvent:
+        return ServerSentEvent(kind, {"type": kind, "sequence_number": next(self._numbers), **data})
 
-    def _in_part(self, kind: str, **data: object) -> Event:
+    def _in_part(self, kind: str, **data: object) -> ServerSentEvent:
         return self._event(kind, item_id=self._open["id"], output_index=self._added, content_index=0, **data)
 
-    def _open_item(self, item: Body) -> Iterator[Event]:
+    def _open_item(self, item: Body) -> Iterator[ServerSentEvent]:
         """Unless it is open already."""
         if self._open.get("type") == item["type"]:
             return
@@ -238,7 +238,7 @@ class ResponsesStream:
         yield self._event("response.output_item.added", output_index=self._added, item=self._open)
         yield self._in_part("response.content_part.added", part=item["content"][0])
 
-    def _finish(self, item: Body) -> Iterator[Event]:
+    def _finish(self, item: Body) -> Iterator[ServerSentEvent]:
         """End the open item, which is complete now."""
         if item["type"] == "function_call":
             place = {"item_id": item["id"], "output_index": self._added}
@@ -278,7 +278,7 @@ def _head(request: ModelRequest, head: AnswerHead) -> Body:
     }
 
 
-def _items(head: AnswerHead, reply: Reply) -> list[Body]:
+def _items(head: AnswerHead, reply: ModelReply) -> list[Body]:
     items: list[Body] = []
     if reply.reasoning:
         items.append(_reasoning_item(head, reply.reasoning, _status(reply)))
@@ -291,7 +291,7 @@ def _items(head: AnswerHead, reply: Reply) -> list[Body]:
     return items
 
 
-def _status(reply: Reply) -> str:
+def _status(reply: ModelReply) -> str:
     return "incomplete" if reply.finish_reason in ("length", "abort") else "completed"
 
 

@@ -48,7 +48,7 @@ class ModelRequest:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ModelReply:
     """One sampled reply, or what is certain of it while it is generated.
 
     Args:
@@ -91,7 +91,7 @@ class AnswerHead:
     prompt_token_ids: list[int] | None = None
 
 
-class Event(NamedTuple):
+class ServerSentEvent(NamedTuple):
     """A server-sent event; ``data`` is JSON, or text as it is."""
 
     name: str
@@ -118,7 +118,7 @@ class SentReply:
     def __init__(self) -> None:
         self._reasoning = self._text = self._tokens = 0
 
-    def delta(self, reply: Reply) -> Delta:
+    def delta(self, reply: ModelReply) -> Delta:
         """What has not been sent yet; it counts as sent from now on."""
         logprobs, tokens = reply.logprobs, reply.token_ids
         found = Delta(
@@ -137,10 +137,10 @@ class ApiStream(Protocol):
     """One answer as events: ``begin``, then ``update`` for every reply whenever it has grown and once with its
     ``finish_reason``, then ``end``; or ``fail``, at any point."""
 
-    def begin(self, head: AnswerHead) -> Iterator[Event]: ...
-    def update(self, reply: Reply) -> Iterator[Event]: ...
-    def end(self, head: AnswerHead, replies: Sequence[Reply]) -> Iterator[Event]: ...
-    def fail(self, error: RequestError) -> Iterator[Event]: ...
+    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]: ...
+    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]: ...
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]: ...
+    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]: ...
 
 
 class EpisodeContext(Protocol):
@@ -158,7 +158,7 @@ class Api(Protocol):
     def read(self, body: Body, episode: EpisodeContext) -> ModelRequest:
         """Raises ``RequestError``, naming the field that is wrong or not supported."""
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[Reply]) -> Body: ...
+    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body: ...
     def stream(self, request: ModelRequest) -> ApiStream: ...
     def error(self, error: RequestError) -> Body: ...
 
