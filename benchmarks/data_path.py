@@ -39,10 +39,9 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest
 from skyasync.engines.ray_engine import messages
 from skyasync.rollout.collate import collate_in_turns
-from skyasync.rollout.contract import play
 from skyasync.rollout.generator import EpisodeGenerator
+from skyasync.rollout.generator_api import rollout_requests, run_generator
 from skyasync.rollout.metrics import rollout_metrics, staleness_metrics
-from skyasync.rollout.requests import request_for
 from skyasync.rollout.types import GeneratorInput, GeneratorOutput, Prompt, PromptId
 
 PROMPT_TOKENS = 100
@@ -155,9 +154,9 @@ async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> F
     prompts = [Prompt(PromptId(0, row), [{"role": "user", "content": "?"}], "judge") for row in range(shape.prompts)]
     asked = GeneratorConfig(n_samples_per_prompt=shape.samples)
     asked.sampling_params.max_generate_length = shape.longest
-    request = request_for(prompts, asked)
+    requests = rollout_requests(prompts, asked)
     async with turns(engine) as longest:
-        groups, _ = await play(generator, request, prompts, 0)
+        groups, _ = await run_generator(generator, requests, 0)
         grouped = time.process_time()
         rollout_metrics(groups)
         await staleness_metrics(groups, 4)

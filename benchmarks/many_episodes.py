@@ -33,7 +33,7 @@ from skyasync.engines.protocol import EngineConfig, GenerationOutput, Generation
 from skyasync.envs import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import PromptId, TrajectoryId
 from skyasync.simulate.engines import DecodeCosts
 from skyasync.simulate.engines import VirtualEngine as Decoder
@@ -176,7 +176,7 @@ async def measure(engine: str, env: str, options: argparse.Namespace, tokenizer:
     pool = ray_pool(EnvSettings({"step_s": options.step_s}), 1)
     names = {"sync": f"{__name__}:Sync", "async": f"{__name__}:Async"}
     asked = generator_input(names.get(env, ""), options.episodes, TOKENS[engine])
-    generator = EpisodeGenerator(client, pool, tokenizer, 1024, EpisodeRules(TURNS, in_flight=options.in_flight))
+    generator = EpisodeGenerator(client, pool, tokenizer, 1024, EpisodeLimits(TURNS, in_flight=options.in_flight))
     lag = Lag()
     lag.counting(client)
     if env != "none":  # processes start before the clock does

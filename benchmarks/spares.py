@@ -4,7 +4,7 @@
 
 Response lengths are drawn (log-normal, sigma 1; or one in ten nine times as long; cut at 16 means), all samples
 of a batch run at the same time, one token per step: the bound where engines have slots for all. A group is complete
-with its first ``samples`` samples (``skyasync/rollout/spares.py``), a batch with its last group. Columns:
+with its first ``samples`` samples (``skyasync/rollout/group_sampling.py``), a batch with its last group. Columns:
 
 - steps: decode steps until the batch is complete, over those without spares;
 - trained: mean length of what is trained, over the mean of all responses;

@@ -24,11 +24,16 @@ from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
-from skyasync.rollout.contract import Generator, hands_over_trajectories, play
+from skyasync.rollout.episode_limits import check_given_up
 from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
+from skyasync.rollout.generator_api import (
+    Generator,
+    eval_prompts,
+    hands_over_trajectories,
+    rollout_requests,
+    run_generator,
+)
 from skyasync.rollout.metrics import staleness_metrics
-from skyasync.rollout.requests import eval_prompts, request_for
-from skyasync.rollout.rules import check_given_up
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.state.checkpoint import Checkpoints
@@ -188,13 +193,13 @@ class RayPPOTrainer(Life):
             with self.timed("generate", metrics, "rollout", step):
                 had = self.book.start(prompts, version)  # in the checkpoint
                 left = [prompt for prompt in prompts if prompt.id not in had]
-                request = request_for(left, self.cfg.generator)
+                requests = rollout_requests(left, self.cfg.generator)
                 self.handover.check_awake(type(self).__name__)
                 if self.judging.apart and len(left) > 1 and hands_over_trajectories(self.generator):
                     groups = await self.judging.while_playing(self._play_one, left)
                 else:
                     async with self.phases.limited("generation"):
-                        groups, found = await play(self.generator, request, left, version)
+                        groups, found = await run_generator(self.generator, requests, version)
                     await self.judging.add_scores(groups)
                 self.book.finish(groups)
                 if had:
@@ -206,8 +211,8 @@ class RayPPOTrainer(Life):
 
     async def _play_one(self, prompt: Prompt) -> list[Group]:
         async with self.phases.limited("generation"):
-            request = request_for([prompt], self.cfg.generator)
-            groups, _ = await play(self.generator, request, [prompt], self.policy_version)
+            requests = rollout_requests([prompt], self.cfg.generator)
+            groups, _ = await run_generator(self.generator, requests, self.policy_version)
         return groups
 
     def assemble(
@@ -434,10 +439,10 @@ class RayPPOTrainer(Life):
 
     async def _evaluation(self) -> Metrics:
         groups: list[Group] = []
-        for prompts, request in eval_requests(self.eval_dataset, self.cfg):
+        for requests in eval_requests(self.eval_dataset, self.cfg):
             self.handover.check_awake(type(self).__name__)
             async with self.phases.limited("evaluation"):
-                found, _ = await play(self.generator, request, prompts, self.policy_version)
+                found, _ = await run_generator(self.generator, requests, self.policy_version)
             await self.judging.add_scores(found)
             groups += found
         self.learner.numbers.check_rewards(groups)

@@ -14,7 +14,7 @@ from rich.text import Text
 from skyasync.errors import UserError
 from skyasync.observe import jsonl
 from skyasync.observe.report import samples, settings
-from skyasync.rollout.recorded import NONFINITE
+from skyasync.rollout.trajectory_files import NONFINITE
 
 Row = Mapping[str, Any]
 COLOURS = ("blue", "dark_orange3", "green4", "magenta", "gold3", "deep_sky_blue3")
@@ -59,7 +59,7 @@ def _of_samples(run: Path, step: int | None, episode: str) -> list[Row]:
 
 def _of_files(run: Path, step: int | None, episode: str, folder: str) -> list[Row]:
     """From the recorded trajectories, if there are any."""
-    from skyasync.rollout.recorded import files_of, read
+    from skyasync.rollout.trajectory_files import files_of, read
 
     files = files_of(run / folder)
     if step is not None:
@@ -81,7 +81,7 @@ def _of_files(run: Path, step: int | None, episode: str, folder: str) -> list[Ro
 
 
 def _row(step: int, prompt: Any, trajectory: Any, segments: Any, trained: Any, decode: Callable[..., str]) -> Row:  # noqa: ANN401
-    from skyasync.rollout.shown import token_columns
+    from skyasync.rollout.metrics import token_columns
 
     return {
         "step": step,

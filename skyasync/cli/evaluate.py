@@ -17,8 +17,8 @@ from skyasync.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config
+    from skyasync.rollout.evaluation import PromptScores
     from skyasync.rollout.types import Group
-    from skyasync.rollout.votes import Sampled
 
 HELP = """\
 usage: skyasync evaluate [--of MODEL|CHECKPOINT|RUN] [--best] [--k 1,4,16] [--passing REWARD] [--prompts N] [--json]
@@ -77,7 +77,7 @@ def evaluate(argv: Arguments) -> int | None:
     return None
 
 
-def scores(groups: Sequence[Group], numbers: Sequence[Sampled]) -> dict[str, float]:
+def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str, float]:
     """What a run would log of these, with the number of prompts and the score's standard error over them, by set."""
     from skyasync.rollout.evaluation import eval_metrics
 

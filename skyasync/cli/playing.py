@@ -29,6 +29,10 @@ from skyasync.rollout.evaluation import eval_requests
 from skyasync.rollout.requests import eval_prompts, request_for
 from skyasync.rollout.types import GeneratorInput, Group, Prompt
 from skyasync.run.experiment import BasePPOExp
+from skyasync.preflight.settling import settle_models, settle_references
+from skyasync.rollout.evaluation import eval_requests
+from skyasync.rollout.generator_api import eval_prompts, rollout_requests, run_generator
+from skyasync.rollout.types import Group, Prompt, RolloutRequest
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 Progress = Callable[[int, int], None]
@@ -100,8 +104,8 @@ class RolloutExperiment(BasePPOExp):
             self.parts.generator = generator
             self.parts.share_threads(False)
             await self.parts.client.start()
-            for some, request in eval_requests(prompts, cfg) if held_out else _train_requests(prompts, cfg):
-                groups += (await play(generator, request, some, version=0))[0]
+            for requests in eval_requests(prompts, cfg) if held_out else _train_requests(prompts, cfg):
+                groups += (await run_generator(generator, requests, version=0))[0]
                 if progress is not None:
                     progress(len(groups), len(prompts))
         finally:
@@ -109,8 +113,7 @@ class RolloutExperiment(BasePPOExp):
         return groups
 
 
-def _train_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[tuple[Sequence[Prompt], GeneratorInput]]:
+def _train_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[list[RolloutRequest]]:
     at_once = cfg.trainer.eval_batch_size
     for start in range(0, len(prompts), at_once):
-        some = prompts[start : start + at_once]
-        yield some, request_for(some, cfg.generator)
+        yield rollout_requests(prompts[start : start + at_once], cfg.generator)

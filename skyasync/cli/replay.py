@@ -65,7 +65,7 @@ def replay(argv: Arguments) -> int | None:
 def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> None:
     from skyasync.cli.train import main
     from skyasync.observe.report.settings import read
-    from skyasync.rollout.recorded import NONFINITE, files_of, need_pyarrow
+    from skyasync.rollout.trajectory_files import NONFINITE, files_of, need_pyarrow
 
     need_pyarrow()
     files = files_of(run / NONFINITE if nonfinite else run)

@@ -13,6 +13,9 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.rollout.contract import TrajectoryGenerator
 from skyasync.rollout.recorded import read
+from skyasync.experiment import BasePPOExp
+from skyasync.rollout.generator_api import TrajectoryGenerator
+from skyasync.rollout.trajectory_files import read
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Trajectory
 from skyasync.run.experiment import BasePPOExp
 from skyasync.trainer import RayPPOTrainer
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from skyasync.engines.client import InferenceClient
     from skyasync.engines.protocol import EngineStats
     from skyasync.observe.trackers import Tracker
-    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.training.parts import Client
     from skyasync.weight_sync.sync import Destination, Paused, Source, WeightSync

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from skyasync.agents.parsers import VLLM, check_parsers
 from skyasync.callbacks import TrainerCallback
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.config.schema.agents import ONLINE
@@ -29,8 +30,8 @@ from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.observe import TRACKERS
 from skyasync.registry import Registry, python_file
 from skyasync.rewards.registry import REWARDS
-from skyasync.rollout.answers import reader
-from skyasync.rollout.recorded import need_pyarrow
+from skyasync.rollout.evaluation import answer_reader
+from skyasync.rollout.trajectory_files import need_pyarrow
 from skyasync.trainer import RayPPOTrainer
 
 
@@ -60,7 +61,7 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     if cfg.trainer.dump_trajectories:
         need_pyarrow()
     if cfg.trainer.eval_answer:
-        reader(cfg.trainer.eval_answer)
+        answer_reader(cfg.trainer.eval_answer)
     if cfg.generator.agent_program:
         _check_agents(cfg.generator)
 

@@ -1,88 +1,256 @@
-"""What an evaluation comes to: the numbers of rollouts, pass@k and maj@k, over all prompts and for each set.
+"""Evaluation: the metrics of rollouts, pass@k and maj@k, over all prompts and for each held-out set.
 
-Invariant: a set's metrics are those of its prompts alone, ``eval/<set>/...``; without names all is under ``eval/``.
+Invariant: the metrics of a set (``eval/<set>/...``) are those of its prompts alone; without names all is under
+``eval/``. pass@k and maj@k are the expectation over all ways of drawing k of a prompt's n samples without replacement,
+computed exactly: they are unbiased. A prompt with fewer than k samples has neither.
+
+``pass@k`` is 1 - C(n - c, k) / C(n, k) for c correct samples (Chen et al. 2021, arXiv:2107.03374). ``maj@k`` is the
+chance that the most frequent answer is correct (self-consistency, Wang et al. 2022, arXiv:2203.11171). Answers that are
+equally frequent have equal chances, and samples without an answer have no vote.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import comb
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from skyasync.arrays import joined
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import powers, samples_of
 from skyasync.rollout.answers import Answer, reader
+from skyasync.config.evaluation import powers, samples_of
+from skyasync.config.judges import is_reference
+from skyasync.config.schema import Config
+from skyasync.registry import resolve_reference
+from skyasync.rewards.openrlhf import extract_boxed_answer
+from skyasync.rewards.verdicts import without_thinking
 from skyasync.rollout.chat import LONG
+from skyasync.rollout.generator_api import rollout_requests
 from skyasync.rollout.metrics import eval_name, rollout_metrics
-from skyasync.rollout.requests import request_for
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import GeneratorInput, Group, Prompt, Trajectory
-from skyasync.rollout.votes import PASSING, Sampled, means, sampled
+from skyasync.rollout.types import Group, Prompt, RolloutRequest, Trajectory
 
+PASSING = 1.0
+MOST = 1000  # samples of which every subset can be counted in floats
 LAST_TOKENS = 2048  # of a response, where its answer stands
+SHORT = 64  # characters of a response that is an answer by itself
+
+AnswerReader = Callable[[str], str | None]
+"""The answer that a response gives: two responses agree if and only if the texts are equal. None has no vote."""
+
+
+class PromptScores(NamedTuple):
+    """One prompt's pass@k and maj@k, by k."""
+
+    eval_set: str
+    passes: Mapping[int, float]
+    majorities: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """``trainer.eval_*``: k (none: powers of two), the reward that passes, and how an answer is read, if it is."""
+    """``trainer.eval_*``: k (by default powers of two), the reward that passes, and how an answer is read, if it is."""
 
     ks: tuple[int, ...] = ()
     passing: float = PASSING
-    answer: Answer | None = None
+    answer: AnswerReader | None = None
 
     @classmethod
     def of(cls, cfg: Config) -> Scoring:
         trainer = cfg.trainer
-        answer = reader(trainer.eval_answer) if trainer.eval_answer else None
+        answer = answer_reader(trainer.eval_answer) if trainer.eval_answer else None
         return cls(tuple(trainer.eval_k), trainer.eval_passing, answer)
 
-    async def sampled_in_turns(self, group: Group, tokenizer: Tokenizer | None) -> Sampled:
-        """The same where an event loop runs, which has its turn in between; long texts are made in a thread."""
+    async def sampled_in_turns(self, group: Group, tokenizer: Tokenizer | None) -> PromptScores:
+        """``sampled`` on an event loop, where other tasks run in between; a thread decodes long texts."""
         if self.answer is not None and sum(min(t.response_length, LAST_TOKENS) for t in group.trajectories) >= LONG:
             return await asyncio.to_thread(self.sampled, group, tokenizer)
         await asyncio.sleep(0)
         return self.sampled(group, tokenizer)
 
-    def sampled(self, group: Group, tokenizer: Tokenizer | None) -> Sampled:
-        """One group's numbers."""
+    def sampled(self, group: Group, tokenizer: Tokenizer | None) -> PromptScores:
         played = [each for each in group.trajectories if not each.ended_early]
         answers = None
         if self.answer is not None and tokenizer is not None and len(played) > 1:
-            answers = [self.answer(_text(each, tokenizer)) for each in played]
-        return sampled(group, self.ks or powers(len(played)), self.passing, answers)
+            answers = [self.answer(_last_text(each, tokenizer)) for each in played]
+        return prompt_scores(group, self.ks or powers(len(played)), self.passing, answers)
 
 
-def eval_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[tuple[Sequence[Prompt], GeneratorInput]]:
-    """What a generator is asked for: at most ``trainer.eval_batch_size`` prompts at once, of one number of samples."""
+def _last_text(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
+    """The end of the last action."""
+    if not trajectory.actions:
+        return ""
+    return tokenizer.decode(trajectory.actions[-1].tokens[-LAST_TOKENS:].tolist(), skip_special_tokens=True)
+
+
+def eval_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[list[RolloutRequest]]:
+    """At most ``trainer.eval_batch_size`` prompts at once, all with the same number of samples."""
     samples = {name: samples_of(cfg, name) for name in {prompt.eval_set for prompt in prompts}}
     start, counts = 0, [samples[prompt.eval_set] for prompt in prompts]
     while start < len(prompts):
         end = start
         while end < min(start + cfg.trainer.eval_batch_size, len(prompts)) and counts[end] == counts[start]:
             end += 1
-        some = prompts[start:end]
-        yield some, request_for(some, cfg.generator, is_eval=True, samples=counts[start])
+        yield rollout_requests(prompts[start:end], cfg.generator, is_eval=True, samples=counts[start])
         start = end
 
 
-def eval_metrics(groups: Sequence[Group], numbers: Sequence[Sampled]) -> dict[str, float]:
-    """All metrics of an evaluation; ``numbers`` are those of the groups, in their order."""
-    metrics = _of(groups, numbers, "eval/")
+def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dict[str, float]:
+    """All metrics of an evaluation; ``scores`` are those of the groups, in their order."""
+
+    def metrics_of(chosen: Sequence[tuple[Group, PromptScores]], prefix: str) -> dict[str, float]:
+        found = rollout_metrics([group for group, _ in chosen])
+        metrics = {eval_name(name).removeprefix("eval/"): value for name, value in found.items()}
+        metrics |= mean_scores([score for _, score in chosen if score.passes])
+        return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+    pairs = list(zip(groups, scores, strict=True))
+    metrics = metrics_of(pairs, "eval/")
     for name in dict.fromkeys(group.prompt.eval_set for group in groups if group.prompt.eval_set):
-        own = [each for each in zip(groups, numbers, strict=True) if each[0].prompt.eval_set == name]
-        metrics |= _of([group for group, _ in own], [number for _, number in own], f"eval/{name}/")
+        metrics |= metrics_of([pair for pair in pairs if pair[0].prompt.eval_set == name], f"eval/{name}/")
     return metrics
 
 
-def _of(groups: Sequence[Group], numbers: Sequence[Sampled], where: str) -> dict[str, float]:
-    metrics = {eval_name(name).removeprefix("eval/"): value for name, value in rollout_metrics(groups).items()}
-    metrics |= means([number for number in numbers if number.passes])
-    return {f"{where}{name}": value for name, value in metrics.items()}
+# ---------------------------------------------------------------- pass@k and maj@k
 
 
-def _text(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
-    """The end of what was said last."""
-    said: Any = trajectory.actions[-1:] and joined(trajectory.actions[-1].tokens)
-    return tokenizer.decode(said[-LAST_TOKENS:].tolist(), skip_special_tokens=True) if len(said) else ""
+def prompt_scores(
+    group: Group, ks: Iterable[int], passing: float = PASSING, answers: Sequence[str | None] | None = None
+) -> PromptScores:
+    """The scores of a group.
+
+    Args:
+        ks: those larger than the number of samples are left out.
+        passing: the lowest reward of a correct sample.
+        answers: of the samples that ended by themselves; without them there is no maj@k.
+    """
+    rewards = group.rewards
+    within = sorted({k for k in ks if 1 <= k <= len(rewards)})
+    voted = [k for k in within if k > 1]
+    correct = [reward >= passing for reward in rewards]
+    majorities = majority_at(voted, answers, correct) if answers is not None and voted else {}
+    return PromptScores(group.prompt.eval_set, {k: pass_at(k, rewards, passing) for k in within}, majorities)
+
+
+def mean_scores(scores: Sequence[PromptScores]) -> dict[str, float]:
+    """``pass@k`` and ``maj@k`` over prompts, for the k that all of them have."""
+    metrics: dict[str, float] = {}
+    for name, tables in (("pass", [one.passes for one in scores]), ("maj", [one.majorities for one in scores])):
+        for k in tables[0] if tables else ():
+            if all(k in table for table in tables):
+                metrics[f"{name}@{k}"] = fmean(table[k] for table in tables)
+    return metrics
+
+
+def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING) -> float:
+    """The chance that one of ``k`` samples drawn from these without replacement passes.
+
+    Raises:
+        ValueError: if there are fewer than ``k``.
+    """
+    n, correct = len(rewards), sum(reward >= passing for reward in rewards)
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples: k is from 1 to their number")
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def majority_at(ks: Sequence[int], answers: Sequence[str | None], correct: Sequence[bool]) -> dict[int, float]:
+    """The chance that the most frequent answer of k samples, drawn without replacement, is correct.
+
+    An answer that is correct in some of its samples and wrong in others counts with its share of correct ones.
+
+    Args:
+        ks: each from 1 to the number of samples; of more than ``MOST`` samples only the vote of all is counted.
+    """
+    given: dict[str, list[bool]] = {}
+    for answer, passes in zip(answers, correct, strict=True):
+        if answer is not None:
+            given.setdefault(answer, []).append(passes)
+    shares = [(len(passes), fmean(passes)) for passes in given.values()]
+    n = len(answers)
+    if n > MOST:
+        most = max((count for count, _ in shares), default=0)
+        winners = [share for count, share in shares if count == most]
+        return {n: fmean(winners) if winners else 0.0} if n in ks else {}
+    total = _winning(max(ks), shares, n)
+    return {k: float(min(total[k] / comb(n, k), 1.0)) for k in ks}
+
+
+def _winning(most: int, shares: Sequence[tuple[int, float]], n: int) -> npt.NDArray[np.float64]:
+    """``[most + 1]``: over all subsets of k samples, the sum of the shares of correct samples of their winners.
+
+    ``shares`` has, for each answer, how many samples give it and the share of these that is correct. For each number m
+    of votes that the winner may have, subsets are counted as products of polynomials in the number of samples drawn: an
+    answer with fewer than m votes takes any number of its samples below m, one that ties takes m. ``ways`` counts the
+    subsets by ties, ``worth`` adds up the shares of those that tie.
+    """
+    total = np.zeros(most + 1)
+    for m in range(1, min(most, max((count for count, _ in shares), default=0)) + 1):
+        strong = [(count, share) for count, share in shares if count >= m]
+        weak = n - sum(count for count, _ in strong)  # without an answer, or with one that cannot have m votes
+        ways, worth = (np.zeros((most // m + 1, most + 1)) for _ in range(2))
+        ways[0, : min(weak, most) + 1] = [comb(weak, drawn) for drawn in range(min(weak, most) + 1)]
+        for count, share in strong:
+            below = np.array([float(comb(count, drawn)) for drawn in range(m)])
+            tied_ways, tied_worth = (np.zeros_like(ways) for _ in range(2))
+            tied_ways[1:, m:] = comb(count, m) * ways[:-1, : most + 1 - m]
+            tied_worth[1:, m:] = comb(count, m) * (worth + share * ways)[:-1, : most + 1 - m]
+            ways = np.array([np.convolve(row, below)[: most + 1] for row in ways]) + tied_ways
+            worth = np.array([np.convolve(row, below)[: most + 1] for row in worth]) + tied_worth
+        total += sum(worth[ties] / ties for ties in range(1, len(worth)))
+    return total
+
+
+# ---------------------------------------------------------------- answers
+
+_AFTER_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+_SAID = re.compile(r"\banswer(?:\s+is|\s*:)[\s*]*([^\s*][^\n]{0,200}?)[\s*]*(?:[.!]?[ \t]*$|[.!]\s)", re.I | re.M)
+
+
+def answer_reader(spec: str) -> AnswerReader:
+    """For ``trainer.eval_answer``: ``auto``, a regular expression, or a function of the user's.
+
+    Raises:
+        UserError: if there is no such function.
+    """
+    if spec == "auto":
+        return _auto
+    if is_reference(spec):
+        own: Callable[[str], object] = resolve_reference(spec, kind="trainer.eval_answer")
+        return lambda text: None if (found := own(text)) is None else _normalized(str(found))
+    pattern = re.compile(spec)
+
+    def last(text: str) -> str | None:
+        found = pattern.findall(text)
+        return _normalized(found[-1]) if found else None
+
+    return last
+
+
+def _auto(text: str) -> str | None:
+    r"""The last ``\boxed{}``, or what follows the last ``####``, or "answer is", or a short response itself."""
+    text = without_thinking(text).strip()
+    boxed = extract_boxed_answer(text)
+    if boxed is not None:
+        return _normalized(boxed)
+    for pattern in (_AFTER_HASHES, _SAID):
+        if found := pattern.findall(text):
+            return _normalized(found[-1])
+    return _normalized(text) if text and len(text) <= SHORT and "\n" not in text else None
+
+
+def _normalized(answer: str) -> str:
+    """One text for the spellings of a number or a formula that differ in spaces, marks and case."""
+    plain = re.sub(r"\\[!,;]|[\s$,]|\\left|\\right", "", answer).rstrip(".").lower()
+    try:
+        return repr(float(plain))
+    except (ValueError, OverflowError):
+        return plain

@@ -1,6 +1,6 @@
-"""Keeps new rollouts out while something needs the engines without them.
+"""A gate that keeps new rollouts out while something needs the engines without them.
 
-Invariant: while ``closed`` is held, no rollout is inside, and none that waits outside is forgotten.
+Invariant: while ``closed`` is held no rollout is inside, and every rollout that waits outside is let in after it.
 
 | who waits          | for what                  | woken by                                  |
 |--------------------|---------------------------|-------------------------------------------|
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Gate:
+class RolloutGate:
     """Open at first. An open gate is passed without giving up the turn of the event loop."""
 
     def __init__(self) -> None:
@@ -26,7 +26,6 @@ class Gate:
 
     @asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Be inside."""
         while self._holders:
             await self._opened.wait()
         self._inside += 1
@@ -40,7 +39,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Let nobody in, wait until those inside have left, and hold it so."""
+        """Let no rollout in, and wait until those inside have left."""
         self._holders += 1
         self._opened.clear()
         try:

@@ -1,8 +1,8 @@
 """Plays episodes: the engine writes, the environment answers, until it is done.
 
-Invariant: every trajectory asked for comes back, in the order asked, with exactly the tokens the engine
-read and wrote. If one episode fails, the others are cancelled and its error is raised; where its environment is to
-blame and ``environment.on_error`` says so, only that episode ends, and is counted (``env/given_up``).
+Invariant: every trajectory requested comes back, in the order requested, with exactly the tokens that the engine read
+and wrote. If one episode fails, the others are cancelled and its error is raised. If its environment failed and
+``environment.on_error`` allows it, only that episode ends, and is counted (``env/given_up``).
 """
 
 from __future__ import annotations
@@ -12,38 +12,32 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
-from typing import Any
 
-from skyasync.arrays import NO_INTS, Ints, ints, joined
+from skyasync.arrays import Ints, ints, joined
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
-from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
-from skyasync.rollout.contract import Generator, TrajectoryGenerator
-from skyasync.rollout.early_end import Decided, EarlyEnd, HasMetric
-from skyasync.rollout.judging import NO_JUDGES, Judges
-from skyasync.rollout.requests import request_seed
-from skyasync.rollout.rules import (
-    EpisodeRules,
-    GivenUpError,
-    give_up,
-    tell_of_lost_process,
-    tell_of_no_room,
-    without_number,
+from skyasync.rollout.episode_limits import (
+    MAX_ATTEMPTS,
+    EpisodeFailedError,
+    EpisodeLimits,
+    failed_episode,
+    nonfinite_episode,
+    warn_of_full_sequence,
+    warn_of_lost_process,
 )
-from skyasync.rollout.spares import first_complete, with_spares
+from skyasync.rollout.generator_api import Generator, TrajectoryGenerator, request_seed
+from skyasync.rollout.group_sampling import GroupMonitor, StopRule, play_episodes, with_extra_samples
+from skyasync.rollout.judging import NO_JUDGES, Judges
+from skyasync.rollout.partial_rollouts import PartialRollouts, request_id
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
-from skyasync.together import together
 from skyasync.utils.rpc import ProcessLostError
+from skyasync.rollout.types import RolloutRequest, Segment, Trajectory, TrajectoryId, action_of
 
-__all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
-
-PLAYS = 3  # of an episode whose environment's process is lost: another one may have ended it
+__all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator"]
 
 
 class EpisodeGenerator(TrajectoryGenerator):
@@ -52,11 +46,11 @@ class EpisodeGenerator(TrajectoryGenerator):
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         max_model_len: an episode ends before its tokens would exceed this.
-        rules: what else ends an episode.
+        limits: what else ends an episode.
         apply_chat_template: see ``ChatTokenizer``.
         as_template_shows: of earlier turns the model reads what the template shows, not what it wrote.
-        decided: says when a training group need not be played to its end; see ``EarlyEnd``.
-        judges: models that judge responses, behind the end of an episode.
+        stops: when a training group need not be played to its end; see ``GroupMonitor``.
+        judges: models that grade responses after the end of an episode.
     """
 
     def __init__(
@@ -65,161 +59,133 @@ class EpisodeGenerator(TrajectoryGenerator):
         environments: EnvPool,
         tokenizer: Tokenizer,
         max_model_len: int,
-        rules: EpisodeRules = EpisodeRules(),  # noqa: B008  (frozen)
+        limits: EpisodeLimits = EpisodeLimits(),  # noqa: B008  (frozen)
         apply_chat_template: bool = True,
         as_template_shows: bool = True,
-        decided: Decided | None = None,
+        stops: StopRule | None = None,
         judges: Judges | None = None,
     ) -> None:
-        self._decided, self._judges = decided, judges
-        self._client, self._begun = client, Begun(client)
-        self._environments = environments
+        self._client, self._environments, self._judges = client, environments, judges
         self._chat = ChatTokenizer(tokenizer, apply_chat_template)
         self._plain = PlainText(tokenizer, apply_chat_template)
         self._max_model_len, self._as_template_shows = max_model_len, as_template_shows
-        self._rules = rules
-        self._turn = asyncio.Semaphore(rules.in_flight) if rules.in_flight else nullcontext()
+        self._limits, self._stops = limits, stops
+        self._in_flight = asyncio.Semaphore(limits.in_flight) if limits.in_flight else nullcontext()
+        self._partial = PartialRollouts(client)
 
-    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
-        spares = 0 if input_batch["is_eval"] else self._rules.spares
-        started = with_spares(input_batch, spares) if spares else input_batch
-        episodes = [
-            self._episode(identity, prompt, env_class, extras, started["sampling_params"])
-            for identity, prompt, env_class, extras in zip(
-                started["trajectory_ids"],
-                started["prompts"],
-                started["env_classes"],
-                started["env_extras"],
-                strict=True,
-            )
-        ]
-        if self._decided is not None and not input_batch["is_eval"]:
-            groups, asked = EarlyEnd(self._decided, input_batch["trajectory_ids"]), input_batch["trajectory_ids"]
-            episodes = [groups.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
-        if self._rules.metric and not input_batch["is_eval"]:
-            looks, asked = HasMetric(self._rules.metric, input_batch["trajectory_ids"]), started["trajectory_ids"]
-            episodes = [looks.play(identity, episode) for identity, episode in zip(asked, episodes, strict=True)]
+    async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+        requested = [request.id for request in requests]
+        extra, monitor = 0, None
+        if not any(request.is_eval for request in requests):
+            extra = self._limits.spares
+            if self._stops is not None or self._limits.metric:
+                monitor = GroupMonitor(requested, self._stops, self._limits.metric)
+        episodes = {request.id: self._episode(request) for request in with_extra_samples(requests, extra)}
         try:
-            if spares:
-                by_name = dict(zip(started["trajectory_ids"], episodes, strict=True))
-                return await first_complete(input_batch["trajectory_ids"], by_name, self._client.progress)
-            async with together() as tasks:
-                played = [tasks.start(episode) for episode in episodes]
-            return [episode.result() for episode in played]
+            return await play_episodes(requested, episodes, monitor, self._client.progress if extra else None)
         finally:
-            self._begun.remove(started["trajectory_ids"])
+            self._partial.remove(episodes)
 
     async def begun(self) -> list[Trajectory]:
-        return await self._begun.now()
+        return await self._partial.now()
 
     def go_on_from(self, trajectories: Sequence[Trajectory]) -> None:
-        self._begun.give_back(trajectories)
+        self._partial.resume(trajectories)
 
     async def close(self) -> None:
-        """Ask no judge any more, and end the environments' processes."""
+        """Close the judges' clients, and end the processes of the environments."""
         if self._judges is not None:
             await self._judges.close()
         self._environments.end()
 
-    async def _episode(
-        self,
-        identity: TrajectoryId,
-        prompt: Conversation,
-        env_class: str,
-        extras: dict[str, Any],
-        sampling: SamplingParams,
-    ) -> Trajectory:
-        trajectory = Trajectory(identity, [Segment("prompt", NO_INTS)])
-        self._begun.add(trajectory)
+    async def _episode(self, request: RolloutRequest) -> Trajectory:
+        trajectory, prompt = Trajectory(request.id), request.prompt
+        self._partial.add(trajectory)
         try:
-            async with self._turn, self._time_limit(identity):
-                for losses in count(1):
-                    try:
-                        said = await self._play(trajectory, prompt, env_class, extras, sampling)
-                        break
-                    except (ProcessLostError, GivenUpError) as error:
-                        self._begin_again(trajectory, error, losses)
-            if losses > 1:
-                trajectory.metrics = trajectory.metrics | {"retries": trajectory.metrics.get("retries", 0) + losses - 1}
-            if weighted := self._environments.judged_by(env_class, extras):
+            async with self._in_flight, self._time_limit(request.id):
+                response = await self._attempts(trajectory, request)
+            if weighted := self._environments.judged_by(prompt.env_class, request.extras):
                 if self._judges is None:
                     raise UserError(NO_JUDGES)
-                await self._judges.add(trajectory, weighted, extras, prompt, said)
+                await self._judges.add(trajectory, weighted, request.extras, prompt.messages, response)
         except BaseException as error:
-            self._environments.abandon(str(identity))
-            self._begun.remove([identity])
-            if isinstance(error, NonFiniteRewardError) and self._rules.leaves_out:
-                return without_number(trajectory, error)
-            if isinstance(error, GivenUpError):
-                return give_up(trajectory, self._rules, error, self._chat.prompt(prompt))
+            self._environments.abandon(str(request.id))
+            self._partial.remove([request.id])
+            if isinstance(error, NonFiniteRewardError) and self._limits.skips_nonfinite:
+                return nonfinite_episode(trajectory, error)
+            if isinstance(error, EpisodeFailedError) and isinstance(error.__cause__, Exception):
+                return failed_episode(trajectory, self._limits, error.__cause__, self._chat.prompt(prompt.messages))
             if not any(note.startswith(WHILE_PLAYING) for note in getattr(error, "__notes__", ())):  # many may share it
-                error.add_note(f"{WHILE_PLAYING} {identity}")
+                error.add_note(f"{WHILE_PLAYING} {request.id}")
             raise
-        if self._rules.on_error != "raise":
+        if self._limits.on_error != "raise":
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
         return trajectory
 
-    def _begin_again(self, trajectory: Trajectory, error: Exception, losses: int) -> None:
-        """Make the episode what it was at its beginning, if the process of its environment was lost, which others may
-        have ended; else raise the error."""
-        cause = error if isinstance(error, ProcessLostError) else error.__cause__
-        if not isinstance(cause, ProcessLostError) or losses == PLAYS:
-            raise error
-        tell_of_lost_process(trajectory, error)
-        self._begun.again(trajectory)
-        vars(trajectory).update(vars(Trajectory(trajectory.id, [Segment("prompt", NO_INTS)])))
+    async def _attempts(self, trajectory: Trajectory, request: RolloutRequest) -> str:
+        """The text of the last action. The episode starts again if the process of its environment is lost."""
+        attempt = 1
+        while True:
+            try:
+                response = await self._play(trajectory, request)
+            except (ProcessLostError, EpisodeFailedError) as error:
+                lost = error.__cause__ if isinstance(error, EpisodeFailedError) else error
+                if not isinstance(lost, ProcessLostError) or attempt == MAX_ATTEMPTS:
+                    raise
+                warn_of_lost_process(trajectory, lost)
+                self._partial.restart(trajectory)
+                attempt += 1
+                continue
+            if attempt > 1:
+                retries = trajectory.metrics.get("retries", 0) + attempt - 1
+                trajectory.metrics = trajectory.metrics | {"retries": retries}
+            return response
 
-    async def _play(
-        self,
-        trajectory: Trajectory,
-        prompt: Conversation,
-        env_class: str,
-        extras: dict[str, Any],
-        sampling: SamplingParams,
-    ) -> str:
-        """One episode to its end; returns the text of its last action."""
-        episode, text = str(trajectory.id), ""
-        raw = self._environments.takes_text(env_class)
-        frame = self._plain if raw else self._chat
-        opening = self._plain.opening(prompt) if raw else prompt
-        with self._rules.blaming():
-            start = await self._environments.init(episode, env_class, extras, opening)
-        tools = self._environments.tools(env_class)
+    async def _play(self, trajectory: Trajectory, request: RolloutRequest) -> str:
+        """One episode to its end; the text of its last action."""
+        limits, environments, sampling = self._limits, self._environments, request.sampling
+        episode, env_class, text = str(trajectory.id), request.prompt.env_class, ""
+        as_text = environments.takes_text(env_class)
+        frame = self._plain if as_text else self._chat
+        opening = self._plain.opening(request.prompt.messages) if as_text else request.prompt.messages
+        with limits.environment_errors():
+            start = await environments.init(episode, env_class, request.extras, opening)
+        tools = environments.tools(env_class)
         tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
-        said = [] if isinstance(start, str) else list(start)
+        messages = [] if isinstance(start, str) else list(start)
         trajectory.segments[0].tokens = tokens
-        sees = self._environments.sees_tokens(env_class, extras)
-        for turn in self._rules.turns():
+        sees_tokens = environments.sees_tokens(env_class, request.extras)
+        for turn in limits.turns():
             action = await self._act(trajectory, tokens, turn, sampling)
-            read = partial(frame.text, action.tokens, sampling)
-            text = await asyncio.to_thread(read) if len(action.tokens) >= LONG else read()
-            seen = await _seen(frame, tokens, action.tokens) if sees else None
-            with self._rules.blaming():
-                step = await self._environments.step(episode, text, seen)
+            decode = partial(frame.text, action.tokens, sampling)
+            text = await asyncio.to_thread(decode) if len(action.tokens) >= LONG else decode()
+            seen = await _seen(frame, tokens, action.tokens) if sees_tokens else None
+            with limits.environment_errors():
+                step = await environments.step(episode, text, seen)
             action.reward = step["reward"]
             trajectory.metrics = step["metrics"]
             tokens = joined(tokens, action.tokens)
             if step["done"]:
                 return text
-            if turn + 1 == self._rules.max_turns:
+            if turn + 1 == limits.max_turns:
                 break
             observation = ints(frame.observation(step["observations"], action.tokens))
-            tokens, anew = joined(tokens, observation), None
+            tokens, reframed = joined(tokens, observation), None
             if self._as_template_shows:
-                said += [{"role": "assistant", "content": text}, *step["observations"]]
-                anew = frame.anew(said, tools, tokens)
-            if len(tokens if anew is None else anew) >= self._max_model_len:
+                messages += [{"role": "assistant", "content": text}, *step["observations"]]
+                reframed = frame.reframed(messages, tools, tokens)
+            if len(tokens if reframed is None else reframed) >= self._max_model_len:
                 trajectory.stop_reason = "length"
-                tell_of_no_room(trajectory, self._max_model_len)
+                warn_of_full_sequence(trajectory, self._max_model_len)
                 break
-            if anew is None:
+            if reframed is None:
                 trajectory.segments.append(Segment("observation", observation))
             else:
                 trajectory.branches.append(trajectory.segments)
-                trajectory.segments, tokens = [Segment("prompt", anew)], anew
+                trajectory.segments, tokens = [Segment("prompt", reframed)], reframed
             sampling = replace(sampling, **step["sampling_params"])
-        with self._rules.blaming():
-            trajectory.metrics |= await self._environments.close(episode)
+        with limits.environment_errors():
+            trajectory.metrics |= await environments.close(episode)
         return text
 
     async def _act(self, trajectory: Trajectory, tokens: Ints, turn: int, sampling: SamplingParams) -> Segment:
@@ -236,10 +202,10 @@ class EpisodeGenerator(TrajectoryGenerator):
             request_id=name,
             prompt_token_ids=tokens,
             sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed),
-            session_id=self._rules.session(trajectory.id),
+            session_id=self._limits.session(trajectory.id),
         )
-        had = self._begun.turn(trajectory.id, turn, tokens, seeded=seed is not None)
-        output = await (self._client.go_on(request, had) if had else self._client.generate(request))
+        recorded = self._partial.turn(trajectory.id, turn, tokens, seeded=seed is not None)
+        output = await (self._client.go_on(request, recorded) if recorded else self._client.generate(request))
         trajectory.stop_reason = output.finish_reason or "stop"
         action = action_of(output, trajectory.segments)
         trajectory.segments.append(action)
@@ -247,7 +213,7 @@ class EpisodeGenerator(TrajectoryGenerator):
 
     @asynccontextmanager
     async def _time_limit(self, identity: TrajectoryId) -> AsyncIterator[None]:
-        limit_s = self._rules.timeout_s
+        limit_s = self._limits.timeout_s
         try:
             async with asyncio.timeout(limit_s or None) as timer:
                 yield
@@ -255,11 +221,11 @@ class EpisodeGenerator(TrajectoryGenerator):
             if not timer.expired():
                 raise
             late = f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
-            with self._rules.blaming():
+            with self._limits.environment_errors():
                 raise TimeoutError(late) from error
 
 
 async def _seen(frame: ChatTokenizer | PlainText, read: Ints, wrote: Ints) -> TurnTokens:
-    """A turn's tokens for an environment that judges them."""
+    """The tokens of a turn, for an environment that reads them."""
     is_long = len(read) + len(wrote) >= LONG
     return await asyncio.to_thread(frame.seen, read, wrote) if is_long else frame.seen(read, wrote)

@@ -1,8 +1,8 @@
-"""The judges of a run, and whom they ask: servers, or the run's own engines.
+"""The judges of a run: language models behind a server, or the run's own engines, that grade finished episodes.
 
-Invariant: an episode that was played to its end has its judges' verdicts in its reward before its group is complete;
-what is trained, filtered, kept or evaluated never lacks one. Nothing here blocks the event loop: an episode that waits
-for its verdict holds up no other.
+Invariant: the reward of a finished episode includes the grades of its judges before its group is complete; no
+trajectory is trained, filtered, stored or evaluated without them. An episode that waits for its grade holds up no
+other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from skyasync.envs.reward import known_of, metrics_of
 from skyasync.errors import UserError, unknown
 from skyasync.rewards.llm_judge import ChatServer, LLMJudge, Messages, UnansweredError, key_of
 from skyasync.rewards.score import Score
+from skyasync.rewards.chat_server import ChatServer, Messages, UnansweredError, key_of
+from skyasync.rewards.llm_judge import LLMJudge
 from skyasync.rewards.settings import short_names
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import Tokenizer
@@ -33,8 +35,8 @@ NO_JUDGES = (
 Weighted = Sequence[tuple[str, float]]
 
 
-class EngineAsked:
-    """The run's engines as a judge: they answer with the weights that they have then, between their other requests."""
+class EngineJudge:
+    """The run's engines as a judge: they answer with their current weights, between their other requests."""
 
     def __init__(
         self, name: str, judge: JudgeConfig, client: InferenceClient, chat: ChatTokenizer, max_model_len: int
@@ -46,7 +48,7 @@ class EngineAsked:
         """The engine's answer.
 
         Raises:
-            UnansweredError: if the question leaves no room for one, or the engine was told to end it.
+            UnansweredError: if the question leaves no room for one, or the request was aborted.
         """
         judge, tokens = self._judge, self._chat.prompt(messages)
         room = self._max_model_len - len(tokens)
@@ -80,15 +82,15 @@ class Judges:
     def of(
         cls, cfg: Config, keys: Mapping[str, str], client: InferenceClient, tokenizer: Tokenizer, max_model_len: int
     ) -> Judges:
-        """Those of a run.
+        """The judges of a run.
 
         Args:
-            keys: of their servers, by the judges' names; those that are missing are read from the environment.
+            keys: API keys of servers, by the judges' names; missing ones are read from environment variables.
         """
         chat, made = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), {}
         for name, judge in judges_of(cfg.environment.judges).items():
             if judge.engine:
-                engine = EngineAsked(name, judge, client, chat, max_model_len)
+                engine = EngineJudge(name, judge, client, chat, max_model_len)
                 made[name] = LLMJudge(name, judge, engine, remembers=False)
             else:
                 server = ChatServer(name, judge, keys[name] if name in keys else key_of(name, judge))
@@ -98,21 +100,26 @@ class Judges:
     async def add(
         self, trajectory: Trajectory, weighted: Weighted, row: dict[str, Any], messages: Conversation, response: str
     ) -> None:
-        """Ask the judges among a row's reward functions, and add what they say to the episode's reward and metrics.
+        """Ask the judges among a row's reward functions, and add their grades to the episode's reward and metrics.
 
         Raises:
-            UserError: for a judge that there is not, or one that cannot judge the row.
-            TimeoutError: for a response without a verdict, where ``environment.reward_unjudged`` is raise.
+            UserError: for a judge that does not exist, or that cannot grade the row.
+            TimeoutError: for a response without a grade, if ``environment.reward_unjudged`` is raise.
         """
-        asked = [(func, weight) for func, weight in weighted if func.startswith(PREFIX)]
-        if not asked or not trajectory.actions:
+        judges = [(func, weight) for func, weight in weighted if func.startswith(PREFIX)]
+        if not judges or not trajectory.actions:
             return
         known = known_of(row, messages, response)
-        scores = await asyncio.gather(*(self._judge(func).score(known) for func, _ in asked))
-        self._refuse_unjudged([func for func, _ in asked], scores)
-        trajectory.actions[-1].reward += sum(w * score.reward for (_, w), score in zip(asked, scores, strict=True))
-        names = dict(zip((func for func, _ in weighted), short_names([func for func, _ in weighted]), strict=True))
-        found = metrics_of([names[func] for func, _ in asked], scores, [False] * len(asked), row.get("domain"))
+        scores = await asyncio.gather(*(self._judge(func).score(known) for func, _ in judges))
+        for (func, _), score in zip(judges, scores, strict=True):
+            if score.unjudged and self._unjudged == "raise":
+                raise TimeoutError(
+                    f"reward function {func} gave no verdict; environment.reward_unjudged=zero counts it as 0"
+                )
+        trajectory.actions[-1].reward += sum(w * score.reward for (_, w), score in zip(judges, scores, strict=True))
+        funcs = [func for func, _ in weighted]
+        names = dict(zip(funcs, short_names(funcs), strict=True))
+        found = metrics_of([names[func] for func, _ in judges], scores, [False] * len(judges), row.get("domain"))
         trajectory.metrics = {**trajectory.metrics, **found}
 
     async def close(self) -> None:
@@ -123,10 +130,3 @@ class Judges:
         if name not in self._judges:
             raise UserError(f"{unknown('judge', name, self._judges)} (environment.judges)")
         return self._judges[name]
-
-    def _refuse_unjudged(self, funcs: Sequence[str], scores: Sequence[Score]) -> None:
-        for func, score in zip(funcs, scores, strict=True):
-            if score.unjudged and self._unjudged == "raise":
-                raise TimeoutError(
-                    f"reward function {func} gave no verdict; environment.reward_unjudged=zero counts it as 0"
-                )

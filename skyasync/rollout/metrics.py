@@ -1,30 +1,34 @@
-"""Numbers about finished trajectories; pure functions of groups."""
+"""Numbers about finished trajectories, and samples for people; pure functions of groups."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite, nan
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from skyasync.arrays import TURN_TOKENS, Floats, Ints, joined
 from skyasync.envs.reward import right_answer
-from skyasync.rollout.shown import token_columns
-from skyasync.rollout.types import Group, Trajectory
+from skyasync.rollout.types import Group, Segment, Trajectory
 
 LABEL_CHARS = 2000  # of a right answer beside a sample: tests of a program may be a book
+MOST_TOKENS = 512  # of a sample, so that a run of long responses does not fill the disk
+_DIGITS = 4
+
+Decode = Callable[[list[int]], str]
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths and the environments' own metrics. Lengths are in generated tokens.
 
-    Of an episode that was given up with nothing to train (``environment.on_error=mask``) only that is counted.
+    A failed episode with nothing to train (``environment.on_error=mask``) is counted, and nothing else.
     """
-    everything = _all(groups)
+    everything = _trajectories(groups)
     trajectories = [t for t in everything if not t.ended_early]
     environments = {f"env/{name}": value for name, value in environment_metrics(everything).items()}
     if not trajectories:
@@ -40,12 +44,12 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_max": float(max(lengths)),
         "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
         **({"dynamic_sampling/ended_early": float(ended)} if ended else {}),
-        **domain_metrics(groups),
+        **_domain_metrics(groups),
         **environments,
     }
 
 
-def domain_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def _domain_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Per domain: the mean reward, the share of groups with different rewards, and the share of all prompts."""
     domains: dict[str, list[Group]] = {}
     for group in groups:
@@ -60,7 +64,7 @@ def domain_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def eval_name(name: str) -> str:
-    """What a rollout's metric is called in evaluation: the reward is the score, over all and per domain."""
+    """The name of a rollout metric in evaluation: the reward is the score, over all prompts and per domain."""
     score, mean, domain = name.partition("reward/mean")
     if mean and not score and (not domain or domain.startswith("/")):
         return f"eval/score{domain}"
@@ -69,55 +73,36 @@ def eval_name(name: str) -> str:
 
 def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The mean of each metric over the trajectories that report it."""
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    values: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
-            sums[name] += value  # type: ignore[assignment]
-            counts[name] += 1
-    return {name: sums[name] / counts[name] for name in sums}
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions before ``version`` the tokens were computed, by the tokens' own stamps.
+    """How many versions before ``version`` the tokens were computed, by their own stamps.
 
-    ``head`` is the first token of a trajectory, ``tail`` the last. Other tasks have their turn in between.
+    ``head`` is the first token of a trajectory, ``tail`` the last. Other tasks run in between.
     """
     counts = Counter[int]()
-    for _ in _count_versions(groups, counts):
-        await asyncio.sleep(0)
-    return _staleness(groups, version, counts)
-
-
-def _count_versions(groups: Sequence[Group], into: Counter[int]) -> Iterator[None]:
-    """Tokens per version; pauses now and then."""
     stamps: list[Ints] = []
     tokens = 0
-    for found in (action.versions for t in _all(groups) for action in t.actions):
-        stamps.append(found)
-        tokens += len(found)
+    actions = [t.actions for t in _trajectories(groups) if t.response_length]
+    for action in (action for of_one in actions for action in of_one):
+        stamps.append(action.versions)
+        tokens += len(action.versions)
         if tokens >= TURN_TOKENS:
-            _count(joined(*stamps), into)
+            _count(joined(*stamps), counts)
             stamps, tokens = [], 0
-            yield
-    _count(joined(*stamps), into)
-
-
-def _count(stamps: Ints, into: Counter[int]) -> None:
-    if len(stamps) and stamps.min() == stamps.max():  # most are of one version, and sorting takes longer
-        into[int(stamps[0])] += len(stamps)
-    else:
-        into.update(dict(zip(*(found.tolist() for found in np.unique(stamps, return_counts=True)), strict=True)))
-
-
-def _staleness(groups: Sequence[Group], version: int, tokens_of: Counter[int]) -> dict[str, float]:
-    actions = [t.actions for t in _all(groups) if t.response_length]
-    ages = {version - stamp: count for stamp, count in tokens_of.items()}
-    tokens = sum(ages.values())
-    if not tokens:
+            await asyncio.sleep(0)
+    _count(joined(*stamps), counts)
+    ages = {version - stamp: count for stamp, count in counts.items()}
+    total = sum(ages.values())
+    if not total:
         return {}
     return {
-        "staleness/mean": sum(age * n for age, n in ages.items()) / tokens,
+        "staleness/mean": sum(age * n for age, n in ages.items()) / total,
         "staleness/min": float(min(ages)),
         "staleness/max": float(max(ages)),
         "staleness/head_mean": fmean(version - int(of_one[0].versions[0]) for of_one in actions),
@@ -126,16 +111,30 @@ def _staleness(groups: Sequence[Group], version: int, tokens_of: Counter[int]) -
     }
 
 
+def _count(stamps: Ints, counts: Counter[int]) -> None:
+    if len(stamps) and stamps.min() == stamps.max():  # most are of one version, and sorting takes longer
+        counts[int(stamps[0])] += len(stamps)
+    else:
+        counts.update(dict(zip(*(found.tolist() for found in np.unique(stamps, return_counts=True)), strict=True)))
+
+
+def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
+    return [t for group in groups for t in group.trajectories]
+
+
+# ---------------------------------------------------------------- samples
+
+
 def sample_records(
     groups: Sequence[Group],
     count: int,
-    decode: Callable[..., str],
+    decode: Decode,
     trained: Callable[[Ints], Floats | None] = lambda tokens: None,
 ) -> list[dict[str, Any]]:
-    """The first samples of the first groups, readable by a person.
+    """The first samples of the first groups.
 
     Args:
-        trained: the trainer's log-probabilities of a sequence, where it has looked at it.
+        trained: the trainer's log-probabilities of a sequence, if the trainer has computed them.
     """
     return [
         {
@@ -155,5 +154,118 @@ def sample_records(
     ]
 
 
-def _all(groups: Sequence[Group]) -> list[Trajectory]:
-    return [t for group in groups for t in group.trajectories]
+def token_columns(
+    segments: Sequence[Segment], decode: Decode, trained: Floats | None = None, *, most: int | None = MOST_TOKENS
+) -> dict[str, list[Any]]:
+    """One entry per token after the prompt: ``text``, ``versions`` (-1 for observations), ``logprobs`` (null there)
+    and, if the trainer has computed them, ``trainer_logprobs``.
+
+    Args:
+        trained: the trainer's log-probabilities of the whole sequence.
+        most: tokens that are shown; None shows all.
+    """
+    columns: dict[str, list[Any]] = {"text": [], "versions": [], "logprobs": []}
+    if trained is not None:
+        columns["trainer_logprobs"] = []
+    start = len(segments[0].tokens) if segments else 0
+    for segment in segments[1:]:
+        room = None if most is None else most - len(columns["text"])
+        tokens = segment.tokens[:room].tolist()
+        nothing, action = [None] * len(tokens), segment.kind == "action"
+        columns["text"] += [decode([token]) for token in tokens]
+        columns["versions"] += segment.versions[:room].tolist() if action else [-1] * len(tokens)
+        columns["logprobs"] += _rounded(segment.logprobs[:room]) if action else nothing
+        if trained is not None:
+            columns["trainer_logprobs"] += _rounded(trained[start : start + len(tokens)]) if action else nothing
+        start += len(segment.tokens)
+    return columns
+
+
+def _rounded(values: Floats) -> list[float | None]:
+    return [round(value, _DIGITS) if isfinite(value) else None for value in values.tolist()]
+
+
+# ---------------------------------------------------------------- repeated samples
+
+BETS = (1.0, 1e2, 1e4, 1e8, 1e12, 1e16)  # their products are averaged: for many likely repeats, or one unlikely
+FALSE_ALARM = 1e-9  # probability per step
+
+
+class Repeats(NamedTuple):
+    """Do the samples of a group repeat each other more often than their own probabilities allow?
+
+    The test is exact. Sample j repeats an earlier one of its group with probability q_j: the sum of the probabilities
+    of the different samples before it, which the engine has reported. If samples are independent, then for every bet b
+    > 0 the product over all samples of ``(1 + b * repeated) / (1 + b * q_j)`` has an expected value of 1, so that it
+    exceeds 1/p with a probability of at most p (Markov's inequality), for any model, length and number of samples.
+
+    Engines that share a random stream give repeats of probability 1e-20, and the product explodes. A policy that has
+    collapsed onto one answer repeats it with probability near 1, and the product stays where it is.
+
+    ``surprise`` is the logarithm (base 10) of how unlikely the repeats are: 9 is at most one case in 10**9.
+    """
+
+    samples: int = 0
+    found: int = 0
+    expected: float = 0.0
+    surprise: float = 0.0
+
+    @property
+    def impossible(self) -> bool:
+        return self.surprise > -math.log10(FALSE_ALARM)
+
+
+def count_repeats(groups: Iterable[Sequence[tuple[bytes, float]]]) -> Repeats:
+    """From each group's samples: what was drawn, and the log-probability of drawing it. Those with NaN are left out."""
+    samples = found = 0
+    expected = 0.0
+    logs = np.zeros(len(BETS))
+    bets = np.array(BETS)
+    for group in groups:
+        seen: dict[bytes, float] = {}
+        for drawn, logprob in group:
+            if math.isnan(logprob):
+                continue
+            again = min(math.fsum(seen.values()), 1.0)
+            samples, found, expected = samples + 1, found + (drawn in seen), expected + again
+            logs += np.log1p(bets * (drawn in seen)) - np.log1p(bets * again)
+            seen[drawn] = math.exp(min(logprob, 0.0))
+    evidence = (np.logaddexp.reduce(logs) - math.log(len(BETS))) / math.log(10)
+    return Repeats(samples, found, expected, float(evidence) if samples else 0.0)
+
+
+def repeats_of(groups: Sequence[Group]) -> Repeats:
+    """Over the trajectories that have a response. Greedy sampling, which ignores the probabilities, is an alarm.
+
+    A sample is all that was read and written, with the borders of its segments.
+    """
+
+    def drawn(trajectory: Trajectory) -> tuple[bytes, float]:
+        segments = [segment for sequence in trajectory.sequences for segment in sequence]
+        tokens = b"|".join(np.asarray(segment.tokens, dtype=np.int64).tobytes() for segment in segments)
+        return tokens, math.fsum(float(np.sum(action.logprobs)) for action in trajectory.actions)
+
+    return count_repeats([[drawn(t) for t in group.trajectories if t.actions] for group in groups])
+
+
+def repeat_metrics(repeats: Repeats) -> dict[str, float]:
+    """The share of samples that repeat another of their group, and its expected value."""
+    if not repeats.samples:
+        return {}
+    return {
+        "response/repeated": repeats.found / repeats.samples,
+        "response/repeated_expected": repeats.expected / repeats.samples,
+        **({"warnings/repeated_samples": 1.0} if repeats.impossible else {}),
+    }
+
+
+def repeat_warning(repeats: Repeats) -> str:
+    """Empty if nothing is wrong."""
+    if not repeats.impossible:
+        return ""
+    return (
+        f"{repeats.found} of {repeats.samples} samples repeat another of their group token for token, where the "
+        f"engine's own probabilities expect {repeats.expected:.2g}: the samples are not independent, and a group "
+        f"carries less than its size says (do engines draw from the same random numbers, or do requests set a "
+        f"temperature of 0 or a seed?)"
+    )

@@ -1,7 +1,7 @@
-"""The model's tokenizer.
+"""The model's tokenizer, as ``AutoTokenizer`` would load it.
 
-Invariant: what comes is what ``AutoTokenizer`` would give. Importing that takes seconds, since it knows all models; a
-folder whose tokenizer is of no model's own class, but the ``tokenizers`` library's, does without.
+Importing ``AutoTokenizer`` takes seconds, since it knows all models. A folder whose tokenizer has no class of its own,
+but that of the ``tokenizers`` library, is loaded without it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Tokenizer(Protocol):
     ) -> str: ...  # fmt: skip
 
 
-def told(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]) -> Tokenizer:
-    """The same, which from here on frames conversations as ``data.chat_template`` and its arguments say.
+def with_template(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]) -> Tokenizer:
+    """The same tokenizer, which from here on uses ``data.chat_template`` and its arguments.
 
     Args:
         template: a file's path or Jinja text; empty leaves the tokenizer's own.
@@ -52,8 +52,8 @@ def told(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]) -> Toke
         tokenizer.chat_template = template_text(template)
     if kwargs:
         _check_arguments(tokenizer.chat_template or "", kwargs)
-        framing: Any = tokenizer  # a method of this one tokenizer, wherever it is asked
-        framing.apply_chat_template = partial(tokenizer.apply_chat_template, **kwargs)
+        changed: Any = tokenizer  # the method of this one object
+        changed.apply_chat_template = partial(tokenizer.apply_chat_template, **kwargs)
     return tokenizer
 
 

@@ -1,19 +1,19 @@
 """What flows from the dataset to the loss.
 
-Invariant: a prompt keeps one identity (epoch, row, repetition) all the way, and a trajectory's segments,
-concatenated, are exactly the tokens that the engine read and wrote. Text is never tokenised again.
+Invariant: a prompt keeps one identity (epoch, row, repetition) all the way. The segments of a trajectory, concatenated,
+are exactly the tokens that the engine read and wrote; text is never tokenised again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints, joined
-from skyasync.engines.protocol import GenerationOutput
+from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, unknown
 
@@ -52,9 +52,9 @@ class TrajectoryId(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a dataset: the conversation so far, the environment that judges, and what it needs to know.
+    """One row of a dataset: the conversation so far, its environment, and what the environment needs to know.
 
-    ``eval_set``: the name of the held-out set (``data.val_sets``) that it is of, if it is of one.
+    ``eval_set``: the name of the held-out set (``data.val_sets``), if it is of one.
     """
 
     id: PromptId
@@ -64,12 +64,27 @@ class Prompt:
     eval_set: str = ""
 
 
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One trajectory to generate: a sample of a prompt, and how to sample it.
+
+    ``extras``: what its environment knows: those of the prompt, and ``max_turns``.
+    """
+
+    id: TrajectoryId
+    prompt: Prompt
+    extras: dict[str, Any]
+    sampling: SamplingParams
+    is_eval: bool = False
+
+
 @dataclass(eq=False)
 class Segment:
-    """A run of tokens of one kind, int32 ``[tokens]``; lists become arrays.
+    """Consecutive tokens of one kind, int32 ``[tokens]``; lists become arrays.
 
-    ``logprobs`` (float32) and ``versions`` (int32), one per token, exist for actions only. So do ``experts``: of the
-    tokens from the last of the action before it (else the sequence's first) to the last but one of its own.
+    Only actions have ``logprobs`` (float32) and ``versions`` (int32), one per token, and ``experts``: those of the
+    tokens from the last one of the previous action (else from the first of the sequence) to the last but one of its
+    own.
     """
 
     kind: Literal["prompt", "action", "observation"]
@@ -97,7 +112,7 @@ class Segment:
 
 
 def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
-    """What a model wrote behind these segments."""
+    """What a model wrote after these segments."""
     known = sum(len(s.experts) for s in before if s.experts is not None)
     new = None if output.experts is None else output.experts[known:]
     return Segment("action", output.token_ids, output.logprobs, output.versions, experts=new)
@@ -107,19 +122,31 @@ def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
 class Trajectory:
     """One episode. ``stop_reason`` is that of the last action: "stop", "length" or "abort".
 
-    Most episodes are one sequence, ``segments``. One whose calls do not all extend each other (sub-agents, an edited
-    history) has the others in ``branches``, in the order in which they ended; ``segments`` is the one that ended last.
+    Most episodes are one sequence, ``segments``. If the calls of an episode do not all extend each other (sub-agents,
+    an edited history), ``segments`` is the sequence that ended last, and ``branches`` are the others in order of their
+    end.
     """
 
     id: TrajectoryId
-    segments: list[Segment]
+    segments: list[Segment] = field(default_factory=lambda: [Segment("prompt", NO_INTS)])
     stop_reason: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
     branches: list[list[Segment]] = field(default_factory=list)
 
+    def restart(self) -> None:
+        """Forget everything that was played."""
+        self.segments, self.branches = [Segment("prompt", NO_INTS)], []
+        self.stop_reason, self.metrics = "stop", {}
+
+    def copy(self) -> Trajectory:
+        """The arrays are shared: they are never changed."""
+        segments = [replace(segment) for segment in self.segments]
+        branches = [[replace(segment) for segment in branch] for branch in self.branches]
+        return Trajectory(self.id, segments, self.stop_reason, dict(self.metrics), branches)
+
     @property
     def sequences(self) -> list[list[Segment]]:
-        """What training sees as a row each."""
+        """Each is one row in training."""
         return [*self.branches, self.segments]
 
     @property
@@ -128,7 +155,7 @@ class Trajectory:
 
     @property
     def ended_early(self) -> bool:
-        """It has no response, since its group was decided without it."""
+        """It has no response: the rejection of its group was certain without it."""
         return self.stop_reason == "abort" and not self.actions
 
     @property
@@ -158,14 +185,14 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the trajectories that were played to their end."""
+        """Of the trajectories that ended by themselves."""
         return [t.reward for t in self.trajectories if not t.ended_early]
 
     def judged_by(self, metric: str) -> list[float]:
-        """The metric of each of them; the reward if there is no metric, or where an episode was given up.
+        """The metric of each of them; the reward if ``metric`` is empty, or for a failed episode.
 
         Raises:
-            UserError: if none of those that were played has this metric.
+            UserError: if no trajectory has this metric.
         """
         ended = [t for t in self.trajectories if not t.ended_early]
         played = [t for t in ended if not t.metrics.get("given_up")]
@@ -181,7 +208,7 @@ class Group:
 
 @dataclass
 class Rollout:
-    """The groups of one step, their metrics, and where the prompt stream stands (see ``PromptBatch``) behind them.
+    """The groups of one step, their metrics, and the position of the prompt stream after them (see ``PromptBatch``).
 
     ``rejected``: prompts that were rolled out for the step and are not among its groups.
     """
@@ -194,33 +221,31 @@ class Rollout:
 
 
 class GeneratorInput(TypedDict):
-    """What a generator is asked for: the lists run in parallel, one entry per trajectory."""
+    """What a user's generator is asked for: parallel lists, one entry per trajectory."""
 
     prompts: list[Conversation]
     env_classes: list[str]
     env_extras: list[dict[str, Any]]
-    sampling_params: Any  # engines.protocol.SamplingParams
+    sampling_params: SamplingParams
     trajectory_ids: list[TrajectoryId]
     is_eval: bool
 
 
-class _GeneratorOutput(TypedDict):
+class GeneratorOutput(TypedDict):
+    """What a user's generator returns: lists that are parallel to those of the input.
+
+    With ``trajectory_ids`` they may be longer: rows of one id are the sequences of one trajectory, in the order in
+    which they ended. Its reward is their sum; its ``stop_reasons`` and ``trajectory_metrics`` are those of the last
+    row.
+    """
+
     prompt_token_ids: list[list[int]]
     response_ids: list[list[int]]  # actions and observations, in order
     rewards: Sequence[float] | Sequence[list[float]]  # per trajectory, or per response token
     loss_masks: list[list[int]]  # 1 on action tokens
     stop_reasons: list[str]
-
-
-class GeneratorOutput(_GeneratorOutput, total=False):
-    """What a generator returns; all lists run in parallel with the input's.
-
-    With ``trajectory_ids`` they may be longer: rows of one id are the sequences of one trajectory, in the order in
-    which they ended. Its reward is the sum of theirs; its ``stop_reasons`` and ``trajectory_metrics`` are the last's.
-    """
-
-    rollout_logprobs: list[list[float]]  # behaviour log-probability per response token, 0 on observations
-    rollout_versions: list[list[int]]  # policy version per response token, -1 on observations
-    rollout_metrics: dict[str, float]
-    trajectory_metrics: list[dict[str, float]]
-    trajectory_ids: list[TrajectoryId]  # of each row; those of the input if it is left out
+    rollout_logprobs: NotRequired[list[list[float]]]  # behaviour log-probability per response token, 0 on observations
+    rollout_versions: NotRequired[list[list[int]]]  # policy version per response token, -1 on observations
+    rollout_metrics: NotRequired[dict[str, float]]
+    trajectory_metrics: NotRequired[list[dict[str, float]]]
+    trajectory_ids: NotRequired[list[TrajectoryId]]  # of each row; by default those of the input

@@ -23,6 +23,11 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.observe.trackers import Tracker
     from skyasync.run.experiment import BasePPOExp
     from skyasync.run.resource_monitor import ResourceMonitor
+    from skyasync.rollout.generator_api import Generator
+    from skyasync.rollout.tokenizer import Tokenizer
+    from skyasync.rollout.types import Prompt
+    from skyasync.training.parts import Client
+    from skyasync.weight_sync.sync import Destination, Source, WeightSync
     from skyasync.weight_sync.turns import DeviceTurns
 
 RELEASE_S = 10.0  # for the policy to remove the weights that it has kept

@@ -33,6 +33,7 @@ from skyasync.rollout.tokenizer import told
 from skyasync.run import launch
 from skyasync.run.components import Components
 from skyasync.run.recovery import Recovery
+from skyasync.rollout.tokenizer import with_template
 from skyasync.trainer import RayPPOTrainer
 from skyasync.workers.roles import POLICY, ROLES, Role
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.engines.revival import Revival
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
-    from skyasync.rollout.contract import Generator
+    from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.judging import Judges
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
@@ -162,8 +163,8 @@ class BasePPOExp:
         from skyasync.envs.episodes import EnvSettings
         from skyasync.envs.pool import ray_pool
         from skyasync.rewards.settings import env_settings
-        from skyasync.rollout.early_end import decider
-        from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+        from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
+        from skyasync.rollout.group_sampling import early_stop_rule
 
         pool = ray_pool(EnvSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers)
         return EpisodeGenerator(
@@ -171,10 +172,10 @@ class BasePPOExp:
             pool,
             tokenizer,
             self.engine_config().max_model_len,
-            EpisodeRules.of(cfg),
+            EpisodeLimits.of(cfg),
             cfg.data.apply_chat_template,
             cfg.data.chat_history == "template",
-            decider(cfg.trainer.algorithm.dynamic_sampling),
+            early_stop_rule(cfg.trainer.algorithm.dynamic_sampling),
             self.get_judges(cfg, tokenizer, inference_engine_client),
         )
 
@@ -191,7 +192,7 @@ class BasePPOExp:
         self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
     ) -> Generator:
         """What plays agent programs through the endpoint."""
-        from skyasync.endpoint.assembly import agent_generator
+        from skyasync.agents.generator import agent_generator
 
         folder = self.run_dir.path if self.run_dir else None
         return agent_generator(cfg, tokenizer, inference_engine_client, self.engine_config().max_model_len, folder)
@@ -322,7 +323,7 @@ class BasePPOExp:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return told(self.get_tokenizer(), self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs)
+        return with_template(self.get_tokenizer(), self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs)
 
     def roles(self) -> list[Role]:
         """The run's roles, the policy first: by the table, or as a method ``needs_<role>`` of the experiment says."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import numpy as np
 
 from skyasync.arrays import ints
-from skyasync.rollout.contract import TrajectoryGenerator
+from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.types import GeneratorInput, Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.engines import VirtualClient
 from skyasync.trainer import RayPPOTrainer

@@ -14,8 +14,8 @@ from pathlib import Path
 from skyasync.config.resume import saves
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
-from skyasync.rollout import saved
-from skyasync.rollout.contract import Generator, TrajectoryGenerator
+from skyasync.rollout import partial_rollouts as saved
+from skyasync.rollout.generator_api import Generator, TrajectoryGenerator
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout, Trajectory
 from skyasync.state.ledger import Ledger, Line, trained_behind
 
@@ -41,7 +41,7 @@ class Bookkeeping:
         trainer = cfg.trainer
         self._keeps = trainer.ckpt_rollouts and saves(trainer)
         self._remembers = trainer.restart_from == "engines"  # what was closed, until ``forget``
-        self._closed: list[saved.Kept] = []  # by each step that is remembered
+        self._closed: list[saved.RolloutState] = []  # by each step that is remembered
         self._forgotten = 0  # steps
         self._ids: dict[str, PromptId] = {}  # of open prompts
         self._rejected: dict[str, str] = {}  # found in the step in hand, and why
@@ -103,16 +103,16 @@ class Bookkeeping:
         """Nobody will ask again for what was closed before it."""
         self._closed, self._forgotten = self._closed[place - self._forgotten :], place
 
-    def since(self, place: int) -> saved.Kept:
+    def since(self, place: int) -> saved.RolloutState:
         """The prompts that are open, and those that steps behind that place have closed: with their groups, as they
         were given. What is in flight begins anew."""
         every = [*self._closed[place - self._forgotten :], self._open()]
         versions = {identity: version for kept in every for identity, version in kept.versions.items()}
-        return saved.Kept(versions, [group for kept in every for group in kept.groups])
+        return saved.RolloutState(versions, [group for kept in every for group in kept.groups])
 
-    def _open(self) -> saved.Kept:
+    def _open(self) -> saved.RolloutState:
         versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
-        return saved.Kept(versions, [*self.ledger.complete.values()])
+        return saved.RolloutState(versions, [*self.ledger.complete.values()])
 
     async def look(self) -> None:
         """See what the generator has begun, before ``kept`` is asked for: the tokens so far are kept too."""
@@ -121,14 +121,14 @@ class Bookkeeping:
             self._begun = await self._generator.begun()
 
     @property
-    def kept(self) -> saved.Kept | None:
+    def kept(self) -> saved.RolloutState | None:
         """What a checkpoint of this moment holds; None for nothing."""
         if not self._keeps or not self.ledger.versions:
             return None
         versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
         open_ones = self.ledger.versions.keys() - self.ledger.finished.keys()
         begun = [trajectory for trajectory in self._begun if str(trajectory.id.prompt) in open_ones]
-        return saved.Kept(versions, list(self.ledger.finished.values()), begun)
+        return saved.RolloutState(versions, list(self.ledger.finished.values()), begun)
 
     def resume(self, folder: Path) -> None:
         """Take over what a checkpoint kept, if it fits this run."""
@@ -147,7 +147,7 @@ class Bookkeeping:
             written = sum(len(action.tokens) for each in kept.begun for action in each.actions)
             log.info("%d episodes of it go on from the %d tokens that they had", len(kept.begun), written)
 
-    def restore(self, kept: saved.Kept) -> None:
+    def restore(self, kept: saved.RolloutState) -> None:
         """These prompts are open, and their groups given back as they are asked for."""
         self._ids = {str(identity): identity for identity in kept.versions}
         groups = {str(group.prompt.id): group for group in kept.groups}
@@ -178,9 +178,9 @@ def _copy(group: Group) -> Group:
     return Group(group.prompt, trajectories)
 
 
-def _without(kept: saved.Kept, names: Collection[str]) -> saved.Kept:
+def _without(kept: saved.RolloutState, names: Collection[str]) -> saved.RolloutState:
     versions = {identity: version for identity, version in kept.versions.items() if str(identity) not in names}
-    return saved.Kept(versions, [group for group in kept.groups if str(group.prompt.id) not in names])
+    return saved.RolloutState(versions, [group for group in kept.groups if str(group.prompt.id) not in names])
 
 
 def _given_up(group: Group) -> bool:

@@ -21,7 +21,7 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import samples_as_scored
 from skyasync.engines.protocol import PauseMode
 from skyasync.errors import UserError
-from skyasync.rollout.gate import Gate
+from skyasync.rollout.gate import RolloutGate
 from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress
 from skyasync.weight_sync.sync import Paused
@@ -57,7 +57,7 @@ class HandOver:
         self.weight_sync: WeightSyncing
         self.turns: DeviceTurns | None = None
         self._cfg, self._client, self._progress, self._phases = cfg.trainer, client, progress, phases
-        self._gate = Gate()  # where rollouts for training can be kept out of the engines
+        self._gate = RolloutGate()  # where rollouts for training can be kept out of the engines
         self._comparable = samples_as_scored(cfg.generator.sampling_params)
         self._announced = False  # the engines have got weights at all
 

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol, cast
 
 from skyasync.config.schema import Config
-from skyasync.rollout.saved import Kept
+from skyasync.rollout.partial_rollouts import RolloutState
 from skyasync.state.checkpoint import TrainState
 from skyasync.training.bookkeeping import Bookkeeping
 from skyasync.training.learner import Learner
@@ -57,7 +57,7 @@ class Survived(NamedTuple):
     """
 
     marks: Mapping[int, Mark]
-    kept: Callable[[int], Kept]
+    kept: Callable[[int], RolloutState]
     unlogged: tuple[int, Metrics] | None
 
 

@@ -9,7 +9,7 @@ from skyasync.callbacks import TrainerCallback
 from skyasync.config.schema import Config
 from skyasync.observe.trackers import Tracker
 from skyasync.observe.usage import Engines
-from skyasync.rollout.contract import Generator
+from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
 from skyasync.training import handover

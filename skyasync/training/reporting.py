@@ -17,9 +17,8 @@ from skyasync.observe.progress import Sample
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.trackers import Tracker
 from skyasync.observe.usage import Engines, UsageMeter, Workers
-from skyasync.rollout import recorded
-from skyasync.rollout.metrics import rollout_metrics, sample_records
-from skyasync.rollout.repeats import repeat_metrics, repeat_warning, repeats_of
+from skyasync.rollout import trajectory_files as recorded
+from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
 from skyasync.rollout.types import Group, Rollout
 from skyasync.training.phases import Metrics
 from skyasync.training.trained import TrainedRows
@@ -96,7 +95,7 @@ class Reporting:
         if self._samples and decode is not None:
             await self._write("samples", step, self._write_samples(step, rollout.groups, decode, rows))
         if self._trajectories:
-            whole = recorded.Recorded(step, rollout.groups, rollout.position, rollout.ahead, total_steps)
+            whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.ahead, total_steps)
             path = recorded.path_of(self.run_dir.path, step)
             await self._write("trajectories", step, asyncio.to_thread(recorded.write, path, whole, rows.logprobs))
 
@@ -104,7 +103,7 @@ class Reporting:
         """What could not be learnt from is written down, for ``skyasync replay RUN --nonfinite``."""
         if self.run_dir is None:
             return
-        whole = recorded.Recorded(step, rollout.groups, rollout.position, rollout.ahead, total_steps)
+        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.ahead, total_steps)
         path = recorded.path_of(self.run_dir.path, step, recorded.NONFINITE)
         try:
             recorded.need_pyarrow()

@@ -17,7 +17,7 @@ from skyasync.config.resume import Resume, keeps_checkpoints, saves
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
 from skyasync.errors import UserError
-from skyasync.rollout import saved
+from skyasync.rollout import partial_rollouts as saved
 from skyasync.state import manifest
 from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
 from skyasync.state.choice import choose, refusal

@@ -20,7 +20,7 @@ from skyasync.envs.pool import EnvPool
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import JsonlTracker, TrackerContext
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt
 from skyasync.simulate.parts import VirtualBatch
 from skyasync.trainer import RayPPOTrainer
@@ -95,7 +95,7 @@ class Command:
             self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600
         )
         self._generator = EpisodeGenerator(
-            self._client, self._pool, cast(Any, Letters()), 1024, EpisodeRules(), apply_chat_template=False
+            self._client, self._pool, cast(Any, Letters()), 1024, EpisodeLimits(), apply_chat_template=False
         )
 
     def _host(self, settings: EnvSettings) -> Host:

@@ -17,7 +17,7 @@ from skyasync.engines.protocol import (
     SamplingParams,
 )
 from skyasync.engines.vllm.setup import engine_arguments
-from skyasync.rollout.repeats import count_repeats
+from skyasync.rollout.metrics import count_repeats
 from tests.engines.vllm.models import save_model
 
 GROUPS, SAMPLES, LENGTH = 4, 8, 12

@@ -20,7 +20,7 @@ from skyasync.envs.base import BaseTextEnvStepOutput
 from skyasync.errors import NonFiniteError, NonFiniteRewardError, UserError
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.rollout import recorded
+from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.types import Group
 from skyasync.state.ledger import audit
 from skyasync.trainer import RayPPOTrainer

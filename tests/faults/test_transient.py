@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from skyasync import TransientError
+from skyasync.agents.generator import AgentGenerator
+from skyasync.agents.programs import AgentError, AgentPool, AgentProcess
+from skyasync.agents.server import Endpoint
 from skyasync.config.schema import Config
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.agent_pool import AgentError, AgentPool
-from skyasync.endpoint.agent_process import AgentProcess
-from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
@@ -25,6 +24,13 @@ from skyasync.utils.retry import RetryPolicy
 from skyasync.utils.rpc import LocalTransport
 from tests.endpoint.test_agent_generator import PROGRAMS, Engine
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, request, tokenizer
+from skyasync.processes.local import LocalHost
+from skyasync.processes.transient import Patience
+from skyasync.rollout.episode_limits import EpisodeLimits, check_given_up
+from skyasync.rollout.generator_api import run_generator
+from skyasync.rollout.types import Group
+from tests.agents.test_generator import PROGRAMS, Engine
+from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests, tokenizer
 from tests.virtual_time import virtual_time
 
 PATIENCE = RetryPolicy(tries=3, pause_s=4.0, names=("ConnectionError", "builtins.LookupError"))
@@ -64,7 +70,7 @@ async def played(
     name, engine = registered(env), ScriptedEngine(lambda _: "go")
     rows = [prompt(0, name, name="a", fails=fails, kind=kind, where=where)]
     found = generator(engine, pool=local_pool(patience=PATIENCE), on_error=on_error)
-    return (await roll_out(found, request(rows), rows, 0))[0][0], engine
+    return (await run_generator(found, requests(rows), 0))[0][0], engine
 
 
 @pytest.mark.parametrize("env", [Shaky, ShakyAsync])
@@ -114,14 +120,14 @@ async def test_an_agent_program_is_played_again_from_its_beginning(
     endpoint = Endpoint(InferenceClient([Engine(lambda _: "yes")]), tokenizer(), 256)
     patience = RetryPolicy(tries=3, pause_s=0.01)
     pool = AgentPool(lambda: LocalTransport(AgentProcess(f"{PROGRAMS}:shaky", {}, patience=patience)))
-    found = AgentGenerator(endpoint, pool, tokenizer(), EpisodeRules(), patience)
+    found = AgentGenerator(endpoint, pool, tokenizer(), EpisodeLimits(), patience)
     rows = [prompt(0, mark=str(tmp_path / "calls"), fails=fails)]
     try:
         if score is None:
             with pytest.raises(AgentError, match="TransientError: busy"):
-                await roll_out(found, request(rows), rows, 0)
+                await run_generator(found, requests(rows), 0)
             return
-        (group,) = (await roll_out(found, request(rows), rows, 0))[0]
+        (group,) = (await run_generator(found, requests(rows), 0))[0]
         assert group.rewards == [score]
         assert group.trajectories[0].metrics["retries"] == 2.0
         assert len(group.trajectories[0].actions) == 1, "of the last try alone"
@@ -143,8 +149,8 @@ def test_too_many_given_up_end_the_run() -> None:
 
 def test_an_agent_program_has_a_limit_by_itself() -> None:
     cfg = Config()
-    assert EpisodeRules.of(cfg).timeout_s == 0
+    assert EpisodeLimits.of(cfg).timeout_s == 0
     cfg.generator.agent_program = "a:b"
-    assert EpisodeRules.of(cfg).timeout_s == pytest.approx(0.9 * cfg.trainer.step_timeout_s)
+    assert EpisodeLimits.of(cfg).timeout_s == pytest.approx(0.9 * cfg.trainer.step_timeout_s)
     cfg.generator.episode_timeout_s = 7.0
-    assert EpisodeRules.of(cfg).timeout_s == 7.0
+    assert EpisodeLimits.of(cfg).timeout_s == 7.0

@@ -15,6 +15,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from skyasync.agents.generator import AgentGenerator
+from skyasync.agents.programs import AgentPool, AgentProcess
+from skyasync.agents.server import Endpoint
 from skyasync.config import load_config
 from skyasync.config.schema import Config
 from skyasync.data.datasets import load_prompts
@@ -23,6 +26,7 @@ from skyasync.endpoint.agent_pool import AgentPool
 from skyasync.endpoint.agent_process import AgentProcess
 from skyasync.endpoint.assembly import agent_config
 from skyasync.endpoint.server import Endpoint
+from skyasync.endpoint.openrlhf import agent_config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.envs.pool import local_pool
@@ -31,6 +35,7 @@ from skyasync.preflight.parts import check_parts
 from skyasync.preflight.prepare import settle_references
 from skyasync.processes.local import LocalHost
 from skyasync.rewards.settings import env_settings
+from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.run.experiment import BasePPOExp
@@ -109,14 +114,14 @@ class Local(BasePPOExp):
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         pool = local_pool(env_settings(cfg.environment))
         return EpisodeGenerator(
-            inference_engine_client, pool, tokenizer, self.length, EpisodeRules.of(cfg), cfg.data.apply_chat_template
+            inference_engine_client, pool, tokenizer, self.length, EpisodeLimits.of(cfg), cfg.data.apply_chat_template
         )
 
     def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         endpoint = Endpoint(inference_engine_client, tokenizer, self.length)
         program, config = cfg.generator.agent_program, agent_config(cfg, self.length)
         pool = AgentPool(lambda: LocalTransport(AgentProcess(program, config)))
-        return AgentGenerator(endpoint, pool, tokenizer, EpisodeRules.of(cfg))
+        return AgentGenerator(endpoint, pool, tokenizer, EpisodeLimits.of(cfg))
 
     async def train(self) -> Run:
         cfg = self.cfg

@@ -13,7 +13,7 @@ from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
@@ -179,7 +179,7 @@ class LocalRun:
         self.cfg, self._engine_is_up = cfg, engine is not None
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
-        rules = EpisodeRules(spares=cfg.generator.spare_samples_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
+        rules = EpisodeLimits(spares=cfg.generator.spare_samples_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
         self.engine: Any = engine or TransformersEngine(engine_config(cfg.trainer.policy.model.path))
         self.client = client([self.engine], 60)
         self.dispatch, self.tracker = dispatch or RecordingDispatch(cfg), Rows()

@@ -15,7 +15,7 @@ from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.rollout import saved
+from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.state.ledger import audit
 from skyasync.trainer import RayPPOTrainer

@@ -10,8 +10,9 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.pool import EnvPool, local_pool
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
-from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
+from skyasync.rollout.generator_api import generator_input
+from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
 
 
 @cache
@@ -90,18 +91,16 @@ def registered(env: type[BaseTextEnv]) -> str:
 
 
 def generator(engine: Any, *, max_model_len: int = 256, pool: EnvPool | None = None, **rules: Any) -> EpisodeGenerator:
-    """``rules`` are those of ``EpisodeRules``."""
+    """``rules`` are those of ``EpisodeLimits``."""
     client = InferenceClient([engine])
-    return EpisodeGenerator(client, pool or local_pool(), tokenizer(), max_model_len, EpisodeRules(**rules))
+    return EpisodeGenerator(client, pool or local_pool(), tokenizer(), max_model_len, EpisodeLimits(**rules))
+
+
+def requests(prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32) -> list[RolloutRequest]:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return [RolloutRequest(TrajectoryId(p.id, r), p, p.extras, sampling) for p in prompts for r in range(samples)]
 
 
 def request(prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32) -> Any:
-    pairs = [(p, r) for p in prompts for r in range(samples)]
-    return {
-        "prompts": [p.messages for p, _ in pairs],
-        "env_classes": [p.env_class for p, _ in pairs],
-        "env_extras": [p.extras for p, _ in pairs],
-        "sampling_params": SamplingParams(max_tokens=max_tokens),
-        "trajectory_ids": [TrajectoryId(p.id, r) for p, r in pairs],
-        "is_eval": False,
-    }
+    """The same as users' generators are given it."""
+    return generator_input(requests(prompts, samples, max_tokens))

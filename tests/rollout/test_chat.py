@@ -146,7 +146,7 @@ def test_a_turn_begins_anew_where_the_template_shows_something_else_than_what_wa
     observation = found.observation([user("more")], action)
     assert tokenizer().decode(observation) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     extended = [*found.prompt(SAID[:1]).tolist(), *action, *observation]
-    anew = found.anew(SAID, None, extended)
+    anew = found.reframed(SAID, None, extended)
     assert (anew is None) == (shows is None)
     if shows:
         assert tokenizer().decode(anew) == tokenizer().decode(found.prompt(SAID[:1])) + shows
@@ -157,7 +157,7 @@ def test_other_tokens_for_the_same_text_are_no_reason_to_begin_anew():
     letters = [t for letter in "13" for t in tokens_of(letter)]
     action = [*letters, tokenizer().eos_token_id]
     extended = [*found.prompt(said[:1]).tolist(), *action, *found.observation([user("more")], action)]
-    assert found.anew(said, None, extended) is None
+    assert found.reframed(said, None, extended) is None
 
 
 def test_plain_text_is_the_templates_prompt_and_then_text_as_it_is():

@@ -14,7 +14,7 @@ from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory,
 from skyasync.training.stages import check_experts
 from skyasync.workers.batch import RolloutBatch
 from tests.rollout.episodes import action, prompt, trajectory
-from tests.rollout.test_convert import groups
+from tests.rollout.test_parallel_lists import groups
 from tests.virtual_time import virtual_time
 
 

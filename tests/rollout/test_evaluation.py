@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from skyasync import load_config
-from skyasync.rollout.answers import reader
 from skyasync.rollout.chat import LONG
-from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
+from skyasync.rollout.evaluation import Scoring, answer_reader, eval_metrics, eval_requests
 from skyasync.rollout.types import Group
 from tests.rollout.episodes import action, prompt, tokenizer, tokens_of, trajectory
 
@@ -28,7 +27,7 @@ def group(row: int, eval_set: str, *samples: tuple[str, float], stop: str = "sto
 
 
 def metrics(*groups: Group, **scoring: Any) -> dict[str, float]:
-    scored = Scoring(**{"answer": reader("auto"), **scoring})
+    scored = Scoring(**{"answer": answer_reader("auto"), **scoring})
     return eval_metrics(groups, [scored.sampled(each, tokenizer()) for each in groups])
 
 
@@ -42,14 +41,14 @@ def metrics(*groups: Group, **scoring: Any) -> dict[str, float]:
     ],
 )  # fmt: skip
 def test_the_answer_of_a_response(text: str, answer: str | None) -> None:
-    assert reader("auto")(text) == answer
+    assert answer_reader("auto")(text) == answer
 
 
 def test_an_answer_by_a_pattern_or_a_function(tmp_path: Any) -> None:
-    assert reader("<a>(.*?)</a>")("<a>1</a> <a> 02 </a>") == "2.0"
-    assert reader("<a>(.*?)</a>")("1") is None
+    assert answer_reader("<a>(.*?)</a>")("<a>1</a> <a> 02 </a>") == "2.0"
+    assert answer_reader("<a>(.*?)</a>")("1") is None
     (tmp_path / "mine.py").write_text("def last(text):\n    return text.split()[-1] if text else None\n")
-    assert reader(f"{tmp_path}/mine.py:last")("one Two") == "two"
+    assert answer_reader(f"{tmp_path}/mine.py:last")("one Two") == "two"
 
 
 def test_sets_have_their_own_numbers_and_all_prompts_theirs() -> None:
@@ -76,12 +75,12 @@ def test_the_reward_that_passes_and_the_k_are_settings() -> None:
 
 
 def test_a_program_without_a_tokenizer_has_no_votes() -> None:
-    assert Scoring(answer=reader("auto")).sampled(group(0, "", ("7", 1.0), ("7", 1.0)), None).majorities == {}
+    assert Scoring(answer=answer_reader("auto")).sampled(group(0, "", ("7", 1.0), ("7", 1.0)), None).majorities == {}
 
 
 async def test_long_responses_are_read_in_a_thread_and_come_to_the_same() -> None:
     long = group(0, "", *[(f"{'so ' * 900}answer: {n % 2}", float(n % 2)) for n in range(6)])
-    scoring = Scoring(answer=reader("auto"))
+    scoring = Scoring(answer=answer_reader("auto"))
     assert sum(each.response_length for each in long.trajectories) >= LONG
     assert await scoring.sampled_in_turns(long, tokenizer()) == scoring.sampled(long, tokenizer())
 
@@ -92,7 +91,8 @@ def test_each_set_is_asked_for_its_number_of_samples() -> None:
         "generator.eval_sampling_params.temperature=null", "trainer.eval_batch_size=2",
     )  # fmt: skip
     prompts = [replace(prompt(n), eval_set=name) for n, name in enumerate(["", "", "", "aime", "plain"])]
-    asked = [([p.id.row for p in some], len(request["prompts"])) for some, request in eval_requests(prompts, cfg)]
+    calls = [[request.id.prompt.row for request in requests] for requests in eval_requests(prompts, cfg)]
+    asked = [(list(dict.fromkeys(rows)), len(rows)) for rows in calls]
     assert asked == [([0, 1], 2), ([2], 1), ([3], 3), ([4], 1)]
 
 

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from skyasync.rollout.gate import Gate
+from skyasync.rollout.gate import RolloutGate
 
 
 class Visits:
     """Notes when rollouts enter and leave, and what the holder of the gate sees."""
 
     def __init__(self) -> None:
-        self.gate, self.events = Gate(), []
+        self.gate, self.events = RolloutGate(), []
 
     async def rollout(self, name: str, turns: int) -> None:
         async with self.gate.entered():

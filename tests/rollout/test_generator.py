@@ -9,10 +9,10 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
-from skyasync.rollout import rules
+from skyasync.rollout import episode_limits as rules
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.contract import play
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
+from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Prompt, PromptId
 from tests.rollout.episodes import (
     RecordedEnv,
@@ -21,6 +21,7 @@ from tests.rollout.episodes import (
     prompt,
     registered,
     request,
+    requests,
     tokenizer,
     tokens_of,
 )
@@ -57,15 +58,15 @@ def prompts(env, count):
     return [prompt(row, name, name=str(row)) for row in range(count)]
 
 
-async def groups(generator, asked_for, asked):
-    return (await play(generator, asked_for, asked, 0))[0]
+async def groups(generator, asked_for):
+    return (await run_generator(generator, asked_for, 0))[0]
 
 
 @virtual_time
 async def test_a_single_turn_is_one_action_with_what_the_engine_said_of_it():
     asked = prompts(Once, 3)
     engine = ScriptedEngine(lambda tokens: "yes" if "question 1" in tokenizer().decode(tokens) else "no")
-    found = await groups(generator(engine), request(asked, samples=2), asked)
+    found = await groups(generator(engine), requests(asked, samples=2))
     assert [g.rewards for g in found] == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     only = found[1].trajectories[0]
     assert only.segments[0].tokens.tolist() == ChatTokenizer(tokenizer()).prompt(asked[1].messages).tolist()
@@ -79,7 +80,7 @@ async def test_a_single_turn_is_one_action_with_what_the_engine_said_of_it():
 async def test_several_turns_feed_the_engine_exactly_what_it_said_and_what_the_environment_answered():
     asked = prompts(Countdown, 1)
     engine = ScriptedEngine(lambda tokens: "yes")
-    (group,) = await groups(generator(engine, max_turns=5), request(asked), asked)
+    (group,) = await groups(generator(engine, max_turns=5), requests(asked))
     (episode,) = group.trajectories
     assert [s.kind for s in episode.segments] == ["prompt", "action", "observation", "action", "observation", "action"]
     assert [s.reward for s in episode.actions] == [1.0, 2.0, 3.0]
@@ -111,7 +112,7 @@ async def test_a_turn_whose_context_the_template_shows_anew_is_a_row_of_its_own(
     engine = ScriptedEngine(says)
     client = InferenceClient([engine], 60)
     plays = EpisodeGenerator(client, local_pool(), speaks, 512, as_template_shows=as_shown)
-    (group,) = await groups(plays, request(asked), asked)
+    (group,) = await groups(plays, requests(asked))
     (episode,) = group.trajectories
     rows = [[s.kind for s in row] for row in episode.sequences]
     if not as_shown:
@@ -154,8 +155,8 @@ async def test_an_environments_tools_are_shown_called_and_answered_without_a_los
                 yield [GenerationOutput(r.request_id, tokens, [-0.5] * len(tokens), [0] * len(tokens), "stop")]
 
     engine = Engine(lambda _: "")
-    episodes = EpisodeGenerator(InferenceClient([engine]), local_pool(), speaks, 256, EpisodeRules(max_turns=3))
-    (group,) = await groups(episodes, request(asked), asked)
+    episodes = EpisodeGenerator(InferenceClient([engine]), local_pool(), speaks, 256, EpisodeLimits(max_turns=3))
+    (group,) = await groups(episodes, requests(asked))
     (episode,) = group.trajectories
     prompt, asks, observation, answers = (speaks.decode(segment.tokens) for segment in episode.segments)
     assert prompt == (
@@ -172,7 +173,7 @@ async def test_an_environments_tools_are_shown_called_and_answered_without_a_los
 @virtual_time
 async def test_an_episode_ends_after_max_turns_and_its_environments_metrics_count():
     asked = prompts(Countdown, 2)
-    found = await groups(generator(ScriptedEngine(lambda _: "yes"), max_turns=2), request(asked), asked)
+    found = await groups(generator(ScriptedEngine(lambda _: "yes"), max_turns=2), requests(asked))
     for group in found:
         assert group.rewards == [3.0]
         assert group.trajectories[0].segments[-1].kind == "action"
@@ -183,7 +184,7 @@ async def test_an_episode_ends_after_max_turns_and_its_environments_metrics_coun
 @virtual_time
 async def test_by_default_an_episode_has_as_many_turns_as_its_environment_wants():
     asked = prompts(Countdown, 1)
-    (group,) = await groups(generator(ScriptedEngine(lambda _: "yes")), request(asked), asked)
+    (group,) = await groups(generator(ScriptedEngine(lambda _: "yes")), requests(asked))
     assert group.trajectories[0].metrics == {"turns": 3.0}
 
 
@@ -205,7 +206,7 @@ async def test_no_sequence_exceeds_max_model_len():
     length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
     for limit in range(length + 1, length + 80, 3):
         engine = ScriptedEngine(lambda tokens: "yes yes yes")
-        found = await groups(generator(engine, max_model_len=limit, max_turns=3), request(asked), asked)
+        found = await groups(generator(engine, max_model_len=limit, max_turns=3), requests(asked))
         (episode,) = found[0].trajectories
         assert len(episode.tokens) <= limit
         assert all(len(r.prompt_token_ids) + r.sampling.max_tokens <= limit for r in engine.requests)
@@ -242,7 +243,7 @@ async def test_a_metric_that_groups_are_filtered_by_is_missed_at_the_first_group
     with pytest.raises(UserError, match=r"dynamic_sampling\.metric 'turnz': did you mean 'turns'"):
         await one_by_one.generate(request(asked, samples=2))
     assert len(engine.requests) <= 3, "of six episodes"
-    found = await groups(generator(engine, max_turns=1, metric="turns"), request(asked), asked)
+    found = await groups(generator(engine, max_turns=1, metric="turns"), requests(asked))
     assert [group.trajectories[0].metrics for group in found] == [{"turns": 1.0}] * 3
 
 

@@ -17,7 +17,7 @@ from skyasync.rewards.settings import env_settings
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.judging import Judges
 from tests.rewards.openai_server import serving
-from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
+from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
 
 ASKED = "judges.self.prompt='Judge this: {response}'"
 
@@ -43,9 +43,9 @@ def playing(*overrides: str, engine: Any = None) -> tuple[EpisodeGenerator, Any]
 
 
 async def played(generator: EpisodeGenerator, *rows: dict[str, Any], samples: int = 1) -> Any:
-    asked = request([prompt(number, "reward", **row) for number, row in enumerate(rows)], samples, max_tokens=64)
+    asked = requests([prompt(number, "reward", **row) for number, row in enumerate(rows)], samples, max_tokens=64)
     try:
-        return await generator.roll_out(asked)
+        return await generator.generate_trajectories(asked)
     finally:
         await generator.close()
 
@@ -69,7 +69,7 @@ async def test_identical_responses_ask_the_engine_once_while_it_answers_and_anew
     generator, engine = playing("judges.self.engine=policy", "judges.self.parser=score", ASKED,
                                 "reward_funcs=[judge:self]")  # fmt: skip
     rows = [{"label": "7"}]
-    first = await generator.roll_out(request([prompt(0, "reward", **rows[0])], 4, max_tokens=64))
+    first = await generator.generate_trajectories(requests([prompt(0, "reward", **rows[0])], 4, max_tokens=64))
     again = await played(generator, *rows, samples=4)
     assert [t.reward for t in [*first, *again]] == [3.0] * 8
     assert sum(each.request_id.startswith("judge-") for each in engine.requests) == 2

@@ -10,6 +10,9 @@ from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.envs.pool import EnvPool
 from skyasync.utils.rpc import LocalTransport, ProcessLostError
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, request
+from skyasync.processes.link import ProcessLostError
+from skyasync.processes.local import LocalHost
+from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests
 from tests.rollout.test_generator import Countdown, groups
 from tests.virtual_time import virtual_time
 
@@ -56,8 +59,8 @@ def asked(env: type[RecordedEnv], count: int) -> list[Any]:
 @virtual_time
 async def test_an_episode_goes_on_in_another_process_with_what_the_model_had_said(dies: int, on_error: str) -> None:
     engine, (pool, made), prompts = ScriptedEngine(lambda _: "7"), mortal_pool(dies, 3), asked(Countdown, 2)
-    found = await groups(generator(engine, pool=pool, on_error=on_error), request(prompts), prompts)
-    whole = await groups(generator(ScriptedEngine(lambda _: "7")), request(prompts), prompts)
+    found = await groups(generator(engine, pool=pool, on_error=on_error), requests(prompts))
+    whole = await groups(generator(ScriptedEngine(lambda _: "7")), requests(prompts))
     for group, expected in zip(found, whole, strict=True):
         (played,), (wanted,) = group.trajectories, expected.trajectories
         assert [s.tokens.tolist() for s in played.segments] == [s.tokens.tolist() for s in wanted.segments]
@@ -71,10 +74,8 @@ async def test_an_episode_goes_on_in_another_process_with_what_the_model_had_sai
 async def test_one_that_loses_process_after_process_is_to_blame() -> None:
     (pool, made), prompts = mortal_pool(2, 2, 2, 2), asked(Countdown, 1)
     with pytest.raises(ProcessLostError, match="the actor died"):
-        await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool), request(prompts), prompts)
+        await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool), requests(prompts))
     assert len(made) == 4
     pool, made = mortal_pool(2, 2, 2, 2)
-    found = await groups(
-        generator(ScriptedEngine(lambda _: "7"), pool=pool, on_error="mask"), request(prompts), prompts
-    )
+    found = await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool, on_error="mask"), requests(prompts))
     assert found[0].trajectories[0].metrics == {"given_up": 1.0}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.rollout.repeats import FALSE_ALARM, Repeats, count_repeats, repeat_metrics, repeat_warning, repeats_of
+from skyasync.rollout.metrics import FALSE_ALARM, Repeats, count_repeats, repeat_metrics, repeat_warning, repeats_of
 from skyasync.rollout.types import Group, PromptId, Segment, Trajectory, TrajectoryId
 from tests.rollout.episodes import prompt
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer, PlainText
-from skyasync.rollout.tokenizer import load_tokenizer, told
+from skyasync.rollout.tokenizer import load_tokenizer, with_template
 from tests.rollout.episodes import tokenizer
 
 
@@ -54,12 +54,12 @@ def framed(tokenizer):
 def test_a_template_of_ones_own_is_a_text_or_a_file_and_is_told_what_it_reads(folder, tmp_path):
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     for said in (TEMPLATE, str(tmp_path / "mine.jinja")):
-        assert framed(told(load_tokenizer(str(folder)), said, {})) == "hi"
-        assert framed(told(load_tokenizer(str(folder)), said, {"loud": True})) == "hi!"
+        assert framed(with_template(load_tokenizer(str(folder)), said, {})) == "hi"
+        assert framed(with_template(load_tokenizer(str(folder)), said, {"loud": True})) == "hi!"
 
 
 def test_what_it_is_told_holds_wherever_a_conversation_is_framed(folder):
-    tokenizer = told(load_tokenizer(str(folder)), TEMPLATE, {"loud": True})
+    tokenizer = with_template(load_tokenizer(str(folder)), TEMPLATE, {"loud": True})
     loud = tokenizer.encode("hi!")
     assert ChatTokenizer(tokenizer).prompt([{"role": "user", "content": "hi"}]).tolist() == loud
     assert PlainText(tokenizer).opening([{"role": "user", "content": "hi"}]) == "hi!"
@@ -69,9 +69,9 @@ def test_what_it_is_told_holds_wherever_a_conversation_is_framed(folder):
 
 def test_a_variable_that_the_template_does_not_read_is_refused_with_the_nearest(folder):
     with pytest.raises(UserError, match=r"chat_template_kwargs\.lout: .* reads no such variable; .*'loud'"):
-        told(load_tokenizer(str(folder)), TEMPLATE, {"lout": True})
+        with_template(load_tokenizer(str(folder)), TEMPLATE, {"lout": True})
 
 
 def test_a_template_that_is_neither_text_nor_file_is_refused(folder):
     with pytest.raises(UserError, match=r"data\.chat_template=mine\.jinja is no Jinja text, and no file"):
-        told(load_tokenizer(str(folder)), "mine.jinja", {})
+        with_template(load_tokenizer(str(folder)), "mine.jinja", {})

@@ -45,7 +45,7 @@ OF_RUNS = (
     "skyasync.run.placement",
     "skyasync.run.resource_monitor",
     "skyasync.run.controller",
-    "skyasync.endpoint.server",
+    "skyasync.agents.server",
     "skyasync.engines.embedded.engine",
     "skyasync.engines.membership",
     "skyasync.envs.episodes",

@@ -25,6 +25,7 @@ from skyasync.rollout.requests import sampling_params
 from skyasync.run.experiment import BasePPOExp as _BasePPOExp
 from skyasync.run.placement import plan_slots
 from skyasync.run.ray_cluster import start_on_loopback
+from skyasync.rollout.generator_api import sampling_params
 from skyasync.workers.roles import ROLES
 
 

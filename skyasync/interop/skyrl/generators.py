@@ -256,7 +256,7 @@ class InferenceEngineClient:
 
 def get_sampling_params_for_backend(backend: str, sampling_params: Foreign) -> dict[str, Any]:
     """The configuration's sampling settings, as generators take them."""
-    from skyasync.rollout.requests import sampling_params as settled
+    from skyasync.rollout.generator_api import sampling_params as settled
 
     return as_dictionary(settled(sampling_params))
 

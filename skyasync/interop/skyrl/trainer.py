@@ -33,6 +33,7 @@ from skyasync.interop.skyrl.generators import as_sampling
 from skyasync.interop.skyrl.hooks import Postprocessed, SkyRLNames
 from skyasync.interop.skyrl.shims import DispatchView, PolicyModel, ResumeMode, numbers
 from skyasync.rollout.requests import sampling_params
+from skyasync.rollout.generator_api import sampling_params
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Rollout, TrajectoryId
 from skyasync.trainer import RayPPOTrainer as Ours
 from skyasync.training.phases import Metrics

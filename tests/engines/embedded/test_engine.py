@@ -36,7 +36,7 @@ from skyasync.engines.protocol import (
     SamplingParams,
 )
 from skyasync.errors import UserError
-from skyasync.rollout.requests import sampling_params
+from skyasync.rollout.generator_api import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.model import TokenLogprobs

@@ -1,0 +1,347 @@
+"""One call of the model: from a request of any API to what is recorded.
+
+Invariant: an answer that was given is recorded, with the tokens that the engine read and wrote. If a stream is broken
+off, what was sent of it is recorded. Nothing is recorded twice, or after the episode. However many streams there are,
+the engines are polled once in ``POLL_S``, and never without a stream.
+
+| who waits                 | for what                | woken by                                                       |
+|---------------------------|-------------------------|----------------------------------------------------------------|
+| ``answered``, ``updates`` | the engine's answers    | the client (answer, error, time limit); cancelled, they abort  |
+| ``updates``               | progress of the answers | the poll that it is in; the answers                            |
+| a poll (task)             | ``POLL_S``, engines     | the clock, the engines' answers; requests raise their failures |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+
+from jinja2 import TemplateError
+
+from skyasync.agents.api.types import AnswerHead, ModelReply, ModelRequest, RequestError
+from skyasync.agents.parsers.reply import ReplyParser
+from skyasync.agents.recorder import AgentChat, RecordedCall, comparable, conversation, thoughts
+from skyasync.agents.session import INLINE, Session
+from skyasync.arrays import Ints, ints
+from skyasync.config.sampling import UNMIRRORED, unmirrored
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import GenerationOutput, GenerationRequest, RequestFailedError
+from skyasync.rollout.types import action_of
+
+MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
+FREE_BYTES, BYTES_PER_TOKEN = 2**20, 16  # of a request to a model: text takes about 4 bytes a token
+LONG_REPLY = 1024  # tokens that are read in milliseconds; a thread reads longer replies
+MOST_LISTED = 2**18  # tokens of one answer that are sent with their log-probabilities or ids: about 200 bytes each
+READING_SHARE = 0.1  # most of the time that may go into reading incomplete replies
+POLL_S = 0.05
+CLOSE_S = 5.0
+
+
+class StreamPoller:
+    """Asks the engines for the progress of streamed requests.
+
+    A client that cannot tell returns nothing, and answers are streamed when they are complete. A poll that has begun is
+    finished: an engine tells each token once.
+    """
+
+    def __init__(self, client: InferenceClient) -> None:
+        self._client = client
+        self._wanted: set[str] = set()
+        self._task: asyncio.Task[dict[str, GenerationOutput]] | None = None
+
+    def poll(self, request_ids: Collection[str]) -> asyncio.Task[dict[str, GenerationOutput]]:
+        """The running poll, or a new one; it includes these requests if it has not asked yet."""
+        self._wanted |= set(request_ids)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._poll())
+        return self._task
+
+    async def _poll(self) -> dict[str, GenerationOutput]:
+        await asyncio.sleep(POLL_S)
+        wanted, self._wanted = self._wanted, set()
+        try:
+            return await self._client.progress(wanted)
+        except Exception:  # the requests themselves raise it
+            return {}
+
+    async def close(self) -> None:
+        """Without streams: a poll that an engine holds up is abandoned."""
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
+            self._task.cancel()
+
+
+class Calls:
+    """What the calls of all episodes share."""
+
+    def __init__(self, client: InferenceClient, chat: AgentChat, parser: ReplyParser, max_model_len: int) -> None:
+        self.client, self.chat, self.parser, self.max_model_len = client, chat, parser, max_model_len
+        self.poller = StreamPoller(client)
+        self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # only one: long conversations take memory
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a request: far more than the model can read."""
+        return min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * self.max_model_len)
+
+    async def prompt(self, session: Session, request: ModelRequest, size: int) -> Ints:
+        """The tokens that the model is to continue.
+
+        Args:
+            size: bytes of the request.
+
+        Raises:
+            RequestError: if there are none, or tokens that the model does not have.
+        """
+        if max(size, _characters(request)) <= INLINE:
+            return self._prompt(session, request)
+        async with session.tokenising:  # one at a time, so that all episodes have their turns
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._prompt, session, request)
+
+    def _prompt(self, session: Session, request: ModelRequest) -> Ints:
+        if request.prompt is not None:
+            given = request.prompt
+            try:
+                tokens = self.chat.tokenizer(given)["input_ids"] if isinstance(given, str) else given
+            except (TypeError, ValueError) as error:  # of half a surrogate pair
+                raise RequestError(f"prompt cannot be tokenised: {error}", "prompt") from error
+            self._check_tokens("prompt", tokens)
+            return ints(tokens)
+        if request.tools and not self.chat.knows_tools:
+            raise RequestError("the model's chat template knows no tools", "tools", "unsupported_parameter")
+        try:
+            return self.chat.prompt(request.messages, request.tools, session.recorder)
+        except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:  # that templates do not know
+            problem = f"the model's chat template refuses the messages: {error!s:.500}"
+            raise RequestError(problem, "messages") from error
+
+    async def open(self, session: Session, request: ModelRequest, prefix: str, size: int) -> ModelCall:
+        """A call that is ready to be made.
+
+        Args:
+            size: bytes of the request.
+
+        Raises:
+            RequestError: naming what in it is not supported.
+        """
+        self._check_tokens("logit_bias", request.sampling.logit_bias)
+        _check_mirrored(session, request)
+        self._check_length(request)
+        prompt = await self.prompt(session, request, size)
+        room = self.max_model_len - len(prompt)
+        if room < 1:
+            raise self._no_room(f"{len(prompt)} tokens")
+        requests = session.requests(prompt, request, room)
+        listed = sum(each.sampling.max_tokens for each in requests)
+        if (request.logprobs or request.token_ids) and listed > MOST_LISTED:
+            problem = f"an answer of up to {listed} tokens (n times max_tokens) is too long for logprobs or token ids"
+            raise RequestError(f"{problem}: these may have {MOST_LISTED}", "n")
+        shown = prompt.tolist() if request.token_ids else None
+        identity = f"{prefix}-{requests[0].request_id}"
+        head = AnswerHead(identity, request.model, int(time.time()), len(prompt), prompt_token_ids=shown)
+        return ModelCall(self, session, request, prompt, requests, head)
+
+    def _check_length(self, request: ModelRequest) -> None:
+        """What has more characters, messages or tokens than the model could read is not tokenised first."""
+        items = len(request.prompt if isinstance(request.prompt, list) else request.messages)
+        if items > self.max_model_len:
+            raise self._no_room(f"{items} {'messages' if request.prompt is None else 'tokens'}")
+        count = _characters(request)
+        if count > self.max_model_len and count > self.max_model_len * self._longest_token:
+            raise self._no_room(f"{count} characters")
+
+    def _no_room(self, found: str) -> RequestError:
+        problem = f"the prompt has {found}, which leaves no room for a reply within the model's {self.max_model_len}"
+        return RequestError(f"{problem} tokens (generator.max_model_len)", code="context_length_exceeded")
+
+    @cached_property
+    def _longest_token(self) -> float:
+        """Its characters, by which a text has at least so many tokens; infinite if the tokenizer does not tell."""
+        vocabulary: dict[str, int] = getattr(self.chat.tokenizer, "get_vocab", dict)()
+        return max(map(len, vocabulary), default=math.inf)
+
+    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        """An engine that is asked for an unknown token may fail, and with it the run."""
+        most = len(self.chat.tokenizer)
+        if not all(0 <= token < most for token in tokens):
+            raise RequestError(f"{name} has token ids outside of 0 to {most - 1}", name)
+
+
+def _characters(request: ModelRequest) -> int:
+    if request.prompt is not None:
+        return len(request.prompt) if isinstance(request.prompt, str) else 0
+    return sum(len(message["content"]) for message in request.messages)
+
+
+def _check_mirrored(session: Session, request: ModelRequest) -> None:
+    """As a run's settings are checked (``skyasync.config.sampling``); a request may change them here."""
+    sampling = request.sampling
+    changed = [name for name in UNMIRRORED if getattr(sampling, name) != getattr(session.sampling, name)]
+    if session.reads_behaviour and sampling.temperature and changed:
+        problem = f"{unmirrored(changed[0], session.reads_behaviour)}: remove it"
+        raise RequestError(problem, changed[0], "unsupported_parameter")
+
+
+class ModelCall:
+    """A request that is being answered, with one engine request per choice.
+
+    Attributes:
+        head: its number of completion tokens is known when the call has ended.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        session: Session,
+        request: ModelRequest,
+        prompt: Ints,
+        requests: list[GenerationRequest],
+        head: AnswerHead,
+    ) -> None:
+        self._calls, self._session, self.request, self.head = calls, session, request, head
+        self._prompt, self._requests = prompt, requests
+        self._opened = calls.parser.opens(prompt)
+        self._sent: dict[int, tuple[GenerationOutput, ModelReply]] = {}
+        self._logprobs: list[list[tuple[str, float]]] = [[] for _ in requests]
+        self._recorded = False
+
+    async def answered(self) -> list[ModelReply]:
+        """Every reply, complete and recorded.
+
+        Raises:
+            RequestError: if the call was ended from elsewhere, or the engine says that this request cannot be answered.
+            Exception: the engine's failure, which is the run's too.
+        """
+        tasks = self._start()
+        try:
+            await asyncio.wait(tasks)
+        finally:
+            await _end(tasks)
+        return await self._complete(tasks)
+
+    async def updates(self) -> AsyncGenerator[list[ModelReply], None]:
+        """What is certain of every reply, again and again; at last they are complete. Raises as ``answered``."""
+        tasks = self._start()
+        self._session.streams.add(self)
+        try:
+            while pending := [task for task in tasks if not task.done()]:
+                poll = self._calls.poller.poll([request.request_id for request in self._requests])
+                await asyncio.wait({*pending, poll}, return_when=asyncio.FIRST_COMPLETED)
+                if not poll.done() or all(task.done() for task in tasks):
+                    continue
+                began = time.perf_counter()
+                found = await self._read_progress(tasks, poll.result())
+                spent = time.perf_counter() - began
+                if found:
+                    yield found
+                if spent > POLL_S * READING_SHARE:  # a long reply: the event loop has others to serve
+                    await asyncio.wait(pending, timeout=spent / READING_SHARE, return_when=asyncio.ALL_COMPLETED)
+            yield await self._complete(tasks)
+        finally:
+            self.settle()
+            self._session.streams.discard(self)
+            await _end(tasks)  # last: a second cancellation may come while this waits
+
+    def settle(self) -> None:
+        """See ``session.OpenCall``."""
+        seen = [pair for pair in self._sent.values() if pair[1].text or pair[1].reasoning]
+        if seen:
+            self._record([replace(output, finish_reason="abort") for output, _ in seen], [reply for _, reply in seen])
+
+    def _start(self) -> list[asyncio.Task[GenerationOutput]]:
+        return [asyncio.create_task(self._calls.client.generate(request)) for request in self._requests]
+
+    async def _read_progress(
+        self, tasks: list[asyncio.Task[GenerationOutput]], progress: dict[str, GenerationOutput]
+    ) -> list[ModelReply]:
+        for index, (task, request) in enumerate(zip(tasks, self._requests, strict=True)):
+            output = progress.get(request.request_id)
+            if output is not None and len(output.token_ids) and not task.done():
+                self._sent[index] = output, await self._reply(index, output, done=False)
+        return [reply for _, reply in self._sent.values()]
+
+    async def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[ModelReply]:
+        outputs: list[GenerationOutput] = []
+        for task in tasks:
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, RequestFailedError):
+                raise RequestError(str(error)) from error
+            if isinstance(error, Exception):
+                self._session.fail(error)
+                raise error
+            if not task.cancelled() and error is None:
+                outputs.append(task.result())
+        if len(outputs) < len(tasks) or any(o.finish_reason == "abort" or not len(o.token_ids) for o in outputs):
+            raise RequestError("the engine has ended this call", code="aborted", status=503)
+        self.head = replace(self.head, completion_tokens=sum(len(output.token_ids) for output in outputs))
+        replies = [await self._reply(index, output, done=True) for index, output in enumerate(outputs)]
+        self._record(outputs, replies)
+        return replies
+
+    def _record(self, outputs: list[GenerationOutput], replies: list[ModelReply]) -> None:
+        if self._recorded or self._session.over:
+            return
+        self._recorded = True
+        request, messages = self.request, self.request.messages
+        said, thought = conversation(messages, request.tools), thoughts(messages)  # once for all replies
+        for output, reply in zip(outputs, replies, strict=True):
+            call = RecordedCall(self._prompt, action_of(output, []), output.finish_reason or "stop", self.head.id)
+            led_to = [*said, comparable(reply.message)] if request.prompt is None else ()
+            self._session.recorder.record(call, led_to, thought | thoughts([reply.message], len(said)))
+        if request.stored is not None:
+            stored = [*request.stored, replies[0].message]
+            size = sum(map(len, said)) + sum(len(message.get("reasoning_content", "")) for message in stored)
+            self._session.store(self.head.id, stored, size + len(replies[0].text))
+
+    async def _reply(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
+        """A reply; other tasks run before the next one is read."""
+        if len(output.token_ids) > LONG_REPLY:
+            return await asyncio.to_thread(self._read, index, output, done=done)
+        await asyncio.sleep(0)
+        return self._read(index, output, done=done)
+
+    def _read(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
+        request, parser = self.request, self._calls.parser
+        found = parser.read(
+            output.token_ids,
+            request.sampling.stop,
+            request.tools,
+            framed=request.prompt is None,
+            opened=self._opened,
+            done=done,
+            several=request.parallel_tool_calls,
+        )
+        name = self._requests[index].request_id
+        calls = [
+            {"id": parser.tools.identity(name, i), "type": "function", "function": function}
+            for i, function in enumerate(found.functions)
+        ]
+        finish = "tool_calls" if calls else output.finish_reason or "stop"
+        return ModelReply(
+            index,
+            found.text,
+            finish if done else "",
+            calls,
+            found.reasoning,
+            found.stopped_by,
+            self._with_logprobs(index, output) if request.logprobs else None,
+            output.token_ids.tolist() if request.token_ids else None,
+            found.reasoning_tokens,
+        )
+
+    def _with_logprobs(self, index: int, output: GenerationOutput) -> list[tuple[str, float]]:
+        known, tokens, values = self._logprobs[index], output.token_ids.tolist(), output.logprobs.tolist()
+        for place in range(len(known), len(tokens)):
+            known.append((self._calls.chat.tokenizer.decode([tokens[place]]), values[place]))
+        return known[: len(tokens)]
+
+
+async def _end(tasks: list[asyncio.Task[GenerationOutput]]) -> None:
+    for task in tasks:
+        task.cancel()  # which the client makes known to the engine
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,210 @@
+"""Limits of the connections of an HTTP server of ours, before a key is looked at.
+
+Invariant: a connection without a complete request ends: its head must come within ``HEAD_S`` of its beginning
+(``IDLE_S`` of the previous answer), its body within ``BODY_S``. There are never so many connections that the process
+has no descriptors left for the run. A body is never inflated, and the body of a rejected request is not stored. On the
+loopback a request must name the machine by its address or as localhost (a page in a browser whose server's name leads
+to the loopback names that), and nowhere may it come from the page of another origin. If all places are taken, the
+connection that has waited longest without a valid key is closed for a new one: strangers cannot shut episodes out. A
+flood of connections is accepted bit by bit, and what is no HTTP is answered without a line in the logs.
+
+| who waits           | for what              | woken by                                 |
+|---------------------|-----------------------|------------------------------------------|
+| an idle connection  | a request's head      | the request; ``HEAD_S``, ``IDLE_S``      |
+| ``read_body``       | a request's body      | the body; ``BODY_S``                     |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
+
+from skyasync.agents.api.types import RequestError
+from skyasync.engines.strangers import is_loopback, stranger
+
+HEAD_S = 20.0
+IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
+BODY_S = 60.0
+LINGER_S = 1.0  # a rejected request may still send, so that it can read the error: what it sends is discarded
+ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some milliseconds
+KEPT_DESCRIPTORS = 512  # for everything else in this process
+log = logging.getLogger(__name__)
+log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+#: Of aiohttp's runner: nothing is inflated, least of all what a rejected request still sends.
+RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S, "logger": log}
+
+
+class ConnectionLimits:
+    """Listens for an application's server.
+
+    Args:
+        most: connections that may be open at once; 0 is as many as the process has room for.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = most or max(256, descriptors - KEPT_DESCRIPTORS)
+        self._open: dict[asyncio.BaseTransport, _Connection] = {}
+        self._strangers: dict[_Connection, None] = {}  # without a request in progress, oldest first
+        self._server: asyncio.Server | None = None
+        self.loopback = False
+
+    async def open(
+        self, runner: web.AppRunner, host: str = "", port: int = 0, sock: socket.socket | None = None, *, backlog: int
+    ) -> int:
+        """Listen at an address or on a socket; returns the port."""
+        make: Any = runner.server  # of a runner that is set up
+        where: dict[str, Any] = {"host": host or None, "port": port} if sock is None else {"sock": sock}
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self, make()), backlog=ACCEPTED_AT_ONCE, **where)
+        for listening in self._server.sockets:  # asyncio accepts as many at once as may wait: more are to wait
+            with socket.socket(fileno=os.dup(listening.fileno())) as again:
+                again.listen(backlog)
+        address, number = self._server.sockets[0].getsockname()[:2]
+        self.loopback = is_loopback(address)
+        return int(number)
+
+    async def close(self) -> None:
+        """Accept no more connections; open ones are the runner's. Safe to call twice.
+
+        Accepted connections are opened before asyncio's server is closed, which would forget them without hanging up.
+        """
+        if self._server is not None:
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            await asyncio.sleep(0)
+            self._server.close()
+
+    def admit(self, connection: _Connection, transport: asyncio.BaseTransport) -> bool:
+        if len(self._open) >= self._most:
+            if not self._strangers:
+                return False
+            next(iter(self._strangers)).hang_up()
+        self._open[transport] = connection
+        self._strangers[connection] = None
+        return True
+
+    def forget(self, transport: asyncio.BaseTransport) -> None:
+        if (connection := self._open.pop(transport, None)) is not None:
+            self._strangers.pop(connection, None)
+
+    def has_key(self, request: web.Request) -> None:
+        """The request has a valid key: its connection keeps its place."""
+        if (connection := self._connection(request)) is not None:
+            connection.has_key = True
+
+    @contextmanager
+    def answering(self, request: web.Request) -> Iterator[None]:
+        """Around an answer, which may take as long as it likes.
+
+        Raises:
+            RequestError: for a request that a browser sends for the page of another origin.
+        """
+        connection = self._connection(request)
+        if connection is not None:
+            connection.limit(None)
+            self._strangers.pop(connection, None)
+        try:
+            host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+            if problem := stranger(host, origin, loopback=self.loopback):
+                raise RequestError(problem, code="forbidden", status=403)
+            yield
+        finally:
+            if connection is not None:
+                connection.limit(IDLE_S)
+                if not connection.has_key and request.transport in self._open:
+                    self._strangers[connection] = None
+
+    def _connection(self, request: web.Request) -> _Connection | None:
+        return self._open.get(request.transport) if request.transport else None
+
+
+class _Connection(asyncio.Protocol):
+    """Passes everything on to aiohttp's protocol, and hangs up when its time is over."""
+
+    def __init__(self, limits: ConnectionLimits, inner: Any) -> None:  # noqa: ANN401  (aiohttp's protocol)
+        self._limits, self._inner = limits, inner
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.has_key = False
+
+    def limit(self, seconds: float | None) -> None:
+        """Hang up after that time; None: not at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        timed = self._transport is not None and seconds is not None
+        self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self.hang_up) if timed else None
+
+    def hang_up(self) -> None:
+        if self._transport is not None:
+            self._limits.forget(self._transport)
+            self._transport.abort()
+
+    def connection_made(self, transport: Any) -> None:  # noqa: ANN401  (narrower than the base's)
+        if not self._limits.admit(self, transport):
+            transport.abort()
+            return
+        self._transport = transport
+        self.limit(HEAD_S)
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is None:
+            return
+        self.limit(None)
+        self._limits.forget(self._transport)
+        self._transport = None
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> Any:  # noqa: ANN401  (as the base's)
+        return self._inner.eof_received() if self._transport is not None else None
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+def limiting(limits: ConnectionLimits) -> Middleware:
+    """The middleware that tells the limits which connections have a request in progress."""
+
+    @web.middleware
+    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with limits.answering(request):
+            return await handler(request)
+
+    return answered
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        RequestError: if it is compressed or too long, before it is read; if it does not come in time.
+    """
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RequestError(f"Content-Encoding {encoding!r:.100} is not read here: send the body as it is", status=415)
+    most = request.client_max_size
+    if (request.content_length or 0) > most:
+        raise RequestError(f"the body has {request.content_length} bytes; it may have {most}", status=413)
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None

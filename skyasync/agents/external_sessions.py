@@ -1,0 +1,309 @@
+"""Sessions of external programs: they open a session, call the model, and score it themselves.
+
+    trainer ── requests trajectories ──▶ slots ◀── POST /v1/sessions ── a program with the run's key
+                                           └──── the score ◀── its end, with the session's key
+
+| request                 | key           | body                                                          |
+|-------------------------|---------------|---------------------------------------------------------------|
+| POST /v1/sessions       | the run's     | ``task``, ``wait_s``; answered with ``api_key``, ``data``     |
+| POST /v1/sessions/score | the session's | ``reward``, and ``id`` if it is that of one answer            |
+| POST /v1/sessions/end   | the session's | ``reward`` or ``rewards`` by answer, ``metrics``; ``error``   |
+
+Other systems' names for the same (``/rl/start_session``, ``/rl/set_reward``, ``/rl/end_session``) work too.
+
+Invariant: a session is given out only for a trajectory that the plan has requested, so that what arrives is trained
+under its admission and its staleness; a trajectory is played by one session. One that is not ended within
+``generator.episode_timeout_s`` fails, as an agent program would; so do the free slots of a task if no session is opened
+for them in that time. The run's key opens sessions and reads none; a session's key reads its own. A wrong request
+changes nothing: the session goes on.
+
+| who waits           | for what             | woken by                                                            |
+|---------------------|----------------------|---------------------------------------------------------------------|
+| ``play``            | a session, its score | ``open`` and ``end``; its time limit; the end of the run            |
+| ``open``            | a slot               | ``play``, which offers one; its own time limit                      |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from skyasync.agents.api.types import Body, RequestError
+from skyasync.agents.api.validation import given, number
+from skyasync.agents.programs import AgentError, Score, check_score
+from skyasync.agents.server import Endpoint, json_body, key_of, same_key
+from skyasync.agents.session import Session
+from skyasync.config.keys import Key
+from skyasync.errors import UserError
+
+KEY_VARIABLE = "SKYASYNC_SESSIONS_KEY"  # the key that opens sessions, if it is to be the same in every run
+FILE = "endpoint.json"  # in the run's folder: the endpoint's address, and this key
+WAIT_S = 30.0  # of a request for a session, by default
+_WAIT = Key("", float, low=0.0, high=600.0)
+
+
+@dataclass(eq=False)
+class SessionSlot:
+    """A trajectory that a session may play."""
+
+    episode: str
+    data: dict[str, Any]
+    api_key: str
+    is_eval: bool
+    timeout_s: float
+    taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    score: asyncio.Future[Score] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    rewards: dict[str, float] = field(default_factory=dict)  # by answer; "" is that of the whole session
+
+    @property
+    def group(self) -> str:
+        return self.episode.rpartition("-r")[0]
+
+
+class SessionBroker:
+    """Gives slots to sessions, in the order in which they were requested; an ``AgentRunner``.
+
+    Args:
+        folder: where programs find the endpoint's address and the key, readable by this user alone.
+
+    Attributes:
+        key: opens sessions, and nothing else.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        known = os.environ.get(KEY_VARIABLE)
+        if not known and folder is None:
+            problem = f"there is no run's folder to write the key of sessions to: set {KEY_VARIABLE}"
+            raise UserError(f"generator.agent_program=online: {problem}")
+        self.key = known or secrets.token_urlsafe(32)
+        self._file = folder / FILE if folder else None
+        self._free: dict[str, SessionSlot] = {}  # by episode
+        self._playing: dict[str, SessionSlot] = {}  # by the session's key
+        self._groups: dict[str, set[str]] = {}  # group -> its episodes that are free or played
+        self._tasks: dict[str, str] = {}  # group -> the task that it is reserved for, "" for none
+        self._offered = asyncio.Condition()
+        self._closed = False
+
+    async def play(self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool = False,
+                   timeout_s: float = 0.0) -> Score:  # fmt: skip
+        """The score of the session that takes this slot.
+
+        Raises:
+            AgentError: if the session fails or is not ended in time; or if the other slots of its task were played, and
+                no session was opened for this one.
+        """
+        slot = SessionSlot(episode, data, api_key, is_eval, timeout_s)
+        self._free[episode] = slot
+        self._groups.setdefault(slot.group, set()).add(episode)
+        if self._tasks.get(slot.group):
+            self._expire_later(slot)
+        try:
+            async with self._offered:
+                self._offered.notify_all()
+            await slot.taken
+            try:
+                async with asyncio.timeout(timeout_s or None):
+                    return await slot.score
+            except TimeoutError:
+                problem = f"its session was not ended within {timeout_s:g} s (generator.episode_timeout_s)"
+                raise AgentError(f"{episode}: {problem}") from None
+        finally:
+            self._forget(slot)
+
+    async def open(self, task: str = "", wait_s: float = 0.0) -> SessionSlot | None:
+        """The next slot; None if the trainer requests no trajectory for so long.
+
+        Args:
+            task: sessions of one task are samples of one prompt: they fill a group of their own.
+        """
+        async with self._offered:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._offered.wait_for(lambda: self._closed or self._next(task) is not None)
+            except TimeoutError:
+                return None
+            slot = self._next(task)
+            if slot is not None:
+                self._take(slot, task)
+            return slot
+
+    def slot(self, api_key: str) -> SessionSlot | None:
+        """What a session plays; None once it has ended."""
+        return self._playing.get(api_key)
+
+    def end(self, slot: SessionSlot, score: Score | AgentError) -> None:
+        self._playing.pop(slot.api_key, None)
+        if slot.score.done():
+            return
+        if isinstance(score, AgentError):
+            slot.score.set_exception(score)
+        else:
+            slot.score.set_result(score)
+
+    async def close(self) -> None:
+        """End the run: requests for a session are answered that there is none, and the keys of sessions are invalid."""
+        self._closed = True
+        async with self._offered:
+            self._offered.notify_all()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def routes(self, endpoint: Endpoint) -> Sequence[web.RouteDef]:
+        api = _SessionsApi(self, endpoint)
+        paths = {
+            api.open: ("/v1/sessions", "/v1/rl/start_session", "/rl/start_session"),
+            api.score: ("/v1/sessions/score", "/v1/rl/set_reward", "/rl/set_reward"),
+            api.end: ("/v1/sessions/end", "/v1/rl/end_session", "/rl/end_session"),
+        }
+        return [web.post(path, handler) for handler, aliases in paths.items() for path in aliases]
+
+    async def listening(self, base_url: str) -> None:
+        """Tell the programs where."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"base_url": base_url, "sessions_key": self.key}, file)
+        print(f"sessions are opened at {base_url}/sessions, by the key in {self._file or KEY_VARIABLE}", flush=True)
+
+    def _next(self, task: str) -> SessionSlot | None:
+        """The first free slot of the task's group; else the first of a group without a task."""
+        if not task:
+            return next((slot for slot in self._free.values() if not self._tasks.get(slot.group)), None)
+        own = (slot for slot in self._free.values() if self._tasks.get(slot.group) == task)
+        new = (slot for slot in self._free.values() if slot.group not in self._tasks)
+        return next(own, None) or next(new, None)
+
+    def _take(self, slot: SessionSlot, task: str) -> None:
+        del self._free[slot.episode]
+        self._playing[slot.api_key] = slot
+        slot.taken.set_result(None)
+        if slot.group not in self._tasks:
+            self._tasks[slot.group] = task
+            if task:
+                for other in self._free.values():
+                    if other.group == slot.group:
+                        self._expire_later(other)
+
+    def _expire_later(self, slot: SessionSlot) -> None:
+        task = self._tasks[slot.group]
+
+        def expire() -> None:
+            if not slot.taken.done():
+                problem = f"no session was opened for it within {slot.timeout_s:g} s of the first of task {task!r}"
+                slot.taken.set_exception(AgentError(f"{slot.episode}: {problem} (generator.episode_timeout_s)"))
+
+        if slot.timeout_s:
+            asyncio.get_running_loop().call_later(slot.timeout_s, expire)
+
+    def _forget(self, slot: SessionSlot) -> None:
+        self._free.pop(slot.episode, None)
+        self._playing.pop(slot.api_key, None)
+        episodes = self._groups.get(slot.group, set())
+        episodes.discard(slot.episode)
+        if not episodes:
+            self._groups.pop(slot.group, None)
+            self._tasks.pop(slot.group, None)
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+class _SessionsApi:
+    def __init__(self, broker: SessionBroker, endpoint: Endpoint) -> None:
+        self._broker, self._endpoint = broker, endpoint
+
+    async def open(self, request: web.Request) -> web.Response:
+        if not same_key(key_of(request), self._broker.key):
+            problem = "sessions are opened with the run's key (sessions_key in endpoint.json of its folder)"
+            raise RequestError(problem, code="invalid_api_key", status=401)
+        body = await _body(request, {"task", "task_id", "wait_s", "group_size", "api_key"})
+        if body.get("group_size", 1) != 1 or body.get("api_key"):
+            raise RequestError("a session is opened alone, with a key of the endpoint's choice", "group_size")
+        task = given(body, "task", str, "a name", None) or given(body, "task_id", str, "a name", "")
+        wait_s = number(body, "wait_s", _WAIT)
+        slot = await self._broker.open(task, WAIT_S if wait_s is None else wait_s)
+        if slot is None:
+            problem = "the trainer asks for no trajectory at present: try again"
+            raise RequestError(problem, code="no_session_wanted", status=503)
+        url = self._endpoint.base_url
+        about: Body = {"id": slot.episode, "session_id": slot.episode, "api_key": slot.api_key, "base_url": url}
+        return web.json_response({**about, "data": slot.data, "is_eval": slot.is_eval, "timeout_s": slot.timeout_s})
+
+    async def score(self, request: web.Request) -> web.Response:
+        with self._playing(request) as (session, slot):
+            body = await _body(request, {"reward", "id", "interaction_id", "completion_id"})
+            names = [body[name] for name in ("id", "interaction_id", "completion_id") if body.get(name) is not None]
+            answer = str(names[0]) if names else ""
+            if answer:
+                _check_answers(session, [answer])
+            slot.rewards[answer] = _checked({"reward": body.get("reward")}).reward
+            return web.json_response({"id": slot.episode, "calls": len(session.recorder.calls)})
+
+    async def end(self, request: web.Request) -> web.Response:
+        with self._playing(request) as (session, slot):
+            body = await _body(request, {"reward", "rewards", "metrics", "error"})
+            session.settle()
+            if (failed := given(body, "error", str, "a text", None)) is not None:
+                score: Score | AgentError = AgentError(f"{slot.episode}: the program says: {failed:.500}")
+            else:
+                score = _scored(body, slot)
+                _check_answers(session, list(score.rewards))
+                if not session.recorder.calls:
+                    raise RequestError("the session has made no call of the model: there is nothing to score")
+            session.over = True
+            self._broker.end(slot, score)
+            return web.json_response({"id": slot.episode, "calls": len(session.recorder.calls)})
+
+    @contextmanager
+    def _playing(self, request: web.Request) -> Iterator[tuple[Session, SessionSlot]]:
+        with self._endpoint.entered(request) as session:
+            slot = self._broker.slot(session.api_key)
+            if slot is None:  # its time has just run out
+                raise RequestError("the session has ended", code="invalid_api_key", status=401)
+            yield session, slot
+
+
+def _scored(body: Body, slot: SessionSlot) -> Score:
+    """What the session has been given, at its end or before."""
+    by_answer = given(body, "rewards", dict, "an object of an answer's id -> its reward", {})
+    rewards = {**{name: value for name, value in slot.rewards.items() if name}, **by_answer}
+    reward = body.get("reward", slot.rewards.get(""))
+    if reward is not None and rewards:
+        raise RequestError("the session has both a reward and rewards of its answers: give one of them", "reward")
+    if reward is None and not rewards:
+        raise RequestError("the session has no reward: give reward, or rewards by the answers' ids", "reward")
+    whole = _checked({"reward": 0.0 if reward is None else reward, "metrics": body.get("metrics")})
+    checked = {str(name): _checked({"reward": value}).reward for name, value in rewards.items()}
+    return Score(whole.reward, whole.metrics, checked)
+
+
+def _checked(result: object) -> Score:
+    try:
+        return check_score(result)
+    except ValueError as error:
+        raise RequestError(str(error).replace("the program returned", "the request has"), "reward") from error
+
+
+def _check_answers(session: Session, names: Sequence[str]) -> None:
+    known = {call.id for call in session.recorder.calls}
+    for name in names:
+        if name not in known:
+            raise RequestError(f"{name} is the id of none of the session's {len(known)} answers", "id")
+
+
+async def _body(request: web.Request, known: set[str]) -> Body:
+    body = await json_body(request) if request.can_read_body else {}
+    for name in body:
+        if name not in known:
+            raise RequestError(f"unknown field {name}; known are {', '.join(sorted(known))}", name, "unknown_parameter")
+    return body

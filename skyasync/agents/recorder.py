@@ -1,0 +1,207 @@
+"""The calls of one episode: recorded, continued, and as training sequences.
+
+Invariant: what is trained is what was sampled. The tokens, log-probabilities and versions of every call are in exactly
+one sequence, as one action, after exactly the tokens that the engine had read; nothing is made again from text. A
+conversation that extends a recorded call begins with exactly the tokens of that call: only what is new is tokenised.
+Any other conversation is tokenised from its text.
+
+    calls (prompt | reply)           sequences
+    p | a                            p a o b             a call that begins with all of an earlier one extends it;
+    p a o | b                        p a o q c d         the first to do so continues its sequence. Any other call
+    p a o q | c                        (p a o q is       begins a sequence of its own, in which it learns from its
+    p a o q c | d                       context here)    own tokens alone
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from types import MappingProxyType
+
+import numpy as np
+
+from skyasync.agents.api.types import Message
+from skyasync.arrays import Ints, ints, joined
+from skyasync.rollout.chat import Tools, knows_tools, tokens_after
+from skyasync.rollout.tokenizer import Tokenizer
+from skyasync.rollout.types import Segment
+
+_QUESTION: Message = {"role": "user", "content": "x"}
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """One answered request: what the engine read, what it wrote, why it stopped, and the ``id`` of the answer."""
+
+    prompt: Ints
+    action: Segment
+    stop_reason: str = "stop"
+    id: str = ""
+
+    @cached_property
+    def tokens(self) -> Ints:
+        return joined(self.prompt, self.action.tokens)
+
+
+Thoughts = Mapping[int, str]  # place in a conversation -> the reasoning of the message there
+NO_THOUGHTS: Thoughts = MappingProxyType({})
+
+
+class Recorder:
+    """The calls in the order of their answers, and the conversation that each of them leads to."""
+
+    def __init__(self) -> None:
+        self.calls: list[RecordedCall] = []
+        self._led_to: dict[bytes, list[tuple[RecordedCall, Thoughts]]] = {}  # by a digest of the conversation
+
+    def record(self, call: RecordedCall, conversation: Sequence[str] = (), thoughts: Thoughts = NO_THOUGHTS) -> None:
+        """Add a call.
+
+        Args:
+            conversation: the messages of the request and the reply; empty for a request without messages.
+            thoughts: the reasoning of those that have any.
+        """
+        self.calls.append(call)
+        if conversation:
+            *_, digest = _digests(conversation)
+            self._led_to.setdefault(digest, []).append((call, thoughts))
+
+    def extended_by(
+        self, conversation: Sequence[str], thoughts: Thoughts = NO_THOUGHTS
+    ) -> tuple[RecordedCall, int] | None:
+        """The call whose conversation is the longest beginning of this one, and the length of that beginning.
+
+        Reasoning may be left out of a later request; if it is sent back, it must be the same.
+        """
+        digests = list(_digests(conversation))
+        for length in range(len(conversation), 0, -1):
+            for call, known in reversed(self._led_to.get(digests[length - 1], [])):
+                if all(known.get(place, "") == thought for place, thought in thoughts.items() if place < length):
+                    return call, length
+        return None
+
+
+def _digests(conversation: Iterable[str]) -> Iterator[bytes]:
+    """Of each of its beginnings, from that of one item on: time and memory grow linearly with its length."""
+    digest = b""
+    for item in conversation:
+        digest = sha256(digest + item.encode()).digest()
+        yield digest
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def conversation(messages: list[Message], tools: Tools) -> list[str]:
+    """What a template reads, as comparable items: the tools, then each message.
+
+    Ids of tool calls and reasoning are left out: programs need not send them back.
+    """
+    return [json.dumps(tools, sort_keys=True), *(comparable(message) for message in messages)]
+
+
+def thoughts(messages: list[Message], first: int = 1) -> dict[int, str]:
+    """Digests of the reasoning of the messages, by their places in the conversation, whose first item is the tools."""
+    said = {place: m["reasoning_content"] for place, m in enumerate(messages, first) if m.get("reasoning_content")}
+    return {place: sha256(json.dumps(thought).encode()).hexdigest() for place, thought in said.items()}
+
+
+def comparable(message: Message) -> str:
+    seen = {name: value for name, value in message.items() if name not in ("tool_call_id", "reasoning_content")}
+    if calls := seen.get("tool_calls"):
+        seen["tool_calls"] = [call["function"] for call in calls]
+    return json.dumps(seen, sort_keys=True)
+
+
+class AgentChat:
+    """A tokenizer's chat template for conversations with tools.
+
+    Messages are as templates read them: ``content`` is text, the ``arguments`` of tool calls are values, not JSON.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.knows_tools = knows_tools(tokenizer)
+
+    def prompt(self, messages: list[Message], tools: Tools, recorder: Recorder) -> Ints:
+        """The tokens that the model continues, from the recorded ones as far as those go."""
+        found = recorder.extended_by(conversation(messages, tools), thoughts(messages))
+        if found is not None:
+            call, known = found  # the tools are the first item, so that ``known`` counts them too
+            new = self._new_tokens(messages[known - 2], messages[known - 1 :], call)
+            if new is not None:
+                return joined(call.tokens, ints(new))
+        return ints(self._frame(messages, tools, generation=True))
+
+    def _new_tokens(self, reply: Message, messages: list[Message], call: RecordedCall) -> list[int] | None:
+        """The tokens after the reply of a call, up to the model's next message; None if the template does not end
+        messages with the end-of-sequence token, by which the end of the reply is found."""
+        eos = self.tokenizer.eos_token_id
+        ends = self._frame([_QUESTION, reply], None, generation=False).count(eos)
+        framed = self._frame([_QUESTION, reply, *messages], None, generation=True)
+        if not ends or framed.count(eos) < ends:
+            return None
+        new = tokens_after(framed, eos, ends)
+        ended = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
+        return new if ended else [eos, *new]  # a reply that was cut is ended first
+
+    def _frame(self, messages: list[Message], tools: Tools, *, generation: bool) -> list[int]:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, add_generation_prompt=generation, return_dict=False
+        )
+
+
+# ---------------------------------------------------------------- sequences
+
+
+def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
+    """The training sequences, in the order in which they ended: the last one has the last call."""
+    chains: list[list[RecordedCall]] = []
+    ended: list[int] = []  # at which call
+    lengths, sums = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.uint64)  # of the chains' tokens
+    for number, call in enumerate(calls):
+        prefixes = _prefix_sums(call.tokens)
+        count = len(chains)
+        within = np.flatnonzero(lengths[:count] <= len(call.prompt))
+        found = within[prefixes[lengths[within]] == sums[within]]
+        chain = min(found.tolist(), key=lambda index: (-lengths[index], ended[index]), default=count)
+        if chain == count:
+            chains.append([])
+            ended.append(number)
+        chains[chain].append(call)
+        ended[chain], lengths[chain], sums[chain] = number, len(call.tokens), prefixes[-1]
+    return [_segments(chains[index]) for index in sorted(range(len(chains)), key=ended.__getitem__)]
+
+
+_SECRET = secrets.randbits(64)
+
+
+def _prefix_sums(tokens: Ints) -> np.ndarray:
+    """A hash of each beginning of the tokens, the empty one first.
+
+    It is a sum of pseudo-random numbers, one for each token at its place (SplitMix64's finalizer), which a secret keeps
+    from being predicted. It is wrong with probability 2**-64.
+    """
+    mixed = (tokens.astype(np.uint64) << np.uint64(32)) + np.arange(len(tokens), dtype=np.uint64) ^ np.uint64(_SECRET)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+
+
+def _segments(chain: list[RecordedCall]) -> list[Segment]:
+    found: list[Segment] = []
+    done = known = 0
+    for call in chain:
+        between = call.prompt[done:]
+        if len(between):
+            found.append(Segment("observation" if found else "prompt", between))
+        experts = None if call.action.experts is None else call.action.experts[known:]
+        found.append(replace(call.action, experts=experts) if known else call.action)
+        known += 0 if experts is None else len(experts)
+        done = len(call.tokens)
+    return found

@@ -1,0 +1,328 @@
+"""An endpoint over the inference client: a program that takes a base URL and a key becomes a rollout.
+
+    agent program ── HTTP, its key ──▶ Endpoint ─ API ─▶ ModelCall ──▶ InferenceClient ──▶ engines
+                                                                       └──▶ the episode's Recorder
+
+Invariant: a key opens one episode and nothing else, for as long as the episode lasts; every answer that is sent is
+recorded there, with the tokens that the engine read and wrote. When an episode ends its key is invalid, its calls are
+aborted in the engine, and nothing is recorded any more. An engine's failure is the run's, whatever the program makes of
+the error it is sent. An error that is known before the first token has an error's status; a later one is an event of
+the stream. If a client hangs up, its call ends, and what had been sent is recorded.
+
+| who waits         | for what                | woken by                                                            |
+|-------------------|-------------------------|---------------------------------------------------------------------|
+| a call's handler  | the engine's answer     | the client (answer, error, time limit); hanging up and the end of   |
+|                   |                         | the episode cancel the handler, which aborts in the engine          |
+| ``session``'s end | its handlers to be gone | each of them, once cancelled                                        |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from skyasync.agents.api.chat import ChatApi
+from skyasync.agents.api.completions import CompletionsApi
+from skyasync.agents.api.messages import MessagesApi
+from skyasync.agents.api.responses import ResponsesApi
+from skyasync.agents.api.types import Api, Body, RequestError, ServerSentEvent, from_json
+from skyasync.agents.calls import LONG_REPLY, Calls, ModelCall
+from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, limiting, read_body
+from skyasync.agents.parsers import reasoning_parser, tool_parser
+from skyasync.agents.parsers.reply import ReplyParser
+from skyasync.agents.recorder import AgentChat
+from skyasync.agents.session import Session
+from skyasync.cleanup import afterwards
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import SamplingParams
+from skyasync.rollout.tokenizer import Tokenizer
+from skyasync.rollout.types import TrajectoryId
+
+if TYPE_CHECKING:
+    from skyasync.agents.external_sessions import SessionBroker
+
+LOOPBACK = "127.0.0.1"
+ANY_ADDRESS = ("0.0.0.0", "::", "")
+MODEL = "policy"  # the endpoint's name for the policy; requests may call it anything
+WAITING_CONNECTIONS = 4096  # the episodes of a batch may all connect at once
+GRACE_S = 5.0  # for connections that are open when the endpoint closes
+
+_MESSAGES = MessagesApi()
+#: Anthropic's clients put /v1 in front of their paths themselves.
+APIS: dict[str, Api] = {
+    "/v1/chat/completions": ChatApi(),
+    "/v1/completions": CompletionsApi(),
+    "/v1/responses": ResponsesApi(),
+    "/v1/messages": _MESSAGES,
+    "/v1/v1/messages": _MESSAGES,
+}
+_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_ENCODER = json.JSONEncoder()
+
+
+class Endpoint:
+    """The server. It listens from ``start`` to ``close``.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        max_model_len: most tokens of a prompt and its reply together.
+        host: the address to listen on; by default no other machine can reach it.
+        port: 0 is one of the system's choice.
+        tools: ``generator.tool_parser``.
+        reasoning: ``generator.reasoning_parser``.
+        broker: gives sessions to programs that the run has not started.
+
+    Raises:
+        UserError: for a parser that does not exist.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        host: str = LOOPBACK,
+        *,
+        port: int = 0,
+        tools: str = "hermes",
+        reasoning: str = "",
+        broker: SessionBroker | None = None,
+    ) -> None:
+        parser = ReplyParser(tokenizer, tool_parser(tools, tokenizer), reasoning_parser(reasoning, tokenizer))
+        self._calls = Calls(client, AgentChat(tokenizer), parser, max_model_len)
+        self._host, self._requested_port, self._broker = host, port, broker
+        self.port = 0  # while nothing listens
+        self._sessions: dict[bytes, Session] = {}  # by a digest of their keys
+        self._runner: web.AppRunner | None = None
+        self._limits = ConnectionLimits()
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Listen, if it does not yet."""
+        async with self._starting:
+            if self._runner is not None:
+                return
+            self._limits = ConnectionLimits()
+            app = web.Application(
+                client_max_size=self._calls.most_bytes, middlewares=[_errors_of_the_api, limiting(self._limits)]
+            )
+            app.router.add_get("/v1/models", self._models)
+            for path in APIS:
+                app.router.add_post(path, self._answer)
+            for path in ("/v1/messages/count_tokens", "/v1/v1/messages/count_tokens"):
+                app.router.add_post(path, self._count)
+            if self._broker is not None:
+                app.router.add_routes(self._broker.routes(self))
+            # If a client hangs up, no answer is computed, and what was not sent is not recorded.
+            runner = web.AppRunner(
+                app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S, **RUNNER_OPTIONS
+            )
+            await runner.setup()
+            self._runner = runner
+            self.port = await self._listen(self._limits, runner)
+            if self._broker is not None:
+                await self._broker.listening(self.base_url)
+
+    async def _listen(self, limits: ConnectionLimits, runner: web.AppRunner) -> int:
+        return await limits.open(runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS)
+
+    @property
+    def base_url(self) -> str:
+        """What programs give their clients. One that listens on all addresses is reached at this machine's own."""
+        return f"http://{_own_address() if self._host in ANY_ADDRESS else self._host}:{self.port}/v1"
+
+    async def close(self) -> None:
+        """End all calls and stop listening. Safe to call twice."""
+        runner, self._runner, self.port = self._runner, None, 0
+        await self._limits.close()
+        for session in list(self._sessions.values()):
+            await self._end(session)
+        if runner is not None:
+            await runner.cleanup()
+        await self._calls.poller.close()
+
+    @asynccontextmanager
+    async def session(
+        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None, reads_behaviour: str = ""
+    ) -> AsyncIterator[Session]:
+        """An episode; ``sampling`` holds for what its requests leave out. See ``Session`` for the others."""
+        session = Session(identity, sampling, affinity, reads_behaviour)
+        self._sessions[_digest(session.api_key)] = session
+        async with afterwards(self._end, session):
+            yield session
+
+    async def _end(self, session: Session) -> None:
+        session.over = True
+        self._sessions.pop(_digest(session.api_key), None)
+        for task in session.handlers:
+            task.cancel()
+        if session.handlers:
+            await asyncio.wait(set(session.handlers))
+
+    @contextmanager
+    def entered(self, request: web.Request) -> Iterator[Session]:
+        """The episode whose key the request has; the end of the episode cancels the block.
+
+        The key is looked up by its digest and then compared in constant time: neither tells how near a guess is.
+        """
+        key = key_of(request)
+        session = self._sessions.get(_digest(key))
+        if session is None or session.over or not same_key(key, session.api_key):
+            problem = "the API key is that of no running episode (an episode's key ends with it)"
+            raise RequestError(problem, code="invalid_api_key", status=401)
+        task = asyncio.current_task()
+        assert task is not None
+        self._limits.has_key(request)
+        session.handlers.add(task)
+        try:
+            yield session
+        finally:
+            session.handlers.discard(task)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        with self.entered(request):
+            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "skyasync"}
+            return web.json_response({"object": "list", "data": [model]})
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        api = APIS[request.path]
+        with self.entered(request) as session:
+            async with session.reads(request.content_length):
+                model_request = api.read(await json_body(request), session)
+                call = await self._calls.open(session, model_request, api.prefix, size=len(await request.read()))
+            if model_request.stream:
+                return await _send_stream(request, call, api)
+            return await _send_whole(call, api)
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """How many tokens a prompt of Anthropic's API has."""
+        with self.entered(request) as session:
+            async with session.reads(request.content_length):
+                model_request = _MESSAGES.read_prompt(await json_body(request), session)
+                prompt = await self._calls.prompt(session, model_request, size=len(await request.read()))
+            return web.json_response({"input_tokens": len(prompt)})
+
+
+# ---------------------------------------------------------------- requests
+
+
+def key_of(request: web.Request) -> str:
+    """The key of a request, as OpenAI's clients send it or as Anthropic's do."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def same_key(key: str, other: str) -> bool:
+    """Compares two keys in a time that does not tell how far they agree."""
+    return hmac.compare_digest(key.encode(errors="surrogateescape"), other.encode())
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def _own_address() -> str:
+    """This machine's address towards others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address for documentation, which no machine has
+        return str(probe.getsockname()[0])
+
+
+async def json_body(request: web.Request) -> Body:
+    """Raises ``RequestError`` if the body is no JSON object."""
+    text = await read_body(request)
+    try:
+        body = from_json(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the request's body must be a JSON object")
+    return body
+
+
+# ---------------------------------------------------------------- answers
+
+
+async def _send_whole(call: ModelCall, api: Api) -> web.Response:
+    replies = await call.answered()
+    if call.head.completion_tokens <= LONG_REPLY:
+        return web.json_response(api.answer(call.request, call.head, replies))
+    # A thread encodes it, in Python: json.dumps would block the event loop all the same.
+    text = await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(api.answer(call.request, call.head, replies))))
+    return web.Response(text=text, content_type="application/json")
+
+
+async def _send_stream(request: web.Request, call: ModelCall, api: Api) -> web.StreamResponse:
+    """The response begins with the first event; an error before it is an ordinary one."""
+    response, stream = web.StreamResponse(headers=_STREAM_HEADERS), api.stream(call.request)
+    ended = set[int]()
+
+    async def send(events: Iterable[ServerSentEvent]) -> None:
+        text = "".join(event.text for event in events)
+        try:
+            if not response.prepared:
+                await response.prepare(request)
+            if text:
+                await response.write(text.encode())
+        except ConnectionError as error:
+            raise ClientGoneError from error
+
+    try:
+        async with aclosing(call.updates()) as updates:
+            async for replies in updates:
+                if not response.prepared:
+                    await send(stream.begin(call.head))
+                for reply in replies:
+                    await asyncio.sleep(0)  # others have a turn
+                    if reply.index not in ended:
+                        await send(stream.update(reply))
+                        ended |= {reply.index} if reply.finish_reason else set()
+        await send(stream.end(call.head, replies))
+    except ClientGoneError:
+        return response
+    except Exception as error:
+        if not response.prepared:
+            raise
+        with suppress(ClientGoneError):
+            await send(stream.fail(_as_request_error(error)))
+    with suppress(ConnectionError):
+        await response.write_eof()
+    return response
+
+
+class ClientGoneError(Exception):
+    """The client has hung up."""
+
+
+def _as_request_error(error: Exception) -> RequestError:
+    """What a program is told of any failure."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, RecursionError):
+        return RequestError("the request is nested too deeply")
+    return RequestError(f"{type(error).__name__}: {error}", status=500)
+
+
+@web.middleware
+async def _errors_of_the_api(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in the schema of its API; clients need not try again after one of the engine."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:  # no such address, wrong method, too long
+        found = RequestError(f"{error.reason} ({request.method} {request.path})", status=error.status)
+    except Exception as error:
+        found = _as_request_error(error)
+    api = _MESSAGES if "/messages" in request.path else APIS["/v1/chat/completions"]
+    answer = web.json_response(api.error(found), status=found.status, headers={"x-should-retry": "false"})
+    if not request.content.is_eof():
+        answer.force_close()
+    return answer

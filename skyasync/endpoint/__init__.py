@@ -1,1 +1,0 @@
-"""The OpenAI-compatible server, what it records, and the agent programs that ask it."""

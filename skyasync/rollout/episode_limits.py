@@ -1,0 +1,179 @@
+"""What ends an episode besides its environment, and what becomes of one that failed.
+
+Invariant: a failed episode is a complete trajectory like any other: its tokens are those that the engine read and
+wrote, its reward is ``environment.give_up_reward``, it is counted, and its cause is logged (once for each type of
+error).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from math import nan
+
+from skyasync.arrays import Ints
+from skyasync.config.parts import reported_metric
+from skyasync.config.schema import Config
+from skyasync.errors import NonFiniteRewardError, UserError
+from skyasync.rollout.types import Group, Segment, Trajectory, TrajectoryId
+from skyasync.utils.rpc import ProcessLostError
+
+log = logging.getLogger(__name__)
+
+_warned: set[str] = set()  # types of errors and limits that this process has logged
+
+AGENT_SHARE = 0.9
+"""Of a step's time an agent program may take at most: one that hangs fails before the step does."""
+MAX_ATTEMPTS = 3
+"""To play an episode whose process is lost: another episode may have ended it."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of episodes, 0 for none, and what happens to failed ones.
+
+    Args:
+        max_turns: ``generator.max_turns``: an episode ends after so many actions even if its environment is not done.
+        timeout_s: ``generator.episode_timeout_s``.
+        in_flight: ``generator.max_concurrent_episodes``.
+        on_error: ``environment.on_error``, for environments that fail and episodes that take too long.
+        give_up_reward: ``environment.give_up_reward``.
+        spread: ``generator.is_num_return_sequences_expand``: each episode is a session of its own, so that those of a
+            group may go to different engines; false keeps a group on one.
+        turn_discount: ``generator.turn_discount``.
+        spares: ``generator.spare_samples_per_prompt``.
+        on_nonfinite: ``trainer.on_nonfinite``, for rewards, if ``on_error`` does not end their episodes alone.
+        metric: ``trainer.algorithm.dynamic_sampling.metric``, which episodes must report.
+    """
+
+    max_turns: int = 0
+    timeout_s: float = 0.0
+    in_flight: int = 0
+    on_error: str = "raise"
+    give_up_reward: float = 0.0
+    spread: bool = True
+    turn_discount: float = 1.0
+    spares: int = 0
+    on_nonfinite: str = "raise"
+    metric: str = ""
+
+    @staticmethod
+    def of(cfg: Config) -> EpisodeLimits:
+        generator = cfg.generator
+        of_step = AGENT_SHARE * cfg.trainer.step_timeout_s if generator.agent_program else 0.0
+        return EpisodeLimits(
+            max_turns=generator.max_turns,
+            timeout_s=generator.episode_timeout_s or of_step,
+            in_flight=generator.max_concurrent_episodes,
+            on_error=cfg.environment.on_error,
+            give_up_reward=cfg.environment.give_up_reward,
+            spread=generator.is_num_return_sequences_expand,
+            turn_discount=generator.turn_discount,
+            spares=generator.spare_samples_per_prompt,
+            on_nonfinite=cfg.trainer.on_nonfinite,
+            metric=reported_metric(cfg),
+        )
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """A reward that is not finite skips the update of its step; no error ends the run, nor the episode alone."""
+        return self.on_error == "raise" and self.on_nonfinite == "skip"
+
+    def turns(self) -> Iterable[int]:
+        return range(self.max_turns) if self.max_turns else count()
+
+    @contextmanager
+    def environment_errors(self) -> Iterator[None]:
+        """Around calls of an environment: its errors end the run, or its episode alone (``on_error``)."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UserError) and not isinstance(error, NonFiniteRewardError):
+                raise  # a setting or a row is wrong: every other episode would fail too
+            if self.on_error == "raise":
+                raise
+            raise EpisodeFailedError from error
+
+    def session(self, episode: TrajectoryId) -> str:
+        """All requests of a session go to the same engine."""
+        return str(episode if self.spread else episode.prompt)
+
+
+class EpisodeFailedError(Exception):
+    """Ends one episode alone; its cause says why."""
+
+
+def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Exception, prompt: Ints) -> Trajectory:
+    """The trajectory as it is trained (``on_error=keep``) or left out of the loss (``mask``).
+
+    An episode without a single action has nothing to carry a reward.
+
+    Args:
+        error: why it failed.
+        prompt: the tokens of the row's own prompt, for an episode that failed before it had any.
+    """
+    kind = type(error).__qualname__
+    _warn_once(
+        kind,
+        "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s",
+        trajectory.id, kind, error,
+    )  # fmt: skip
+    if len(trajectory.segments) == 1 and trajectory.branches:  # it failed at the beginning of a turn
+        trajectory.segments = trajectory.branches.pop()
+    for sequence in trajectory.sequences:
+        first, *others = sequence
+        sequence[0] = Segment("prompt", first.tokens if len(first.tokens) else prompt)
+        for place, segment in enumerate(others, 1):
+            if limits.on_error == "mask":
+                sequence[place] = Segment("observation", segment.tokens)
+            segment.reward = 0.0
+    if len(trajectory.segments) > 1:
+        trajectory.segments[-1].reward = limits.give_up_reward
+    trajectory.stop_reason = "abort"
+    trajectory.metrics = {"given_up": 1.0}
+    return trajectory
+
+
+def nonfinite_episode(trajectory: Trajectory, error: Exception) -> Trajectory:
+    """The trajectory so far, with a reward that is not finite: the update of its step is skipped."""
+    _warn_once("a reward that is not finite", "episode %s: %.500s", trajectory.id, error)
+    trajectory.segments[-1].reward = nan
+    return trajectory
+
+
+def check_given_up(groups: Sequence[Group], most: float) -> None:
+    """Raises ``UserError`` if a larger share of a step's episodes failed than may."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    failed = [trajectory for trajectory in episodes if trajectory.metrics.get("given_up")]
+    if len(failed) > most * len(episodes):
+        raise UserError(
+            f"{len(failed)} of {len(episodes)} episodes of a step were given up, {failed[0].id} first, and "
+            f"environment.max_given_up={most:g} is the largest share of them that may be: the log names the kinds of "
+            f"errors, environment.on_error=raise shows the first"
+        )
+
+
+def warn_of_full_sequence(trajectory: Trajectory, max_model_len: int) -> None:
+    _warn_once(
+        "no room",
+        "episode %s is full after %d turns: what its environment said would exceed generator.max_model_len=%d; others "
+        "are counted in response/truncated. Raise it, or set generator.max_turns, which the default follows",
+        trajectory.id, len(trajectory.actions), max_model_len,
+    )  # fmt: skip
+
+
+def warn_of_lost_process(trajectory: Trajectory, error: ProcessLostError) -> None:
+    _warn_once(
+        "a lost process",
+        "episode %s is played again from its beginning in another process; others are counted in env/retries: %.500s",
+        trajectory.id, error,
+    )  # fmt: skip
+
+
+def _warn_once(kind: str, message: str, *args: object) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        log.warning(message, *args)

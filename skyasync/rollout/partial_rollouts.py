@@ -1,0 +1,221 @@
+"""Partial rollouts: what a checkpoint keeps of rollouts, and how a resumed run continues them.
+
+    running episodes ──PartialRollouts.now──▶ RolloutState ──write──▶ rollouts.safetensors
+    resumed episodes ◀──PartialRollouts.turn── RolloutState ◀──read──┘
+
+Invariant: what is read equals what was written: tokens, log-probabilities and versions are bitwise identical. The file
+holds identities of prompts, not their texts, and nothing in it is executed. A turn is taken from the record only if the
+model reads there, token by token, what it read before. An environment is always played again from its beginning; if it
+says something else, what follows is generated again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import safe_open, save_file
+
+from skyasync.arrays import Ints, joined, joined_experts
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import GenerationOutput
+from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
+
+FILE = "rollouts.safetensors"
+KINDS: tuple[Literal["prompt", "action", "observation"], ...] = ("prompt", "action", "observation")
+
+
+def request_id(identity: TrajectoryId, turn: int) -> str:
+    """The engines' name of a turn of an episode."""
+    return f"{identity}-t{turn}"
+
+
+class RecordedTurn(NamedTuple):
+    """What the model read, and what it then wrote; without a ``finish_reason`` the turn was in flight."""
+
+    read: Ints
+    wrote: GenerationOutput
+
+
+class PartialRollouts:
+    """The episodes in flight of a generator, and the turns that are known of resumed ones."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self._client = client
+        self._running: dict[TrajectoryId, Trajectory] = {}
+        self._recorded: dict[TrajectoryId, list[RecordedTurn]] = {}
+
+    def add(self, trajectory: Trajectory) -> None:
+        """It stays until it is removed: a finished episode, too, is kept while its group is not complete."""
+        self._running[trajectory.id] = trajectory
+
+    def remove(self, identities: Iterable[TrajectoryId]) -> None:
+        for identity in identities:
+            self._running.pop(identity, None)
+            self._recorded.pop(identity, None)
+
+    async def now(self) -> list[Trajectory]:
+        """Copies of the trajectories, with the tokens that the engines have so far."""
+        if not self._running:
+            return []
+        progress = await self._client.progress()
+        return [_copy(each, progress) for each in self._running.values() if not each.metrics.get("given_up")]
+
+    def resume(self, trajectories: Sequence[Trajectory]) -> None:
+        """Episodes of a checkpoint continue from there when they are requested."""
+        self._recorded = {each.id: list(_turns(each)) for each in trajectories}
+
+    def restart(self, trajectory: Trajectory) -> None:
+        """Its environment is lost: the episode is played again, with what the model has written so far."""
+        played = list(_turns(trajectory))
+        if len(played) > len(self._recorded.get(trajectory.id, [])):  # else it was lost before the end of its record
+            self._recorded[trajectory.id] = played
+        trajectory.restart()
+
+    def turn(self, identity: TrajectoryId, number: int, read: Ints, *, seeded: bool) -> GenerationOutput | None:
+        """What is recorded of this turn. With a seed a partial response is generated again: it is the same."""
+        turns = self._recorded.get(identity, [])
+        if number >= len(turns):
+            return None
+        found = turns[number].wrote
+        if not np.array_equal(turns[number].read, read) or (seeded and found.finish_reason is None):
+            del turns[number:]
+            return None
+        return found
+
+
+def _copy(trajectory: Trajectory, progress: dict[str, GenerationOutput]) -> Trajectory:
+    copy = trajectory.copy()
+    wrote = progress.get(request_id(copy.id, len(copy.actions)))
+    if wrote is not None and len(wrote.token_ids):
+        copy.segments.append(action_of(wrote, copy.segments))
+        copy.stop_reason = "abort"
+    return copy
+
+
+def _turns(trajectory: Trajectory) -> Iterator[RecordedTurn]:
+    last = trajectory.actions[-1] if trajectory.actions else None
+    for sequence in trajectory.sequences:
+        for place, segment in enumerate(sequence):
+            if segment.kind != "action":
+                continue
+            reason = "stop" if segment is not last else trajectory.stop_reason
+            wrote = GenerationOutput("", segment.tokens, segment.logprobs, segment.versions)
+            wrote.experts = joined_experts(before.experts for before in sequence[: place + 1])
+            if reason in ("stop", "length"):
+                wrote.finish_reason = "length" if reason == "length" else "stop"
+            yield RecordedTurn(joined(*(before.tokens for before in sequence[:place])), wrote)
+
+
+# ---------------------------------------------------------------- the file
+
+
+class RolloutState(NamedTuple):
+    """What a checkpoint keeps of rollouts.
+
+    Args:
+        versions: started prompt -> the policy version at its start.
+        groups: those that are complete and not trained yet, by prompt.
+        begun: trajectories in flight, with their tokens so far.
+    """
+
+    versions: Mapping[PromptId, int]
+    groups: Sequence[Group]
+    begun: Sequence[Trajectory] = ()
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [*(t for group in self.groups for t in group.trajectories), *self.begun]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.tokens) for t in self.trajectories for sequence in t.sequences for s in sequence)
+
+
+def write(file: Path, state: RolloutState) -> None:
+    """Write one file.
+
+    Raises:
+        OSError: if the disk does not take it.
+    """
+    segments = [s for t in state.trajectories for sequence in t.sequences for s in sequence]
+    index = {
+        "versions": [[*identity, version] for identity, version in state.versions.items()],
+        "groups": [[*group.prompt.id, [_entry(t) for t in group.trajectories]] for group in state.groups],
+        "begun": [[*t.id.prompt, _entry(t)] for t in state.begun],
+    }
+    arrays = {
+        "tokens": joined(*(s.tokens for s in segments)),
+        "versions": joined(*(s.versions for s in segments)),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in segments)]),
+    }
+    if (experts := joined_experts(s.experts for s in segments)) is not None:
+        arrays["experts"] = experts
+    try:
+        save_file(arrays, str(file), metadata={"index": json.dumps(index)})
+    except SafetensorError as error:  # arrays are always sound, so it can only be the disk
+        raise OSError(f"{file.name} could not be written: {error}") from error
+
+
+def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
+    """What ``write`` wrote.
+
+    Args:
+        prompt: the prompt of the dataset, by its identity.
+    """
+    with safe_open(str(file), "np") as opened:
+        index = json.loads(opened.metadata()["index"])
+        names = opened.keys()
+        arrays = _ArrayReader({name: opened.get_tensor(name) for name in names})
+    groups = []
+    for epoch, row, entries in index["groups"]:
+        identity = PromptId(epoch, row)
+        groups.append(Group(prompt(identity), [_trajectory(identity, entry, arrays) for entry in entries]))
+    begun = [_trajectory(PromptId(epoch, row), entry, arrays) for epoch, row, entry in index["begun"]]
+    return RolloutState({PromptId(epoch, row): version for epoch, row, version in index["versions"]}, groups, begun)
+
+
+def _entry(trajectory: Trajectory) -> dict[str, Any]:
+    def about(segment: Segment) -> list[Any]:
+        experts = [] if segment.experts is None else [len(segment.experts)]
+        return [KINDS.index(segment.kind), len(segment.tokens), segment.reward, *experts]
+
+    return {
+        "repetition": trajectory.id.repetition,
+        "stop_reason": trajectory.stop_reason,
+        "metrics": trajectory.metrics,
+        "sequences": [[about(segment) for segment in sequence] for sequence in trajectory.sequences],
+    }
+
+
+class _ArrayReader:
+    """The arrays of a file, read from the start to the end."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self._arrays, self._read = arrays, dict.fromkeys(arrays, 0)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+    def next(self, name: str, length: int) -> Any:  # noqa: ANN401  (arrays of several types)
+        start = self._read[name]
+        self._read[name] = start + length
+        return self._arrays[name][start : start + length]
+
+
+def _trajectory(prompt: PromptId, entry: Mapping[str, Any], arrays: _ArrayReader) -> Trajectory:
+    def segment(kind: int, length: int, reward: float, experts: int | None = None) -> Segment:
+        tokens = arrays.next("tokens", length)
+        if KINDS[kind] != "action":
+            return Segment(KINDS[kind], tokens, reward=reward)
+        logprobs, versions = arrays.next("logprobs", length), arrays.next("versions", length)
+        known = arrays.next("experts", experts) if experts is not None and "experts" in arrays else None
+        return Segment("action", tokens, logprobs, versions, reward, known)
+
+    *branches, segments = [[segment(*about) for about in sequence] for sequence in entry["sequences"]]
+    identity = TrajectoryId(prompt, entry["repetition"])
+    return Trajectory(identity, segments, entry["stop_reason"], dict(entry["metrics"]), branches)

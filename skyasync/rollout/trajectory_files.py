@@ -1,0 +1,179 @@
+"""Trajectories as Parquet files, and back: ``<run>/trajectories/step_000001.parquet``.
+
+Invariant: what is read is bitwise identical to what was written: tokens, versions, log-probabilities, rewards, order. A
+file is complete or absent. A row is a sequence; rows of one trajectory, and trajectories of one group, are consecutive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyasync.arrays import NO_FLOATS, NO_INTS, Floats, Ints, floats
+from skyasync.errors import UserError
+from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
+
+TrainerLogprobs = Callable[[Ints], Floats | None]
+"""The trainer's log-probabilities of a sequence; None if the trainer has not computed them."""
+
+FOLDER, NONFINITE = "trajectories", "nonfinite"
+_META = b"skyasync"
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The groups of a step, and the position of the prompt stream after them.
+
+    ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had computed them.
+    """
+
+    step: int
+    groups: list[Group]
+    position: int = 0
+    ahead: frozenset[int] = frozenset()
+    total_steps: int = 0
+    trainer_logprobs: list[Floats | None] = field(default_factory=list)
+
+
+def need_pyarrow() -> None:
+    """Raises ``UserError`` if there is no Parquet here."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "trainer.dump_trajectories=true writes Parquet files, and pyarrow is not installed; add it with: uv pip "
+            "install pyarrow"
+        ) from error
+
+
+def path_of(run: Path, step: int, folder: str = FOLDER) -> Path:
+    return run / folder / f"step_{step:06d}.parquet"
+
+
+def files_of(run: Path) -> list[Path]:
+    """The files of a run, or of a folder of such files, in the order of their steps."""
+    folder = run / FOLDER if (run / FOLDER).is_dir() else run
+    return sorted(folder.glob("step_*.parquet"))
+
+
+def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda tokens: None) -> None:
+    """Write the trajectories of a step, with the trainer's log-probabilities.
+
+    Raises:
+        OSError: if the disk does not take them; then there is no file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {
+        "reward": pa.float64(), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()), "trainer_logprobs": pa.list_(pa.float32()), "lengths": pa.list_(pa.int32()),
+        "segment_rewards": pa.list_(pa.float64()), "kinds": pa.list_(pa.string()),
+    }  # fmt: skip
+    scalars = ("epoch", "row", "repetition", "sequence", "env_class", "messages", "extras", "stop_reason", "metrics")
+    rows = [row for group in recorded.groups for row in _rows(group, trained)]
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
+    for name, of in types.items():
+        columns[name] = pa.array([row[name] for row in rows], of)
+    about = {"step": recorded.step, "position": recorded.position, "ahead": sorted(recorded.ahead)}
+    meta = json.dumps(about | {"total_steps": recorded.total_steps})
+    table = pa.table(columns).replace_schema_metadata({_META: meta.encode()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    try:
+        pq.write_table(table, scratch, compression="zstd")
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def _rows(group: Group, trained: TrainerLogprobs) -> Iterator[dict[str, Any]]:
+    prompt = group.prompt
+    about = {
+        "epoch": prompt.id.epoch,
+        "row": prompt.id.row,
+        "env_class": prompt.env_class,
+        "messages": json.dumps(prompt.messages, default=str),
+        "extras": json.dumps(prompt.extras, default=str),
+    }
+    for trajectory in group.trajectories:
+        for number, segments in enumerate(trajectory.sequences):
+            yield {**about, **_row(trajectory, number, segments, trained)}
+
+
+def _row(trajectory: Trajectory, number: int, segments: Sequence[Segment], trained: TrainerLogprobs) -> dict[str, Any]:
+    tokens = np.concatenate([NO_INTS, *(s.tokens for s in segments)])
+    logprobs, versions = [NO_FLOATS], [NO_INTS]
+    for segment in segments:
+        acts, count = segment.kind == "action", len(segment.tokens)
+        logprobs.append(segment.logprobs if acts else np.full(count, np.nan, np.float32))
+        versions.append(segment.versions if acts else np.full(count, -1, np.int32))
+    return {
+        "repetition": trajectory.id.repetition,
+        "sequence": number,
+        "stop_reason": trajectory.stop_reason,
+        "metrics": json.dumps(trajectory.metrics),
+        "reward": trajectory.reward,
+        "kinds": [s.kind for s in segments],
+        "lengths": [len(s.tokens) for s in segments],
+        "segment_rewards": [s.reward for s in segments],
+        "tokens": tokens,
+        "logprobs": np.concatenate(logprobs),
+        "versions": np.concatenate(versions),
+        "trainer_logprobs": trained(tokens),
+    }
+
+
+def read(path: Path) -> RecordedStep:
+    """What ``write`` wrote.
+
+    Raises:
+        UserError: for a file that is not one of these, or damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+        about = json.loads(table.schema.metadata[_META])
+        rows = table.to_pylist()
+        groups = [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: (row["epoch"], row["row"]))]
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} holds no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
+    found = [row["trainer_logprobs"] for row in rows]
+    logprobs = [None if values is None else floats(values) for values in found]
+    ahead = frozenset(about["ahead"])
+    return RecordedStep(about["step"], groups, about["position"], ahead, about["total_steps"], logprobs)
+
+
+def _group(rows: Sequence[Mapping[str, Any]]) -> Group:
+    first = rows[0]
+    identity = PromptId(first["epoch"], first["row"])
+    prompt = Prompt(identity, json.loads(first["messages"]), first["env_class"], json.loads(first["extras"]))
+    trajectories = []
+    for repetition, of_one in groupby(rows, key=lambda row: row["repetition"]):
+        own = list(of_one)
+        *branches, segments = [list(_segments(row)) for row in own]
+        name, about = TrajectoryId(identity, repetition), own[-1]
+        metrics = json.loads(about["metrics"])
+        trajectories.append(Trajectory(name, segments, about["stop_reason"], metrics, branches))
+    return Group(prompt, trajectories)
+
+
+def _segments(row: Mapping[str, Any]) -> Iterator[Segment]:
+    start = 0
+    for kind, length, reward in zip(row["kinds"], row["lengths"], row["segment_rewards"], strict=True):
+        span = slice(start, start + length)
+        if kind == "action":
+            yield Segment(kind, row["tokens"][span], row["logprobs"][span], row["versions"][span], reward)
+        else:
+            yield Segment(kind, row["tokens"][span], reward=reward)
+        start += length

@@ -1,0 +1,158 @@
+"""Episodes that a checkpoint had in flight go on from their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import GenerationOutput
+from skyasync.rollout.generator_api import run_generator
+from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, requests, tokenizer, tokens_of
+from tests.virtual_time import virtual_time
+
+TURNS = 3
+SAID = "yes yes yes yes"
+
+
+class Asks(RecordedEnv):
+    """Three turns; what it says depends on how often it was asked for anything."""
+
+    answers = "turn"
+
+    def answer(self, action):
+        said = [{"role": "user", "content": f"{Asks.answers} {self.turns}?"}]
+        return {"observations": said, "reward": float(self.turns), "done": self.turns == TURNS, "metadata": {}}
+
+
+class Slow:
+    """Writes a token a second; what it was asked for, by id: prompt and first token's place in the answer."""
+
+    def __init__(self):
+        self.requests, self.rows = [], {}
+
+    async def generate(self, requests):
+        for one in requests:
+            self.requests.append(one)
+            done = sum(part.isdigit() for part in one.request_id.split("+")[1:]) and int(one.request_id.split("+")[-1])
+            row = self.rows[one.request_id] = []
+            for token in [*tokens_of(SAID), tokenizer().eos_token_id][done:]:
+                await asyncio.sleep(1)
+                row.append(token)
+            yield [self.output(one.request_id, self.rows.pop(one.request_id), "stop")]
+
+    @staticmethod
+    def output(name, tokens, finish=None):
+        return GenerationOutput(name, tokens, [-0.25] * len(tokens), [4] * len(tokens), finish)
+
+    async def progress(self):
+        news = [self.output(name, row[:]) for name, row in self.rows.items() if row]
+        for row in self.rows.values():
+            row.clear()
+        return news
+
+    async def abort(self, ids): ...
+
+
+@pytest.fixture
+def asked():
+    Asks.answers = "turn"
+    name = registered(Asks)
+    return [prompt(0, name, name="0")]
+
+
+async def run_for(seconds, asked, **settings):
+    """The trajectories in flight after so many seconds."""
+    engine = Slow()
+    plays = generator(engine, max_turns=TURNS, **settings)
+    task = asyncio.create_task(run_generator(plays, requests(asked), 0))
+    await asyncio.sleep(seconds)
+    begun = await plays.begun()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return begun
+
+
+async def go_on(begun, asked, **sampling):
+    engine = Slow()
+    plays = generator(engine, max_turns=TURNS)
+    plays.go_on_from(begun)
+    groups, _ = await run_generator(plays, requests(asked, **sampling), 0)
+    assert not await plays.begun()
+    return engine, groups[0].trajectories[0]
+
+
+LENGTH = len(tokens_of(SAID)) + 1
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.5, LENGTH + 0.5, LENGTH + 2.5, 3 * LENGTH - 0.5])
+def test_what_was_written_is_not_asked_for_again(seconds, asked):
+    @virtual_time
+    async def run():
+        _, whole = await go_on([], asked)
+        begun = await run_for(seconds, asked)
+        (copy,) = begun
+        engine, again = await go_on(begun, asked)
+        assert again.sequences == whole.sequences and again.metrics == whole.metrics
+        turn, had = int(seconds) // LENGTH, int(seconds) % LENGTH
+        assert sum(len(action.tokens) for action in copy.actions) == int(seconds)
+        assert len(engine.requests) == TURNS - turn
+        assert engine.requests[0].request_id.endswith(f"-t{turn}+{had}" if had else f"-t{turn}")
+        assert engine.requests[0].sampling.max_tokens == requests(asked)[0].sampling.max_tokens - had
+
+    run()
+
+
+@virtual_time
+async def test_where_the_environment_says_something_else_the_record_is_dropped():
+    Asks.answers = "turn"
+    asked = [prompt(0, registered(Asks), name="0")]
+    begun = await run_for(2 * LENGTH + 2.5, asked)
+    Asks.answers = "other"
+    engine, again = await go_on(begun, asked)
+    assert [r.request_id.split("-")[-1] for r in engine.requests] == ["t1", "t2"]
+    assert "other 2?" in tokenizer().decode(again.tokens)
+
+
+@virtual_time
+async def test_with_a_seed_half_a_response_is_made_again_and_comes_out_the_same():
+    Asks.answers = "turn"
+    asked = [prompt(0, registered(Asks), name="0")]
+    begun = await run_for(LENGTH + 2.5, asked)
+    asking = [replace(each, sampling=replace(each.sampling, seed=5)) for each in requests(asked)]
+    engine = Slow()
+    plays = generator(engine, max_turns=TURNS)
+    plays.go_on_from(begun)
+    await run_generator(plays, asking, 0)
+    assert [r.request_id.split("-")[-1] for r in engine.requests] == ["t1", "t2"]
+
+
+@virtual_time
+async def test_the_progress_of_a_request_that_went_on_has_all_its_pieces():
+    Asks.answers = "turn"
+    asked = [prompt(0, registered(Asks), name="0")]
+    begun = await run_for(3.5, asked)
+    engine = Slow()
+    plays = generator(engine, max_turns=TURNS)
+    plays.go_on_from(begun)
+    task = asyncio.create_task(run_generator(plays, requests(asked), 0))
+    await asyncio.sleep(2.5)
+    (copy,) = await plays.begun()
+    assert copy.actions[0].tokens.tolist() == tokens_of(SAID)[:5]
+    await task
+
+
+def test_a_part_that_is_longer_than_is_allowed_now_is_the_answer():
+    @virtual_time
+    async def run():
+        from skyasync.engines.protocol import GenerationRequest, SamplingParams
+
+        engine = Slow()
+        client = InferenceClient([engine])
+        had = Slow.output("", [1, 2, 3])
+        answer = await client.go_on(GenerationRequest("r", [1], SamplingParams(max_tokens=3)), had)
+        assert (answer.request_id, answer.finish_reason, engine.requests) == ("r", "length", [])
+
+    run()
