@@ -200,8 +200,8 @@ def load_program(reference: str, settings: dict[str, Any] | None = None) -> Call
         UserError: if there is none, or it cannot be called with a row, a base URL and a key.
     """
     program = resolve_reference(reference, kind="generator.agent_program")
-    if is_agent_class(program):
-        return program_of(program, settings or {})
+    if inspect.isclass(program) and callable(getattr(program, "run", None)):
+        return other_frameworks().agent_program(program, settings or {})
     try:
         inspect.signature(program).bind({}, base_url="", api_key="")
     except TypeError as error:

@@ -53,7 +53,7 @@ from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
 from skyasync.rewards.chat_server import ChatServer, key_of
-from skyasync.rollout.tokenizer import quick_tokenizer, template_text, told
+from skyasync.rollout.tokenizer import quick_tokenizer, template_text, with_template
 from skyasync.state.checkpoint import Checkpoints, refuse_other
 from skyasync.state.choice import choose
 from skyasync.state.recorded import check_recorded
@@ -112,7 +112,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
     path = trainer.policy.model.path
     if not own_tokenizer and Path(path, "tokenizer.json").is_file():
-        tokenizer = told(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
+        tokenizer = with_template(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
         check_lengths(prompts, tokenizer, cfg)
     check_resuming(cfg)
     if is_ours("get_judges"):

@@ -120,10 +120,10 @@ class ChatTokenizer:
             return text
         return text[: min((found for s in sampling.stop if (found := text.find(s)) >= 0), default=None)]
 
-    def seen(self, read: Ints, wrote: Ints) -> Seen:
+    def seen(self, read: Ints, wrote: Ints) -> TurnTokens:
         """A turn as the engine had it; the texts with all special tokens."""
         before, after = (_decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, wrote))
-        return Seen(before, after, ints(read).tolist(), ints(wrote).tolist())
+        return TurnTokens(before, after, ints(read).tolist(), ints(wrote).tolist())
 
     def _frame(self, conversation: Conversation, tools: Tools = None, *, generation: bool) -> list[int]:
         messages = _plain_messages(conversation)

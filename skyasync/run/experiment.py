@@ -29,7 +29,7 @@ from skyasync.plans import PLANS
 from skyasync.preflight.preparing import prepare
 from skyasync.preflight.prepare import prepare
 from skyasync.restarting import Restarting
-from skyasync.rollout.tokenizer import told
+from skyasync.rollout.tokenizer import with_template
 from skyasync.run import launch
 from skyasync.run.components import Components
 from skyasync.run.recovery import Recovery

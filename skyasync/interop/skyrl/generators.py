@@ -20,7 +20,7 @@ from typing import Any, TypedDict, cast
 from aiohttp import web
 
 from skyasync.arrays import ints
-from skyasync.endpoint.door import Door
+from skyasync.endpoint.door import ConnectionLimits
 from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
 from skyasync.endpoint.session import Session
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
@@ -292,8 +292,8 @@ class OpenEndpoint(Endpoint):
     def address(self) -> str:
         return f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
 
-    async def _listen(self, door: Door, runner: web.AppRunner) -> int:
-        return await door.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
+    async def _listen(self, limits: ConnectionLimits, runner: web.AppRunner) -> int:
+        return await limits.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
 
     @contextmanager
     def entered(self, request: web.Request) -> Iterator[Session]:
