@@ -31,7 +31,7 @@ from benchmarks.sync_gaps import Shape, save
 from skyasync.arrays import ints
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.speeds import Speed
+from skyasync.engines.router import Speed
 
 LONGEST = 240
 UNCOUNTED = 2  # to so many that are counted, one that is not

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from skyasync.config.schema import GeneratorConfig
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest
+from skyasync.engines.protocol import GenerationOutput, GenerationRequest, InferenceEngine
 from skyasync.engines.ray_engine import messages
 from skyasync.rollout.collate import collate_in_turns
 from skyasync.rollout.contract import play
@@ -60,7 +60,7 @@ class Shape:
     longest: int
 
 
-class ReadyEngine:
+class ReadyEngine(InferenceEngine):
     """Has its answers ready; the clock starts when it gives the first."""
 
     def __init__(self, shape: Shape) -> None:

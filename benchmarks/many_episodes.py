@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.envs import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings
 from skyasync.rollout.chat import ChatTokenizer
@@ -68,7 +68,7 @@ class Trivial(BaseTextEnv):
         return {"observations": [], "reward": 0.0, "done": True, "metadata": {}}
 
 
-class TimedEngine:
+class TimedEngine(InferenceEngine):
     """Answers with the same token after as long as decoding would take."""
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.cluster.placement import Placement
     from skyasync.cluster.watch import Watch
     from skyasync.engines.client import InferenceClient
-    from skyasync.engines.membership import Membership
-    from skyasync.engines.revival import Revival
+    from skyasync.engines.elastic import ElasticEngines
+    from skyasync.engines.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
     from skyasync.rollout.contract import Generator
@@ -61,8 +61,8 @@ class Factories(Protocol):
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
     ) -> WeightSync: ...
-    def get_revival(self, weight_sync: WeightSync, timeline: Timeline) -> Revival | None: ...
-    def get_membership(self, weight_sync: WeightSync, revival: Revival) -> Membership: ...
+    def get_engine_supervisor(self, weight_sync: WeightSync, timeline: Timeline) -> EngineSupervisor | None: ...
+    def get_elastic_engines(self, weight_sync: WeightSync, supervisor: EngineSupervisor) -> ElasticEngines: ...
     def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
                     eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
                     colocate_pg: object) -> RayPPOTrainer: ...  # fmt: skip
@@ -79,8 +79,8 @@ class Assembly:
         self.generator: Any = None
         self.weight_sync: Any = None
         self.turns: DeviceTurns | None = None  # of engines and policy, where they share devices
-        self.revival: Revival | None = None
-        self._membership: Membership | None = None
+        self.supervisor: EngineSupervisor | None = None
+        self._membership: ElasticEngines | None = None
         self._watch: Watch | None = None
         self._tracker: Tracker | None = None  # until a trainer runs, which closes it
 
@@ -131,9 +131,9 @@ class Assembly:
         timeline = Timeline(make.run_dir.timeline, began=make.began_s)
         timeline.add_span("start", "trainer", make.began_s or timeline.now(), timeline.now())
         self._watch = watching(make.run_dir.path, settings.ckpt_path, copies=settings.ckpt_async)
-        self.revival = make.get_revival(self.weight_sync, timeline)
-        if self.revival is not None and self.turns is None:
-            self._membership = make.get_membership(self.weight_sync, self.revival)
+        self.supervisor = make.get_engine_supervisor(self.weight_sync, timeline)
+        if self.supervisor is not None and self.turns is None:
+            self._membership = make.get_elastic_engines(self.weight_sync, self.supervisor)
         self.attach(trainer, timeline)
 
     async def _load(self, trainer: RayPPOTrainer) -> None:
@@ -158,7 +158,7 @@ class Assembly:
         """Give a trainer the models, which are up, and what watches over them."""
         if self._watch is not None:
             trainer.callbacks.insert(0, self._watch)  # those behind it see its metrics
-        trainer.callbacks.extend(part for part in (self.revival, self._membership) if part is not None)
+        trainer.callbacks.extend(part for part in (self.supervisor, self._membership) if part is not None)
         trainer.attach(self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._make.run_dir, turns=self.turns)
         self._tracker = None
 
@@ -172,8 +172,8 @@ class Assembly:
             await self.generator.close()
         if self._membership is not None:
             await self._membership.close()
-        if self.revival is not None:  # before the engines: those that end now are not to be replaced
-            await self.revival.close()
+        if self.supervisor is not None:  # before the engines: those that end now are not to be replaced
+            await self.supervisor.close()
         if self._make.cfg.generator.weight_sync_dir and self.weight_sync is not None:
             with contextlib.suppress(Exception):  # the run may have ended because the policy did
                 async with asyncio.timeout(RELEASE_S):

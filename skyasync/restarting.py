@@ -21,7 +21,7 @@ from skyasync.training.restarts import Restarts
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config
-    from skyasync.engines.revival import Revival
+    from skyasync.engines.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
     from skyasync.weight_sync.turns import DeviceTurns
@@ -35,7 +35,7 @@ class Parts(Protocol):
 
     dispatch: Any
     weight_sync: Any
-    revival: Revival | None
+    supervisor: EngineSupervisor | None
     turns: DeviceTurns | None
 
     def make_trainer(self) -> RayPPOTrainer: ...
@@ -116,8 +116,8 @@ class Restarting:
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())
-        if run.parts.revival is not None:
-            run.parts.revival.write_to(timeline)
+        if run.parts.supervisor is not None:
+            run.parts.supervisor.write_to(timeline)
         run.parts.attach(trainer, timeline)
         log.info("the workers are back after %.1f s", timeline.now() - began)
         return trainer

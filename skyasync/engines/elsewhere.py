@@ -35,9 +35,9 @@ from skyasync.engines.protocol import (
     GenerationRequest,
     PauseMode,
     RequestFailedError,
+    Stopwatch,
     refusal,
 )
-from skyasync.engines.stopwatch import Stopwatch
 from skyasync.errors import UserError
 from skyasync.together import within
 from skyasync.weight_sync.update import Held, WakePart, WeightSyncError, WeightUpdate

@@ -1,4 +1,4 @@
-"""What every inference engine offers, and the words it is spoken to in.
+"""The engine interface: requests, answers, the base class of engines and the table of backends.
 
 Invariant: a request is answered exactly once, with one behaviour log-probability and one policy version
 per generated token. Versions are stamped by the engine, at the token, and never changed afterwards.
@@ -6,19 +6,22 @@ per generated token. Versions are stamped by the engine, at the token, and never
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, nextafter
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints
+from skyasync.catalogue import About
 from skyasync.config.generation import INT32, SamplingConfig
 from skyasync.config.keys import Key, Keys
 from skyasync.errors import UserError
-from skyasync.registry import Registry
+from skyasync.registry import Registry, resolve_reference
 from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -225,63 +228,137 @@ class EngineStats:
     cache_used: int | None = None
 
 
-class InferenceEngine(Protocol):
-    """One engine. All methods may be called at any time from one event loop; none blocks it."""
+class Stopwatch:
+    """Seconds for which it was switched on; reading it does not stop it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    @property
+    def on(self) -> bool:
+        return self._since is not None
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def switch(self, on: bool) -> None:
+        if on != self.on:
+            self._seconds, self._since = self.seconds, (time.perf_counter() if on else None)
+
+
+class NotSupportedError(UserError):
+    """The engine does not have what was called."""
+
+
+class InferenceEngine:
+    """One engine: the base class of all backends and of the handles that stand for engines in other processes.
+
+    A backend overrides ``REQUIRED``; what else it does not override is not supported. All methods may be called at any
+    time from one event loop; none blocks it.
+
+    Attributes:
+        config: what it was made with.
+        proves_weights: it compares the weights it holds with digests of what was sent.
+        restartable: ``successor`` makes a replacement after a failure.
+    """
+
+    proves_weights: ClassVar[bool] = True
+    restartable: ClassVar[bool] = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @property
+    def node(self) -> str:
+        """Ray's id of the node that it runs on; empty if unknown."""
+        return ""
+
+    def set_threads(self, threads: int) -> None:
+        """CPU threads of the engine; call before ``start``."""
 
     async def start(self) -> None:
         """Load the model. Raises what loading raised."""
+        raise self.unsupported("start")
 
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        """Answer each request once, in lists, as they finish. What it raises fails all of them: what is wrong with one
-        request alone is that request's answer, with ``finish_reason="error"``."""
+        """Answer each request once, in lists, as they finish.
+
+        What it raises fails all of them. An error of one request is that request's answer (``finish_reason="error"``).
+        """
+        raise self.unsupported("generate")
 
     async def progress(self) -> list[GenerationOutput]:
-        """What is new of every unanswered request since the last call; ``finish_reason`` is None.
+        """New tokens of unanswered requests since the last call, between two steps; also a heartbeat.
 
-        Answers between two tokens, paused or not: who asks knows that the engine lives. The answer to a request is
-        whole, whatever has been told of it before. An engine may leave requests out, and may lack the method: then
-        nothing is known of its requests when it dies.
+        ``finish_reason`` is None. The final answer repeats these tokens. Requests may be left out; by default all are.
         """
+        await self.stats()
+        return []
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first under the current weights, temperature 1."""
+        raise self.unsupported("score")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop computing tokens: keep requests with their cache, abort them, or wait until they finish.
 
         New requests are accepted while paused and start after ``resume``.
         """
+        raise self.unsupported("pause")
 
     async def resume(self) -> None:
-        """Go on with the kept and the new requests."""
+        """Continue with the kept and the new requests."""
+        raise self.unsupported("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) with ``finish_reason="abort"``; unknown ids are ignored."""
+        raise self.unsupported("abort")
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         """Fetch and load the weights; tokens computed afterwards carry ``update.version``.
 
-        Returns the weights of which the engine could never see that it holds what was sent, for the probe to be run
-        after every sync; None is of none. The caller has paused the engine or knows it idle.
+        Returns the weights that could not be compared with what was sent, for the probe to run after every sync; None
+        means none. The caller has paused the engine or knows that it is idle.
         """
+        raise self.unsupported("update_weights")
+
+    async def held_version(self) -> int:
+        """The policy version of its weights; -1 if unknown."""
+        raise self.unsupported("held_version")
+
+    async def hand_back(self, folder: str) -> str:
+        """Write its weights to a file of ``folder``, which the caller removes; its path."""
+        raise self.unsupported("hand_back")
 
     async def sleep(self) -> None:
-        """Free the memory of cache (and weights, where the engine can). Only when idle."""
+        """Free the memory of cache and, where possible, weights. Only when idle."""
+        raise self.unsupported("sleep")
 
     async def wake(self, part: WakePart) -> None:
-        """Undo ``sleep`` in two steps: room for the weights, then, once they have been updated, for the cache.
+        """Undo ``sleep`` in two steps: room for the weights and, after their update, for the cache."""
+        raise self.unsupported("wake")
 
-        The next request comes behind both.
-        """
-
-    async def stats(self) -> EngineStats: ...
+    async def stats(self) -> EngineStats:
+        raise self.unsupported("stats")
 
     async def shutdown(self) -> None:
         """Release everything the engine holds. Safe to call twice."""
 
+    def kill(self) -> None:
+        """End it at once, also if it does not answer. Safe to call twice."""
 
-#: Methods that an engine of one's own may lack: nothing is known of its requests until they are answered.
-MAY_LACK = ("progress",)
+    def successor(self) -> InferenceEngine:
+        """A replacement after a failure, not started: same configuration, same place."""
+        raise self.unsupported("successor")
+
+    def unsupported(self, what: str) -> NotSupportedError:
+        return NotSupportedError(f"{type(self).__name__} does not support {what}")
+
+
+#: Methods that every backend overrides.
+REQUIRED = ("start", "generate", "score", "pause", "resume", "abort", "update_weights", "stats", "shutdown")
 
 
 @dataclass(frozen=True)
@@ -311,31 +388,103 @@ class EngineConfig:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-ENGINES = Registry(
-    "engine",
-    [
-        "skyasync.engines.embedded.engine",
-        "skyasync.engines.vllm.engine",
-        "skyasync.engines.vllm.server",
-        "skyasync.engines.sglang.server",
-    ],
-    capabilities={
-        "tensor_parallel": False,  # one engine may take several GPUs
-        "weight_sync": ("shared_memory",),  # how weights may reach it
-        "computes_on_lent_weights": False,  # those that lie in memory of the machine, which are swapped under it
-        "reads_lent_weights": False,  # those that lie there, into weights of its own
-        "loads_as_files": False,  # wants weights by the names of the model's files, not of transformers' parameters
-        "takes_changes": False,  # can be sent what has changed of weights alone
-        "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights
-        "adaptable": "",  # module:function(config.json, gpus=) that says why it has no adapters of such a model, or ""
-        "forgets_asleep": False,  # its weights are gone after ``sleep``
-        "hands_back": False,  # says what version it holds (``held_version``), and writes it to a file (``hand_back``)
-        "returns_experts": False,  # can say which experts a mixture's routers chose
-        "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
-        "sampling": (),  # settings of generator.sampling_params that not every engine has
-        "lacks": (),  # of those that others have, the ones that it has not
-        "elsewhere": False,  # servers of generator.engines, which somebody else has started
-        "options": "",  # module:function that says what is wrong with generator.engine_kwargs; none takes none
-        "extra": "",  # of this library, that installs what it needs
-    },
-)
+#: What an engine can do, as configuration asks it: name -> default. Engines of users set class attributes.
+CAPABILITIES: dict[str, Any] = {
+    "tensor_parallel": False,  # one engine may take several GPUs
+    "weight_sync": ("shared_memory",),  # how weights may reach it
+    "computes_on_lent_weights": False,  # it maps weights in the machine's shared memory and computes on them
+    "reads_lent_weights": False,  # it copies weights out of the machine's shared memory
+    "loads_as_files": False,  # it wants weights by the names of the model's files, not of transformers' parameters
+    "takes_changes": False,  # it accepts a delta of weights
+    "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
+    "forgets_asleep": False,  # ``sleep`` drops its weights
+    "hands_back": False,  # it has ``held_version`` and ``hand_back``
+    "returns_experts": False,  # it reports the experts that a mixture's routers chose
+    "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
+    "sampling": (),  # settings of generator.sampling_params that not every engine has
+    "lacks": (),  # settings of generator.sampling_params that other engines have
+    "elsewhere": False,  # a server of generator.engines, which the run does not start
+    "options": "",  # module:function that says what is wrong with generator.engine_kwargs; "" takes none
+    "extra": "",  # the extra of this library that installs what it needs
+}
+
+#: Backend -> its class and its capabilities. Configuration reads them before torch or vLLM is imported.
+BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformers": (
+        "skyasync.engines.embedded.engine:TransformersEngine",
+        {
+            "computes_on_lent_weights": True,
+            "takes_changes": True,
+            "takes_adapters": ("layers", "head"),
+            "returns_experts": True,
+            "hands_back": True,
+            "sleeps_on": ("cpu", "gpu"),
+        },
+    ),
+    "vllm": (
+        "skyasync.engines.vllm.engine:VLLMEngine",
+        {
+            "tensor_parallel": True,
+            "weight_sync": ("shared_memory", "nccl", "cuda_ipc"),
+            "reads_lent_weights": True,
+            "loads_as_files": True,
+            "takes_changes": True,
+            "takes_adapters": ("layers",),
+            "forgets_asleep": True,
+            "sleeps_on": ("gpu",),
+            "sampling": ("structured_outputs", "repetition_detection"),
+            "options": "skyasync.engines.vllm.options:reserved_options",
+            "extra": "vllm",
+        },
+    ),
+    "vllm_server": (
+        "skyasync.engines.vllm.server:VLLMServerEngine",
+        {
+            "elsewhere": True,
+            "loads_as_files": True,
+            "takes_changes": True,
+            "sampling": ("structured_outputs", "repetition_detection"),
+        },
+    ),
+    "sglang_server": (
+        "skyasync.engines.sglang.server:SGLangServerEngine",
+        {
+            "elsewhere": True,
+            "loads_as_files": True,
+            "lacks": (
+                "top_p",
+                "top_k",
+                "min_p",
+                "bad_words",
+                "allowed_token_ids",
+                "structured_outputs",
+                "repetition_detection",
+            ),
+        },
+    ),
+}
+
+
+class EngineRegistry(Registry):
+    """``BACKENDS`` and the engines of users, which may be any class with the methods of ``REQUIRED``."""
+
+    @cached_property
+    def _builtins(self) -> dict[str, tuple[str, About]]:
+        return {name: (cls, About(can={**CAPABILITIES, **own})) for name, (cls, own) in BACKENDS.items()}
+
+    def __missing__(self, name: str) -> Any:  # noqa: ANN401  (a class)
+        if name not in BACKENDS:
+            return super().__missing__(name)
+        reference, own = BACKENDS[name]
+        return self.register(name, **own)(resolve_reference(reference, kind="engine"))
+
+    def make(self, backend: str, config: EngineConfig) -> InferenceEngine:
+        """An engine, not started; a class that does not subclass ``InferenceEngine`` gets its defaults."""
+        found: Any = self.find(backend)
+        if isinstance(found, type) and not issubclass(found, InferenceEngine):
+            found = type(found.__name__, (found, InferenceEngine), {})
+        engine: InferenceEngine = found(config)
+        return engine
+
+
+ENGINES = EngineRegistry("engine", capabilities=CAPABILITIES)

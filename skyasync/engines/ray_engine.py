@@ -1,7 +1,7 @@
-"""An engine in a Ray actor, spoken to as if it were local.
+"""An engine in a Ray actor, called like a local one.
 
-Invariant: nothing here blocks the caller's event loop; the actor lives from the engine's making to ``shutdown`` and
-dies with the process that started it.
+Invariant: nothing here blocks the caller's event loop; the actor runs from the engine's making to ``shutdown`` and ends
+with the process that started it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
@@ -20,12 +20,9 @@ from skyasync.engines.protocol import (
     ENGINES,
     EngineConfig,
     EngineDiedError,
-    EngineStats,
     GenerationOutput,
     GenerationRequest,
     InferenceEngine,
-    PauseMode,
-    WakePart,
 )
 from skyasync.errors import UserError
 from skyasync.processes.identity import Identity
@@ -36,43 +33,32 @@ log = logging.getLogger(__name__)
 #: The user's terminal shows the run's progress, not that of every library's loading.
 QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-#: Calls that an engine's process serves at once: more than there can be. A paused engine answers no request, so if
-#: they could take all places, the call that resumes it would find none.
+#: Calls that an engine's process serves at once. Requests at a paused engine are calls too: if they could take all
+#: places, the call that resumes the engine would find none.
 CALLS = 1_000_000
 
 MESSAGE_TOKENS = 2**18  # 3 MB
-
-
-@contextlib.contextmanager
-def _deaths() -> Iterator[None]:
-    """Ray has several words for an actor that is no more."""
-    try:
-        yield
-    except ray.exceptions.RayActorError as error:
-        raise EngineDiedError(str(error)) from error
+SHUTDOWN_S = 20.0
 
 
 class _EngineActor:
-    """Forwards to the engine it holds."""
+    """The process of an engine, which loads the engine's libraries."""
 
     def __init__(self, backend: str, user_engines: dict[str, Any]) -> None:
         for name, value in QUIET.items():  # before the engine's libraries are imported, here and in its processes
             os.environ.setdefault(name, value)
         ENGINES.update(user_engines)
-        self._engine_class = ENGINES.find(backend)
+        self._backend = backend
+        ENGINES.find(backend)  # imports it, while the caller does other things
         self._engine: InferenceEngine
 
     async def start(self, config: EngineConfig) -> Identity:
-        self._engine = self._engine_class(config)
+        self._engine = ENGINES.make(self._backend, config)
         await self._engine.start()
         return Identity.mine()
 
     async def call(self, method: str, *args: object) -> object:
         return await getattr(self._engine, method)(*args)
-
-    async def progress(self) -> list[GenerationOutput]:
-        """Of an engine without the method nothing but that its process lives."""
-        return await self._engine.progress() if hasattr(self._engine, "progress") else []
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         async for outputs in self._engine.generate(requests):
@@ -81,7 +67,7 @@ class _EngineActor:
 
 
 def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOutput]]:
-    """The outputs in pieces of about ``MESSAGE_TOKENS``, in order: whoever reads one can do nothing else meanwhile."""
+    """The outputs in order, in lists of about ``MESSAGE_TOKENS``: reading a message blocks the reader's event loop."""
     message: list[GenerationOutput] = []
     tokens = 0
     for output in outputs:
@@ -94,36 +80,36 @@ def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOut
         yield message
 
 
-class RayEngine:
-    """See ``InferenceEngine`` for the methods. Making one starts its process, so Ray must be up.
+class RayEngine(InferenceEngine):
+    """Making one starts its process, so Ray must be up. Methods of ``REMOTE`` are those of the engine there.
 
     Args:
         options: Ray's actor options (resources, placement); an attribute too.
         start_timeout_s: how long the model may take to load.
     """
 
+    restartable: ClassVar[bool] = True
+
     def __init__(
         self, backend: str, config: EngineConfig, options: dict[str, Any] | None = None, start_timeout_s: float = 300.0
     ) -> None:
-        self.backend, self.config = backend, config
+        super().__init__(config)
+        self.backend = backend
         self._start_timeout_s = start_timeout_s
-        self._asked_to_start = False
+        self._start_was_called = False
         self._process: Identity | None = None
         self.options = options or {}
         actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self.options)
-        # Its libraries are imported while the caller does other things.
         self._actor: Any = actor_class.remote(backend, ENGINES.user_parts())
 
     def set_threads(self, threads: int) -> None:
-        """CPU threads of the engine; call before ``start``."""
         self.config = replace(self.config, threads=threads)
 
     async def start(self) -> None:
-        self._asked_to_start = True
+        self._start_was_called = True
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                with _deaths():
-                    self._process = await self._living.start.remote(self.config)
+                self._process = await self._remote("start", self.config)
         except TimeoutError as error:
             raise TimeoutError(
                 f"the {self.backend} engine did not start within {self._start_timeout_s:g} s "
@@ -131,60 +117,27 @@ class RayEngine:
             ) from error
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        with _deaths():
-            async for reference in self._living.generate.options(num_returns="streaming").remote(list(requests)):
+        actor = self._running_actor()
+        with _actor_failures():
+            async for reference in actor.generate.options(num_returns="streaming").remote(list(requests)):
                 yield await reference
-
-    async def progress(self) -> list[GenerationOutput]:
-        with _deaths():
-            return await self._living.progress.remote()
-
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return await self._call("score", sequences)
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._call("pause", mode)
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._call("abort", request_ids)
-
-    @property
-    def node(self) -> str:
-        """Ray's name of the node that it is on; empty before it has started."""
-        return self._process.node if self._process is not None else ""
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         update = await update.on(self.node)
-        unproven: Sequence[str] | None = await self._call("update_weights", update)
+        unproven: Sequence[str] | None = await self._remote("call", "update_weights", update)
         return unproven
 
-    async def held_version(self) -> int:
-        version: int = await self._call("held_version")
-        return version
-
-    async def hand_back(self, folder: str) -> str:
-        path: str = await self._call("hand_back", folder)
-        return path
-
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    async def wake(self, part: WakePart) -> None:
-        await self._call("wake", part)
-
-    async def stats(self) -> EngineStats:
-        return await self._call("stats")
-
-    async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
-        with _deaths():
-            return await self._living.call.remote(method, *args)
-
     @property
-    def _living(self) -> Any:  # noqa: ANN401  (Ray's handle of the actor)
-        """Raises EngineDiedError once it was ended: who asks all engines may have begun before that."""
+    def node(self) -> str:
+        return self._process.node if self._process is not None else ""
+
+    async def _remote(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the actor's method returns)
+        actor = self._running_actor()
+        with _actor_failures():
+            return await getattr(actor, method).remote(*args)
+
+    def _running_actor(self) -> Any:  # noqa: ANN401  (Ray's handle)
+        """Raises EngineDiedError after ``kill`` and ``shutdown``: a call of all engines may have begun before."""
         if self._actor is None:
             raise EngineDiedError(f"the {self.backend} engine has been ended")
         return self._actor
@@ -194,14 +147,14 @@ class RayEngine:
         if self._actor is None:
             return
         actor, self._actor = self._actor, None
-        if self._asked_to_start:  # else it holds nothing, and may still be importing
+        if self._start_was_called:  # else it holds nothing, and may still be importing
             with contextlib.suppress(Exception):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(SHUTDOWN_S):
                     await actor.call.remote("shutdown")
         ray.kill(actor)
 
     def kill(self) -> None:
-        """End its process and all that it started, also if it answers nothing any more. Safe to call twice."""
+        """End its process and all that it started, also if it does not answer any more. Safe to call twice."""
         if self._actor is not None:
             actor, self._actor = self._actor, None
             ray.kill(actor)
@@ -209,37 +162,61 @@ class RayEngine:
             self._process.end()
 
     def successor(self) -> RayEngine:
-        """Another one in its place: the same placement, the same configuration. Its process starts."""
         return RayEngine(self.backend, self.config, self.options, self._start_timeout_s)
 
     @property
     def ended(self) -> bool:
-        """Its place is free."""
+        """Its resources are free."""
         return self._actor is None
 
+    @staticmethod
+    def one_more(engines: Sequence[InferenceEngine], devices: int, *, may_grow: bool = False) -> RayEngine:
+        """Another engine like these, with the resources of one that has left, or where Ray has room. Blocks.
 
-def another(engines: Sequence[InferenceEngine], devices: int, *, may_grow: bool = False) -> RayEngine:
-    """One more like these, in the place of one that has left, or where Ray has room. Asks Ray, and waits for it.
+        Args:
+            devices: GPUs of an engine; 0 without GPUs, where engines share the cores.
+            may_grow: where Ray has no room it is asked all the same, until the engine's start times out: Ray's
+                autoscaler may add a node.
 
-    Args:
-        devices: GPUs of an engine; 0 without GPUs, where engines share the cores.
-        may_grow: where Ray has no room it is asked all the same, and has until the engine's start is late: a node may
-            come (Ray's autoscaler brings one for what is asked for).
+        Raises:
+            UserError: if Ray has not so many, and will not have.
+        """
+        ours = [engine for engine in engines if isinstance(engine, RayEngine)]
+        taken = [id(engine.options) for engine in ours if not engine.ended]
+        free = [engine.options for engine in ours if id(engine.options) not in taken]
+        options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
+        available = ray.available_resources().get("GPU", 0.0)
+        first = ours[0]
+        if not free and available < devices:
+            lacking = f"another engine takes {devices} GPUs, and Ray has {available:g} that are free"
+            if not may_grow:
+                raise UserError(lacking)
+            log.warning(
+                "%s: it waits for a node, at most %g s (generator.engine_start_timeout_s)",
+                lacking,
+                first._start_timeout_s,
+            )
+        config = replace(first.config, extra={**first.config.extra, "engine_index": len(engines)})
+        return RayEngine(first.backend, config, options, first._start_timeout_s)
 
-    Raises:
-        UserError: if Ray has not so many, and will not have.
-    """
-    ours = [engine for engine in engines if isinstance(engine, RayEngine)]
-    taken = [id(engine.options) for engine in ours if not engine.ended]
-    free = [engine.options for engine in ours if id(engine.options) not in taken]
-    options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
-    there = ray.available_resources().get("GPU", 0.0)
-    first = ours[0]
-    if not free and there < devices:
-        lacking = f"another engine takes {devices} GPUs, and Ray has {there:g} that are free"
-        if not may_grow:
-            raise UserError(lacking)
-        log.warning("%s: it waits for a node, at most %g s (generator.engine_start_timeout_s)",
-                    lacking, first._start_timeout_s)  # fmt: skip
-    config = replace(first.config, extra={**first.config.extra, "engine_index": len(engines)})
-    return RayEngine(first.backend, config, options, first._start_timeout_s)
+
+@contextlib.contextmanager
+def _actor_failures() -> Iterator[None]:
+    """Ray has several errors for an actor that has ended."""
+    try:
+        yield
+    except ray.exceptions.RayActorError as error:
+        raise EngineDiedError(str(error)) from error
+
+
+def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def call(self: RayEngine, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
+        return await self._remote("call", name, *args)
+
+    call.__name__, call.__doc__ = name, getattr(InferenceEngine, name).__doc__
+    return call
+
+
+REMOTE = ("progress", "score", "pause", "resume", "abort", "held_version", "hand_back", "sleep", "wake", "stats")
+for _name in REMOTE:
+    setattr(RayEngine, _name, _call_of(_name))

@@ -16,7 +16,6 @@ from skyasync.config.sampling import backend, sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.errors import UserError
-from skyasync.registry import resolve_reference
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
 _BETWEEN_GPUS = {
@@ -24,6 +23,7 @@ _BETWEEN_GPUS = {
     "cuda_ipc": "engines read the weights on the GPUs that they share with the policy",
 }
 CPU_BLOCK = 32  # tokens of a cache block in which vLLM's attention on a CPU computes
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FEW_TURNS = 4  # that there is room for where generator.max_turns does not say
 
 
@@ -64,17 +64,23 @@ def adapter_rank(cfg: Config) -> int:
 
 
 def _adapter_rank(cfg: Config, *, gpus: bool) -> int:
-    """The same, of a model whose adapters the engine can compute with, as far as this machine can tell."""
-    rank, model, judge = adapter_rank(cfg), cfg.trainer.policy.model, ENGINES.about(backend(cfg)).can["adaptable"]
-    file = config_file(model.path) if rank and judge else None
+    """The same; an engine that has no adapters of its model's kind says so when it starts."""
+    rank, model = adapter_rank(cfg), cfg.trainer.policy.model
+    file = config_file(model.path) if rank and not gpus and backend(cfg) == "vllm" else None
     if file is not None:
         shape = {**read_shape(file, f"trainer.policy.model.path={model.path}"), **model.config_kwargs}
-        if why := resolve_reference(judge, kind="check of adapters")(shape, gpus=gpus):
-            raise UserError(
-                f"trainer.policy.lora.sync=adapter cannot be had with generator.backend={backend(cfg)} and "
-                f"{model.path}: {why}; set trainer.policy.lora.sync=merged"
-            )
+        for name in EXPERTS:
+            if isinstance(count := shape.get(name), int) and count > 0:
+                why = f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
+                raise no_adapters("vllm", model.path, why)
     return rank
+
+
+def no_adapters(engine: str, model: str, why: str) -> UserError:
+    return UserError(
+        f"trainer.policy.lora.sync=adapter cannot be had with generator.backend={engine} and {model}: {why}; "
+        f"set trainer.policy.lora.sync=merged"
+    )
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:

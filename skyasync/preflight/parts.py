@@ -16,7 +16,7 @@ from skyasync.config.domains import judges
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.endpoint.parsers import VLLM, check_parsers
-from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
+from skyasync.engines.protocol import ENGINES, REQUIRED, InferenceEngine
 from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.check import STEP_FORM
 from skyasync.envs.registry import ENVS
@@ -201,7 +201,7 @@ def _check_engine(name: str) -> None:
     if ":" not in name:
         return check_installed(ENGINES, name)
     engine = ENGINES.find(name)
-    wanted = [name for name in vars(InferenceEngine) if not name.startswith("_") and name not in MAY_LACK]
-    if missing := [method for method in wanted if not hasattr(engine, method)]:
+    defaults = vars(InferenceEngine)
+    if missing := [name for name in REQUIRED if getattr(engine, name, defaults[name]) is defaults[name]]:
         raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.engines.protocol.InferenceEngine)")
     return None

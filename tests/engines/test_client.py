@@ -118,11 +118,11 @@ async def test_a_session_stays_on_its_engine_also_when_nothing_of_it_is_in_fligh
 
 @virtual_time
 async def test_sessions_are_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr("skyasync.engines.routes.REMEMBERED_SESSIONS", 3)
+    monkeypatch.setattr("skyasync.engines.router.REMEMBERED_SESSIONS", 3)
     client = InferenceClient([Engine()])
     for i in range(10):
         await client.generate(request(f"r{i}", f"s{i}"))
-    assert len(client.roster.routes.sessions) == 3
+    assert len(client.pool.router.sessions) == 3
 
 
 @virtual_time
@@ -191,7 +191,7 @@ async def test_a_cancelled_caller_disturbs_nobody():
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(found[0], asyncio.CancelledError)
     assert [o.request_id for o in found[1:]] == ["r1", "r2"]
-    assert client.roster.routes.in_flight == [0]
+    assert [load.in_flight for load in client.pool.router.loads] == [0]
 
 
 @virtual_time

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.pieces import continuation
+from skyasync.engines.inflight import continuation
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
@@ -103,7 +103,7 @@ async def test_a_stop_string_that_spans_cuts_ends_the_response_where_it_would_wi
 ) -> None:
     """Greedy, so that the same tokens come again; each response has 24 characters of its own as its stop string."""
     tokenizer = AutoTokenizer.from_pretrained(untied_model)
-    client._ends.tokenizer = lambda: tokenizer
+    client._tokenizer = lambda: tokenizer
     greedy = SamplingParams(max_tokens=LENGTH, min_tokens=40, ignore_eos=True, temperature=0.0)
     prompts = {f"s{i}": [1 + i, 2, 3 + i] for i in range(16)}
     free = await asyncio.gather(*(client.generate(GenerationRequest(n, p, greedy)) for n, p in prompts.items()))

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyasync.engines.membership import Membership
+from skyasync.engines.elastic import ElasticEngines, read_engine_list, write_engine_list, wrong_name
 from skyasync.engines.protocol import EngineDiedError, GenerationRequest, SamplingParams
-from skyasync.engines.wanted import read, write, wrong_name
 from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightSyncError
 from tests.engines.test_survival import Engine, Run, ask, check
@@ -26,8 +25,8 @@ class Changing(Run):
         self.file = folder / "engines.txt"
         self.made: dict[str, Engine] = {}
         self.refusals: list[Exception] = []
-        self.membership = Membership(
-            self.client, self.weights, self.revival, self.make, names or [str(i) for i in range(engines)], self.file,
+        self.membership = ElasticEngines(
+            self.client, self.weights, self.supervisor, self.make, names or [str(i) for i in range(engines)], self.file,
             interval_s=1.0, limit_s=60.0,
         )  # fmt: skip
 
@@ -47,11 +46,11 @@ class Changing(Run):
         await super().__aexit__(*error)
 
     def want(self, *names: str) -> None:
-        write(self.file, names)
+        write_engine_list(self.file, names)
 
     @property
     def living(self) -> list[int]:
-        return self.client.roster.routes.living
+        return self.client.pool.healthy
 
 
 def told(caplog: pytest.LogCaptureFixture) -> str:
@@ -70,7 +69,7 @@ async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(tmp
         assert joined.version == 1 and joined.calls[0] == "update 1"
         more = [asyncio.create_task(run.client.generate(task)) for task in requests("m", 3)]
         await asyncio.sleep(2)
-        assert run.client.roster.routes.in_flight[2] >= 2, "the idlest gets the next"
+        assert run.client.pool.router.loads[2].in_flight >= 2, "the idlest gets the next"
         check(await asyncio.gather(*tasks), tokens=30)
         assert all(len(answer.token_ids) == 12 for answer in await asyncio.gather(*more))
         await run.sync()
@@ -91,7 +90,7 @@ async def test_what_a_leaving_one_has_goes_on_at_the_others_and_no_token_is_made
         assert run.living == [1] and run.client.engines[0].gone.is_set()
         check(await asyncio.gather(*tasks), tokens=20)
         await run.sync()
-        assert run.machine.killed == 0 and run.revival.deaths == 0, "leaving is no death"
+        assert run.machine.killed == 0 and run.supervisor.failures == 0, "leaving is no death"
         assert asyncio.get_running_loop().time() < 60
 
 
@@ -117,7 +116,7 @@ async def test_one_that_is_dead_may_leave_and_is_not_started_again(tmp_path: Pat
         run.want("1")
         check(await asyncio.gather(*tasks))
         await asyncio.sleep(30)
-        assert run.living == [1] and run.revival.restarts == 0
+        assert run.living == [1] and run.supervisor.restarts == 0
 
 
 @virtual_time
@@ -130,7 +129,7 @@ async def test_one_that_joined_and_died_is_replaced_as_the_others(tmp_path: Path
         run.kill(2)
         check(await asyncio.gather(*tasks))
         await asyncio.sleep(20)
-        assert run.living == [0, 1, 2] and (run.revival.deaths, run.revival.restarts) == (1, 1)
+        assert run.living == [0, 1, 2] and (run.supervisor.failures, run.supervisor.restarts) == (1, 1)
 
 
 @virtual_time
@@ -195,7 +194,7 @@ async def test_a_file_that_is_gone_or_empty_changes_nothing(tmp_path: Path) -> N
 
 
 def test_names() -> None:
-    assert read("# x\n0\n 0 \nhttp://a:1/ # one\n\n") == ["0", "http://a:1"]
+    assert read_engine_list("# x\n0\n 0 \nhttp://a:1/ # one\n\n") == ["0", "http://a:1"]
     assert not wrong_name("3", servers=False) and not wrong_name("http://a:1", servers=True)
     assert (
         wrong_name("http://a:1", servers=False) and wrong_name("a b", servers=False) and wrong_name("3", servers=True)

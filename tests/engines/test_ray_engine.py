@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from skyasync.engines.protocol import EngineConfig, EngineDiedError, GenerationRequest, SamplingParams
-from skyasync.engines.ray_engine import RayEngine, another
+from skyasync.engines.ray_engine import RayEngine
 from skyasync.errors import UserError
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -31,8 +31,8 @@ async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None
             await engine.resume()
             assert await asyncio.gather(*answers) == [1] * REQUESTS
         with pytest.raises(UserError, match="takes 1000 GPUs, and Ray has"):
-            another([engine], 1000)
-        another([engine], 1000, may_grow=True).kill()  # it waits for a node
+            RayEngine.one_more([engine], 1000)
+        RayEngine.one_more([engine], 1000, may_grow=True).kill()  # it waits for a node
     finally:
         await engine.shutdown()
 

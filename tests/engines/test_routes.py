@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineStats, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.routes import CACHED, Charge, Routes
-from skyasync.engines.speeds import ENOUGH, Speed, relative
+from skyasync.engines.protocol import EngineStats, GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
+from skyasync.engines.router import CACHED, MIN_ANSWERS, Charge, Router, Throughput, relative
 from skyasync.simulate import engines as virtual
 from skyasync.simulate.clock import run_virtual
 
@@ -28,6 +27,11 @@ def request(name: str, prompt: int = 4, most: int = 16, session: str | None = No
 def answer(tokens: int, reason: str = "stop") -> GenerationOutput:
     row = [0] * tokens
     return GenerationOutput("r", row, [0.0] * tokens, row, reason)  # type: ignore[arg-type]
+
+
+def set_capacity(routes: Router, capacity: Sequence[int]) -> None:
+    for load, tokens in zip(routes.loads, capacity, strict=False):
+        load.capacity = tokens
 
 
 EVENTS = st.lists(
@@ -44,59 +48,60 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.integers(1, 4), st.lists(st.integers(0, 2000), min_size=4, max_size=4))
 def test_what_is_charged_is_given_back_and_the_dead_get_nothing(events: list, count: int, capacity: list[int]) -> None:
-    routes, there = Routes(count), list[Charge]()
-    routes.capacity = capacity[:count]
+    routes, there = Router(count), list[Charge]()
+    set_capacity(routes, capacity)
     began: dict[str, int] = {}
     for now, (kind, first, second, session) in enumerate(events):
         if kind == "ask":
             charge = routes.choose(request("r", first, second, session), now)
             if charge is None:
-                assert all(routes.in_flight[i] and routes.capacity[i] for i in routes.living), (
+                assert all(routes.loads[i].in_flight and routes.loads[i].capacity for i in routes.healthy), (
                     "nobody waits for nothing"
                 )
                 continue
             there.append(charge)
-            assert charge.engine not in routes.dead
+            assert routes.loads[charge.engine].healthy
             if session:
                 assert began.setdefault(session, charge.engine) == charge.engine
         elif kind == "end" and there:
             routes.ended(there.pop(first % len(there)), answer(second) if second else None, now)
         elif kind == "die":
-            routes.dead.add(first % count)
+            routes.loads[first % count].healthy = False
             began = {name: engine for name, engine in began.items() if engine != first % count}
         elif kind == "renew":
             routes.renew(first % count)
         elif kind == "see":
-            routes.seen(first % count, EngineStats(waiting=second % 7, cache_used=10 * first))
+            routes.reported(first % count, EngineStats(waiting=second % 7, cache_used=10 * first))
         for index in range(count):
             held = [charge.tokens for charge in there if charge.engine == index]
-            assert routes.in_flight[index] == len(held)
-            assert routes.outstanding[index] == pytest.approx(sum(held))
-            assert routes.held[index] == pytest.approx(sum(c.held for c in there if c.engine == index))
+            assert routes.loads[index].in_flight == len(held)
+            assert routes.loads[index].outstanding == pytest.approx(sum(held))
+            assert routes.loads[index].held == pytest.approx(sum(c.held for c in there if c.engine == index))
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=2, max_size=60))
 def test_engines_that_are_alike_differ_by_one_request_at_most(sizes: list[tuple[int, int]]) -> None:
-    routes = Routes(3)
+    routes = Router(3)
     for prompt, most in sizes:
         routes.choose(request("r", prompt, most))
     largest = max((1 + CACHED) * prompt + most for prompt, most in sizes)
-    assert max(routes.outstanding) - min(routes.outstanding) <= largest
+    outstanding = [load.outstanding for load in routes.loads]
+    assert max(outstanding) - min(outstanding) <= largest
 
 
 def test_an_engine_whose_cache_is_full_is_passed_over_while_another_has_room() -> None:
-    routes = Routes(2)
-    routes.capacity = [100, 0]
+    routes = Router(2)
+    set_capacity(routes, [100, 0])
     chosen = [routes.choose(request(str(i), 10, 30)) for i in range(7)]
     assert [charge.engine for charge in chosen if charge] == [0, 1, 0, 1, 1, 1, 1]
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.booleans()), max_size=60), st.integers(1, 3))
 def test_a_full_engine_gets_nothing_unless_it_is_idle(sizes: list[tuple[int, bool]], count: int) -> None:
-    routes, there = Routes(count), list[Charge]()
-    routes.capacity = [300] * count
+    routes, there = Router(count), list[Charge]()
+    set_capacity(routes, [300] * count)
     for number, (prompt, ends) in enumerate(sizes):
-        before = list(routes.held)
+        before = [load.held for load in routes.loads]
         charge = routes.choose(GenerationRequest("r", np.full(prompt, number, np.int32), SamplingParams(max_tokens=9)))
         if charge is None:
             assert all(held + prompt > 300 for held in before)
@@ -108,14 +113,14 @@ def test_a_full_engine_gets_nothing_unless_it_is_idle(sizes: list[tuple[int, boo
 
 
 def test_what_an_engine_says_of_its_cache_counts() -> None:
-    routes = Routes(1)
-    routes.capacity = [100]
+    routes = Router(1)
+    set_capacity(routes, [100])
     first = routes.choose(request("a", 60))
     assert first and routes.choose(request("b", 50, 9)) is None
-    routes.seen(0, EngineStats(cache_used=10))
+    routes.reported(0, EngineStats(cache_used=10))
     second = routes.choose(request("b", 50, 9))
     assert second
-    routes.seen(0, EngineStats(cache_used=95, waiting=1))
+    routes.reported(0, EngineStats(cache_used=95, waiting=1))
     assert routes.choose(request("c", 10)) is None
     routes.ended(first)
     routes.ended(second)
@@ -128,23 +133,23 @@ def test_an_engine_that_has_the_prompt_is_preferred_while_loads_are_near() -> No
         assert charge
         return charge.engine
 
-    routes = Routes(2)
+    routes = Router(2)
     assert [ask(1), ask(2)] == [0, 1]
     assert [ask(2), ask(1)] == [1, 0], "each goes where its prompt is"
     assert [ask(3, 50), ask(2)] == [0, 1], "50 tokens more are near"
     assert ask(2) == 0, "450 are not"
     routes.forget_prompts()
-    routes = Routes(2)
+    routes = Router(2)
     assert [ask(1), ask(2)] == [0, 1]
     routes.forget_prompts()
     assert ask(2) == 0, "new weights"
-    routes.dead.add(1)
+    routes.loads[1].healthy = False
     routes.renew(1)
     assert ask(2) == 1
 
 
 def test_a_response_is_expected_to_be_as_long_as_others_were() -> None:
-    routes = Routes(1)
+    routes = Router(1)
     assert routes.expected(10, 500) == 510
     for tokens, reason in ((20, "stop"), (40, "length"), (900, "abort")):
         charge = routes.choose(request("r"))
@@ -155,20 +160,20 @@ def test_a_response_is_expected_to_be_as_long_as_others_were() -> None:
 
 
 def test_a_straggler_does_not_make_an_engine_slow() -> None:
-    speeds = [Speed(), Speed()]
+    speeds = [Throughput(), Throughput()]
     for speed in speeds:
         for wave in range(4):
             speed.load(0, 100.0 * wave)
-            for done in range(ENOUGH):
-                speed.load(ENOUGH - done, 100.0 * wave + 0.1 * (done + 1))
-                speed.gave(10)
+            for done in range(MIN_ANSWERS):
+                speed.load(MIN_ANSWERS - done, 100.0 * wave + 0.1 * (done + 1))
+                speed.answered(10)
     speeds[1].load(0, 400.0)
     speeds[1].load(1, 480.0)  # alone for 80 s
-    speeds[1].gave(800)
+    speeds[1].answered(800)
     assert relative(speeds) == [1.0, 1.0]
 
 
-class Engine:
+class Engine(InferenceEngine):
     """Seconds per token in proportion to what runs, over ``speed``: it is saturated."""
 
     def __init__(self, speed: float, lengths: dict[str, int]) -> None:
@@ -270,7 +275,7 @@ async def in_line(count: int) -> tuple[list[Small], float]:
                 await asked
 
     await asyncio.gather(*(ask(i) for i in range(count)))
-    assert not client._line and client.roster.routes.in_flight == [0, 0]
+    assert not client._queue and [load.in_flight for load in client.pool.router.loads] == [0, 0]
     await client.shutdown()
     return engines, asyncio.get_running_loop().time()
 

@@ -15,9 +15,10 @@ from skyasync.engines.protocol import (
     EngineStats,
     GenerationOutput,
     GenerationRequest,
+    InferenceEngine,
     SamplingParams,
 )
-from skyasync.engines.revival import Revival
+from skyasync.engines.supervisor import EngineSupervisor
 from skyasync.simulate.clock import run_virtual
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.virtual_time import virtual_time
@@ -35,7 +36,9 @@ class Machine:
         self.broken_starts = 0
 
 
-class Engine:
+class Engine(InferenceEngine):
+    restartable = True
+
     def __init__(self, machine: Machine, version: int = 0) -> None:
         self.machine, self.version = machine, version
         machine.made += 1
@@ -172,16 +175,16 @@ class Run:
     def __init__(self, engines: int = 2, restarts: int = 100, timeout_s: float = 600.0) -> None:
         self.machine, self.weights = Machine(), Weights()
         self.client = InferenceClient([Engine(self.machine) for _ in range(engines)], timeout_s)
-        self.revival = Revival(
+        self.supervisor = EngineSupervisor(
             self.client, self.weights, max_restarts=restarts, heartbeat_s=2.0, heartbeat_timeout_s=5.0, limit_s=60.0
         )
 
     async def __aenter__(self) -> Run:
-        self.revival.begin()
+        self.supervisor.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.revival.close()
+        await self.supervisor.close()
         await self.client.shutdown()
 
     def kill(self, index: int) -> None:
@@ -231,7 +234,7 @@ async def test_a_request_without_an_engine_waits_for_the_one_that_is_started() -
         await asyncio.sleep(4.5)
         run.kill(0)
         check(await asyncio.gather(*tasks))
-        assert (run.revival.deaths, run.revival.restarts, run.machine.made, run.machine.killed) == (1, 1, 2, 1)
+        assert (run.supervisor.failures, run.supervisor.restarts, run.machine.made, run.machine.killed) == (1, 1, 2, 1)
 
 
 @virtual_time
@@ -254,7 +257,7 @@ async def test_an_engine_that_hangs_is_dead_after_the_limit_and_its_process_is_e
         check(await asyncio.gather(*tasks), tokens=20)
         await asyncio.sleep(10)
         assert old.gone.is_set()
-        assert run.client.engines[0] is not old and run.revival.restarts == 1
+        assert run.client.engines[0] is not old and run.supervisor.restarts == 1
 
 
 @pytest.mark.parametrize("end", ["kill", "hang"])
@@ -306,7 +309,7 @@ async def test_restarts_are_counted_by_the_hour() -> None:
             run.kill(1)
             await asyncio.sleep(3700)
         check(await asyncio.gather(*ask(run, 2)))
-        assert run.revival.restarts == 3
+        assert run.supervisor.restarts == 3
 
 
 @virtual_time
@@ -315,7 +318,7 @@ async def test_a_newcomer_that_dies_while_it_loads_costs_another_restart() -> No
         run.machine.broken_starts = 2
         run.kill(1)
         await asyncio.sleep(30)
-        assert run.revival.restarts == 1 and run.machine.made == 2 + 3
+        assert run.supervisor.restarts == 1 and run.machine.made == 2 + 3
         run.kill(0)
         await asyncio.sleep(5)
         with pytest.raises(EngineDiedError):
@@ -345,12 +348,7 @@ async def test_without_a_survivor_a_death_is_the_error_of_the_requests_that_the_
 @virtual_time
 async def test_an_engine_without_news_lives_as_long_as_it_answers_and_its_requests_begin_anew() -> None:
     class Silent(Engine):
-        progress = None
-
-        def __getattribute__(self, name):
-            if name == "progress":
-                raise AttributeError(name)
-            return super().__getattribute__(name)
+        progress = InferenceEngine.progress
 
     run = Run()
     run.client.engines[1] = Silent(run.machine)
@@ -420,7 +418,7 @@ def test_whenever_engines_die_every_request_is_answered_once_and_whole(events, s
             check(await asyncio.gather(*tasks))
             await asyncio.sleep(60)
             assert {engine.version for engine in run.client.engines} == {run.weights.version}
-            assert run.client.roster.routes.in_flight == [0, 0]
-            assert not run.client._pieces and not run.client._cut
+            assert [load.in_flight for load in run.client.pool.router.loads] == [0, 0]
+            assert not run.client._inflight and not run.client._cut
 
     run_virtual(play())

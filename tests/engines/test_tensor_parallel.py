@@ -56,16 +56,14 @@ class Inspected(VLLMEngine):
 
     async def struck(self, fault: str, info: dict[str, Any], rank: int | None = None) -> list[str]:
         """What each rank says to an update with a fault, of all of them or of one."""
-        answers: list[str] = await self._core.llm.collective_rpc(update_with, args=(fault, info, rank))
+        answers: list[str] = await self.llm.collective_rpc(update_with, args=(fault, info, rank))
         return answers
 
     async def strike(self, fault: str, rank: int) -> None:
-        await self._core.llm.collective_rpc(strike, args=(fault, rank))
+        await self.llm.collective_rpc(strike, args=(fault, rank))
 
     async def digests(self) -> dict[str, str]:
-        return {
-            name: digest for rank in await self._core.llm.compute_weight_checksums() for name, digest in rank.items()
-        }
+        return {name: digest for rank in await self.llm.compute_weight_checksums() for name, digest in rank.items()}
 
 
 class Pair:

@@ -39,13 +39,13 @@ class Recorder:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[VLLMEngine, list[str]]:
     calls: list[str] = []
     engine = VLLMEngine(EngineConfig("m", extra={"sleep_mode": True}))
-    monkeypatch.setattr(type(engine._core), "llm", Recorder(calls))
+    monkeypatch.setattr(type(engine), "llm", Recorder(calls))
 
     async def call(answer: Any) -> Any:
         return await answer
 
-    monkeypatch.setattr(engine._core, "call", call)
-    engine._core.cpu = False
+    monkeypatch.setattr(engine, "call", call)
+    engine.cpu = False
     return engine, calls
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.engines.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.simulate.clock import run_virtual
@@ -43,7 +43,7 @@ async def ends_with(kind, run, *, within):
 # ---------------------------------------------------------------- parts that never answer
 
 
-class SilentEngine:
+class SilentEngine(InferenceEngine):
     async def generate(self, requests):
         await never()
         yield []

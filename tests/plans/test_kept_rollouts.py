@@ -204,10 +204,10 @@ class Watched(Memory, FullyAsyncRayPPOTrainer):
 
     async def save_checkpoint(self, **how: Any) -> Path | None:
         def halfway() -> bool:
-            return sum(len(each.token_ids) for each in client._pieces.so_far().values()) >= 40
+            return sum(len(each.token_ids) for each in client._inflight.so_far().values()) >= 40
 
         client = self.inference_engine_client
-        while client._pieces and not halfway():
+        while client._inflight and not halfway():
             await client.progress()
         return await super().save_checkpoint(**how)
 

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from skyasync.engines.protocol import EngineStats
+from skyasync.engines.protocol import EngineStats, InferenceEngine
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.rollout.types import PromptId, TrajectoryId
 from skyasync.trainer import RayPPOTrainer
@@ -43,7 +43,7 @@ async def engine_of_all(engines_session: None, model: str) -> AsyncIterator[Any]
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(engine_of_all: Any) -> Any:
     """As after a start: no prompt finds blocks that an earlier run computed under a version of the same number."""
-    await engine_of_all._core.llm.reset_prefix_cache()
+    await engine_of_all.llm.reset_prefix_cache()
     return engine_of_all
 
 
@@ -120,7 +120,7 @@ class Player:
         return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-class NoEngine:
+class NoEngine(InferenceEngine):
     """Takes weights and does nothing with them."""
 
     async def stats(self) -> EngineStats:

@@ -47,7 +47,7 @@ OF_RUNS = (
     "skyasync.controller",
     "skyasync.endpoint.server",
     "skyasync.engines.embedded.engine",
-    "skyasync.engines.membership",
+    "skyasync.engines.elastic",
     "skyasync.envs.episodes",
     "skyasync.envs.pool",
     "skyasync.examples.tiny.tasks",

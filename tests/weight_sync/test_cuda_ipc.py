@@ -166,7 +166,7 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
             while part is not None and taken < most:
                 await engine.update_weights(part)
                 taken += 1
-                assert engine._core.version == (version if part.info["last"] else version - 1)
+                assert engine.version == (version if part.info["last"] else version - 1)
                 part = await parts.next(part)
             await parts.end()
             return taken
@@ -186,7 +186,7 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         ranks.call(step, 3)
         await hand_over(3, most=2)
         await engine.update_weights(WeightUpdate(3, "cuda_ipc", BROKEN_OFF))
-        assert engine._core.version == 2
+        assert engine.version == 2
         await hand_over(3)
         assert await gap() < 1e-4, "what was broken off is forgotten"
 

@@ -97,9 +97,7 @@ async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_tha
     await late.start()
     async with pair.sync.between_syncs() as update:
         await late.update_weights(update)
-    pair.client.roster.engines.append(late)
-    pair.client.roster.routes = type(pair.client.roster.routes)(2)
-    pair.client.roster._asking.append(set())
+    await pair.client.join(late)
     assert (await hand_over(pair))["sync/fallbacks"] == 1
     assert held(late) == held(pair.engine)
     await late.shutdown()

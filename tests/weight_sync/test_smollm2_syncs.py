@@ -52,7 +52,7 @@ async def test_syncs_into_vllm_pass_and_no_fault_does(dtype, monkeypatch):
         for fault in ("stale layer", "swapped pair", "head left behind", "flipped bit", ""):
             pair.step()
             update = await pair.dispatch.publish_weights(0)
-            (message,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
+            (message,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
             print(dtype, fault, message)
             assert bool(message) == bool(fault)
             await pair.dispatch.release_weights(update)

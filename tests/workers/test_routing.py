@@ -25,7 +25,7 @@ from transformers import (
 
 from skyasync.config.schema import Config
 from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.pieces import continuation, join
+from skyasync.engines.inflight import continuation, join
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.errors import UserError
 from skyasync.rollout.collate import collate

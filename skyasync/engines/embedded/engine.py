@@ -25,7 +25,6 @@ from typing import TypeVar
 
 from skyasync.engines.embedded.core import EmbeddedCore, Reply
 from skyasync.engines.protocol import (
-    ENGINES,
     EngineConfig,
     EngineStats,
     GenerationOutput,
@@ -38,15 +37,6 @@ from skyasync.weight_sync.update import WakePart, WeightUpdate
 T = TypeVar("T")
 
 
-@ENGINES.register(
-    "transformers",
-    sleeps_on=("cpu", "gpu"),
-    computes_on_lent_weights=True,
-    takes_changes=True,
-    takes_adapters=("layers", "head"),
-    returns_experts=True,
-    hands_back=True,
-)
 class TransformersEngine:
     """An ``InferenceEngine`` in this process, on one GPU or on CPU threads.
 

@@ -15,21 +15,13 @@ from typing import Any
 
 from skyasync.engines.elsewhere import ServerEngine
 from skyasync.engines.http import Begun
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, PauseMode
+from skyasync.engines.protocol import EngineConfig, GenerationOutput, PauseMode
 from skyasync.engines.sglang.server_check import complaint
 from skyasync.engines.sglang.server_http import ENDS, GENERATE, body_of, hear, prompt_scores, scoring_body
 from skyasync.weight_sync.shared_memory import not_here
 from skyasync.weight_sync.update import WeightUpdate
 
 
-@ENGINES.register(
-    "sglang_server",
-    elsewhere=True,
-    loads_as_files=True,
-    lacks=(
-        "top_p", "top_k", "min_p", "bad_words", "allowed_token_ids", "structured_outputs", "repetition_detection",
-    ),
-)  # fmt: skip
 class SGLangServerEngine(ServerEngine):
     """See ``ServerEngine``."""
 

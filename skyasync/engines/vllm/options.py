@@ -1,24 +1,23 @@
-"""vLLM's own engine arguments, as ``generator.engine_kwargs`` may say them.
+"""vLLM's own engine arguments, as ``generator.engine_kwargs`` gives them.
 
-Invariant: what may be said is read off the installed vLLM's ``EngineArgs``, from its source, so that a wrong name, type
-or choice is refused at once: importing vLLM would take seconds. What a run says with a key of its own is not said here.
+Invariant: an argument that a run has a key of its own for is rejected before anything starts, without vLLM. All others
+are checked where vLLM is imported anyway: by its own classes, when an engine starts, before its model loads.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
-from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
-from skyasync.engines.vllm.option_types import problem
-from skyasync.errors import nearest
+from skyasync.errors import UserError, nearest
 
 KEY = "generator.engine_kwargs"
 
-#: Argument -> the key that says it, or why nothing may.
-SAID_ELSEWHERE = {
+#: Argument -> the key to use instead, or why it is not supported.
+RESERVED = {
     "model": "use trainer.policy.model.path",
     "dtype": "use generator.dtype",
     "seed": "use trainer.seed",
@@ -39,44 +38,99 @@ SAID_ELSEWHERE = {
 }
 
 #: Values that vLLM takes and a run cannot use.
-REFUSED: dict[tuple[str, object], str] = {
+REJECTED: dict[tuple[str, object], str] = {
     ("load_format", "dummy"): "the engine would compute with random weights until the first weight sync",
 }
 
 
-def complaints(options: Mapping[str, object]) -> Iterator[str]:
-    """What is wrong with ``generator.engine_kwargs``, a line each; nothing where vLLM is not installed."""
-    known = arguments()
+def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
+    """What a run cannot leave to vLLM, a line each."""
     for name, value in options.items():
-        if reason := SAID_ELSEWHERE.get(name):
+        if reason := RESERVED.get(name):
             yield f"{KEY}.{name} is not taken: {reason}"
-        elif known and name not in known:
-            close = " or ".join(nearest(name, set(known) - set(SAID_ELSEWHERE)))
-            hint = f": did you mean {close}?" if close else ""
-            yield f"{KEY}.{name} is no argument of vLLM's AsyncEngineArgs{hint}"
-        elif isinstance(value, str) and (name, value) in REFUSED:
-            yield f"{KEY}.{name}={value!r} is not taken: {REFUSED[name, value]}"
-        elif known and (wrong := problem(f"{KEY}.{name}", name, value, known[name])):
-            yield wrong
+        elif isinstance(value, str) and (name, value) in REJECTED:
+            yield f"{KEY}.{name}={value!r} is not taken: {REJECTED[name, value]}"
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises UserError for the first wrong name, type or choice, with the nearest right one. Imports vLLM."""
+    if not options:
+        return
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {name: kind for name, kind in _fields(AsyncEngineArgs).items() if not name.startswith("_")}
+    for name, value in options.items():
+        if name not in known:
+            hint = _did_you_mean(name, set(known) - set(RESERVED))
+            raise UserError(f"{KEY}.{name} is no argument of vLLM's AsyncEngineArgs{hint}")
+        _check_value(f"{KEY}.{name}", name, value, known[name])
+
+
+def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401  (a type)
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    groups = [part for part in (*parts, *_NAMED.get(name, tuple)()) if is_dataclass(part)]
+    if isinstance(value, dict) and groups:
+        known = _fields(groups[0])
+        for key, item in value.items():
+            if key not in known:
+                raise UserError(f"{path}.{key} is no setting of vLLM's{_did_you_mean(str(key), known)}")
+            _check_value(f"{path}.{key}", str(key), item, known[key])
+        return
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    choices += [choice for choice in _NAMED.get(name, tuple)() if isinstance(choice, str)]
+    plain = [part for part in parts if get_origin(part) is not Literal]
+    if set(plain) <= {str, NoneType} and isinstance(value, str) and choices and value not in choices:
+        hint = _did_you_mean(value, map(str, choices)) or f": it is one of {', '.join(map(str, choices))}"
+        raise UserError(f"{path}={value!r} is no choice of vLLM's{hint}")
+    allowed = {*plain, *map(type, choices), *([int] if float in plain else [])}
+    if set(plain) <= {bool, int, float, str, NoneType} and type(value) not in allowed:
+        shown = kind.__name__ if isinstance(kind, type) else kind
+        raise UserError(f"{path}={value!r} must be {shown}, found {type(value).__name__}")
+
+
+def _did_you_mean(name: str, known: Any) -> str:  # noqa: ANN401  (texts)
+    close = " or ".join(nearest(name, set(known)))
+    return f": did you mean {close}?" if close else ""
+
+
+@cache
+def _fields(group: Any) -> dict[str, Any]:  # noqa: ANN401  (a dataclass of vLLM's)
+    """Field -> its type; a type that is written as a text allows everything."""
+    return {each.name: object if isinstance(each.type, str) else each.type for each in fields(group)}
+
+
+def _speculative() -> tuple[Any, ...]:
+    from vllm.config import SpeculativeConfig
+
+    return (SpeculativeConfig,)
+
+
+def _quantizations() -> tuple[Any, ...]:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    return tuple(QUANTIZATION_METHODS)
+
+
+#: Arguments that are annotated as a plain dictionary or text: the class, or the choices.
+_NAMED: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "speculative_config": _speculative,
+    "quantization": _quantizations,
+}
+
+
+def without_adapters(architectures: Iterable[str]) -> str:
+    """The first of these models that vLLM computes no adapters of; "" if none is known. Imports vLLM and the models."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    for name in architectures:
+        model = ModelRegistry.models.get(name)
+        if model is not None and not supports_lora(model.load_model_cls()):
+            return name
+    return ""
 
 
 def devices(options: Mapping[str, object], tensor_parallel: int) -> int:
     """How many devices an engine takes: pipeline stages, each over so many."""
     stages = options.get("pipeline_parallel_size", 1)
     return tensor_parallel * stages if isinstance(stages, int) else tensor_parallel
-
-
-@cache
-def arguments() -> dict[str, str]:
-    """Argument -> its annotation, as the installed vLLM has them."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        return {}
-    file = Path(found.submodule_search_locations[0], "engine", "arg_utils.py")
-    classes = {node.name: node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)}
-    return {
-        field.target.id: ast.unparse(field.annotation)
-        for name in ("EngineArgs", "AsyncEngineArgs")
-        for field in classes[name].body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
-    }

@@ -7,7 +7,7 @@ from typing import Any
 
 from skyasync.engines.elsewhere import ServerEngine
 from skyasync.engines.http import Begun
-from skyasync.engines.protocol import ENGINES, GenerationOutput, PauseMode
+from skyasync.engines.protocol import GenerationOutput, PauseMode
 from skyasync.engines.vllm.server_check import complaint
 from skyasync.engines.vllm.server_http import (
     DEAD,
@@ -23,13 +23,6 @@ from skyasync.engines.vllm.server_http import (
 from skyasync.weight_sync.update import WeightUpdate
 
 
-@ENGINES.register(
-    "vllm_server",
-    elsewhere=True,
-    loads_as_files=True,
-    takes_changes=True,
-    sampling=("structured_outputs", "repetition_detection"),
-)
 class VLLMServerEngine(ServerEngine):
     """See ``ServerEngine``."""
 

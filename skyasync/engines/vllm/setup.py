@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from skyasync.config.model_files import config_file, read_json
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
+from skyasync.engines.settings import no_adapters
 from skyasync.engines.vllm.adapter import lora_arguments
-from skyasync.engines.vllm.options import devices
+from skyasync.engines.vllm.options import devices, without_adapters
 from skyasync.model_config import overrides_of
 
 if TYPE_CHECKING:
@@ -39,6 +41,14 @@ def prepare_environment(config: EngineConfig) -> None:
     workers = devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size)
     if config.threads:
         os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // workers))  # per worker
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raises UserError if vLLM computes no adapters of the model, and is to be sent some. Imports vLLM then."""
+    file = config_file(config.model_path) if config.extra.get("adapter_rank") else None
+    shape = {**read_json(file, config.model_path), **config.extra.get("config_kwargs", {})} if file else {}
+    if name := without_adapters(shape.get("architectures") or ()):
+        raise no_adapters("vllm", config.model_path, f"vLLM has no adapters for {name}")
 
 
 def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from skyasync.engines.protocol import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
+    InferenceEngine,
     PauseMode,
 )
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
@@ -62,8 +63,10 @@ class Life:
         await self.spend(seconds + self.late_s)
 
 
-class Engine:
-    """Writes a token in ``TOKEN_S``; how many is in the request's prompt. Implements ``InferenceEngine``."""
+class Engine(InferenceEngine):
+    """Writes a token in ``TOKEN_S``; how many is in the request's prompt."""
+
+    restartable = True
 
     def __init__(self) -> None:
         self.life = Life(EngineDiedError, "an engine")

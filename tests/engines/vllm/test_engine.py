@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from skyasync.engines.vllm.core import EngineDiedError
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from skyasync.algorithms.sampled import SampledDistribution
@@ -27,7 +28,6 @@ from skyasync.engines.embedded.logit_edits import LogitEdits, tokenised
 from skyasync.engines.embedded.sampling import keep_likely
 from skyasync.engines.process_guard import guarded
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.core import EngineDiedError
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.errors import UserError
 from skyasync.rollout.requests import sampling_params
@@ -62,7 +62,7 @@ class Engine(VLLMEngine):
         return [answers[request.request_id] for request in requests]
 
     async def sync(self, *, change: bool = True) -> int:
-        version = self._core.version + 1
+        version = self.version + 1
         if change:
             perturb(self.model, seed=version)
         update = publish(self.model, version)
@@ -71,7 +71,7 @@ class Engine(VLLMEngine):
         return version
 
     async def until_running(self, count: int) -> None:
-        await until(lambda: len(self._core.begun_tokens()) >= count)
+        await until(lambda: len(self.begun_tokens()) >= count)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -134,7 +134,7 @@ async def test_a_request_that_cannot_be_answered_fails_alone(
     assert (good.finish_reason, len(good.token_ids)) == ("length", 3)
     assert (refused.finish_reason, refused.token_ids) == ("error", [])
     assert "request 'bad' cannot be answered" in refused.error
-    assert engine._core.states() == []
+    assert engine.states() == []
 
 
 async def test_numbers_at_the_ends_of_their_bounds_are_carried_out(engine: Engine) -> None:
@@ -231,13 +231,13 @@ def one_per_prompt(engine: Engine) -> Iterator[None]:
 async def asked_of_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, *requests: GenerationRequest):
     """The answers, and the n of each request that vLLM got."""
     counts: list[int] = []
-    outputs = engine._core.outputs
+    outputs = engine.outputs
 
     def counting(name, tokens, parameters):
         counts.append(parameters.n)
         return outputs(name, tokens, parameters)
 
-    monkeypatch.setattr(engine._core, "outputs", counting)
+    monkeypatch.setattr(engine, "outputs", counting)
     return await engine.answer(*requests), counts
 
 
@@ -264,7 +264,7 @@ async def test_a_bundle_ends_when_all_of_it_is_aborted_and_its_aborted_members_s
     await engine.abort(["b0"])
     stats = await engine.stats()
     assert stats.running == 3
-    assert stats.cache_used == 3 + sum(engine._core.begun_tokens()) < stats.cache_tokens, "the prompt is there once"
+    assert stats.cache_used == 3 + sum(engine.begun_tokens()) < stats.cache_tokens, "the prompt is there once"
     await engine.abort(["b1", "b2"])
     assert {answer.finish_reason for answer in await answers} == {"abort"}
 
@@ -272,7 +272,7 @@ async def test_a_bundle_ends_when_all_of_it_is_aborted_and_its_aborted_members_s
 async def test_a_bundle_survives_a_weight_update_and_is_stamped_token_by_token(
     engine: Engine, one_per_prompt: None
 ) -> None:
-    before = engine._core.version
+    before = engine.version
     requests = [request(f"u{i}", [7, 8, 9], max_tokens=200, ignore_eos=True) for i in range(4)]
     answers = asyncio.create_task(engine.answer(*requests))
     await engine.until_running(4)
@@ -357,7 +357,7 @@ async def test_streamed_parts_add_up_to_the_answer(engine: Engine) -> None:
 
 
 async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token_exactly(engine: Engine) -> None:
-    old_version, old_model = engine._core.version, _copy(engine.model)
+    old_version, old_model = engine.version, _copy(engine.model)
     requests = [GenerationRequest(f"swap-{i}", [2 + i, 5, 6], LONG) for i in range(64)]
     answers = asyncio.create_task(engine.answer(*requests))
     await engine.until_running(MAX_RUNNING)
@@ -401,11 +401,11 @@ def _copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 async def test_streamed_tokens_carry_the_version_of_their_own_time(engine: Engine) -> None:
-    old = engine._core.version
+    old = engine.version
     parts = []
     async for part in engine.stream(GenerationRequest("stream-swap", [3, 4], LONG)):
         parts.append(part)
-        if sum(len(p.token_ids) for p in parts) >= 20 and engine._core.version == old:
+        if sum(len(p.token_ids) for p in parts) >= 20 and engine.version == old:
             await engine.sync()
     versions = [version for part in parts for version in part.versions]
     assert len(versions) == 300 and versions == sorted(versions) and set(versions) == {old, old + 1}
@@ -417,7 +417,7 @@ async def test_no_prompt_finds_the_cache_of_older_weights(engine: Engine) -> Non
     await engine.answer(request("fills", prompt, max_tokens=4, ignore_eos=True))
     await engine.pause()
     waiting = asyncio.create_task(engine.answer(request("waits", prompt, max_tokens=4, ignore_eos=True)))
-    await until(lambda: bool(engine._core.states()))
+    await until(lambda: bool(engine.states()))
     version = await engine.sync()
     await engine.resume()
     (fresh,) = await engine.answer(request("fresh", prompt, max_tokens=4, ignore_eos=True))
@@ -432,7 +432,7 @@ async def test_paused_means_that_no_token_is_computed_and_new_requests_wait(engi
     await engine.pause("keep")
     paused = await engine.stats()
     late = asyncio.create_task(engine.answer(request("late", max_tokens=3, ignore_eos=True)))
-    await engine._core.llm.get_weight_version()  # a round trip through the core
+    await engine.llm.get_weight_version()  # a round trip through the core
     still = await engine.stats()
     assert still.generated_tokens == paused.generated_tokens
     assert still.busy_s == paused.busy_s and still.paused_s > paused.paused_s
@@ -471,11 +471,11 @@ async def test_leaving_generate_early_frees_the_engine(engine: Engine) -> None:
     requests = [GenerationRequest(f"left-{i}", [2 + i, 5], LONG) for i in range(4)]
     answers = asyncio.create_task(engine.answer(*requests))
     await engine.until_running(4)
-    assert (await engine.stats()).cache_used == 4 * 2 + sum(engine._core.begun_tokens())
+    assert (await engine.stats()).cache_used == 4 * 2 + sum(engine.begun_tokens())
     answers.cancel()
     with pytest.raises(asyncio.CancelledError):
         await answers
-    await until(lambda: not engine._core.states())
+    await until(lambda: not engine.states())
     stats = await engine.stats()
     assert (stats.running, stats.waiting, stats.cache_used) == (0, 0, 0)
 
@@ -490,7 +490,7 @@ async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
 
 
 async def test_news_are_told_once_under_a_swap_too_and_the_answer_is_whole(engine: Engine) -> None:
-    first, count = engine._core.version, 3
+    first, count = engine.version, 3
     told: dict[str, list[tuple[int, float, int]]] = {f"news-{i}": [] for i in range(count)}
     asked = [request(f"news-{i}", max_tokens=300, ignore_eos=True) for i in range(count)]
     answering = asyncio.create_task(engine.answer(*asked))
@@ -499,7 +499,7 @@ async def test_news_are_told_once_under_a_swap_too_and_the_answer_is_whole(engin
         for output in map(listed, await engine.progress()):
             assert output.finish_reason is None
             told[output.request_id] += zip(output.token_ids, output.logprobs, output.versions, strict=True)
-        if engine._core.version == first and all(len(news) > 20 for news in told.values()):
+        if engine.version == first and all(len(news) > 20 for news in told.values()):
             await engine.sync(change=False)
     for output in await answering:
         whole = list(zip(output.token_ids, output.logprobs, output.versions, strict=True))
@@ -523,9 +523,9 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     await engine.until_running(1)
     await engine.pause("keep")
     draining = asyncio.create_task(engine.score([[2, 3, 4]]))
-    folder = engine._core._guard.folder
+    folder = engine._guard.folder
     assert has_sockets(folder)
-    for process in guarded(engine._core.process_mark):
+    for process in guarded(engine.process_mark):
         os.kill(process, signal.SIGKILL)
     for waiting in (answers, draining, engine.resume(), engine.answer(request("next")), engine.score([[2, 3]])):
         with pytest.raises(EngineDiedError):
@@ -543,7 +543,7 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
         "async def main():\n"
         f"    engine = VLLMEngine(EngineConfig({str(tmp_path)!r}, max_model_len=64, threads=1, kv_cache_gb=0.1))\n"
         "    await engine.start()\n"
-        "    print('mark', engine._core.process_mark, engine._core._guard.folder, flush=True)\n"
+        "    print('mark', engine.process_mark, engine._guard.folder, flush=True)\n"
         "    await asyncio.sleep(1000)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"

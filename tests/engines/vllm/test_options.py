@@ -1,9 +1,11 @@
-"""vLLM's own arguments: what ``generator.engine_kwargs`` takes is judged before vLLM is imported."""
+"""vLLM's own arguments: what ``generator.engine_kwargs`` takes is checked before a model loads."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,9 @@ pytest.importorskip("vllm")
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.vllm.options import SAID_ELSEWHERE, arguments, complaints
-from skyasync.engines.vllm.setup import engine_arguments
+from skyasync.engines.vllm.options import RESERVED, check_options, reserved_options, without_adapters
+from skyasync.engines.vllm.setup import check_adapters, engine_arguments
+from skyasync.errors import UserError
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +45,8 @@ def config(options: dict[str, object]) -> Config:
 
 @pytest.mark.parametrize("options", RIGHT)
 def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]) -> None:
-    assert list(complaints(options)) == []
+    check_options(options)
+    assert list(reserved_options(options)) == []
     told = engine_arguments(EngineConfig("m", extra={"engine_kwargs": options}), cpu=True)
     assert {name: told[name] for name in options} == options
 
@@ -77,22 +81,46 @@ def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]
     ],
 )
 def test_a_wrong_one_is_refused_with_what_is_right(options: dict[str, object], said: str) -> None:
-    (problem,) = check_config(config(options))
+    """Those that a run has a key for before anything starts, all others when an engine starts."""
+    problems = check_config(config(options))
+    if not problems:
+        with pytest.raises(UserError) as error:
+            check_options(options)
+        problems.append(str(error.value))
+    (problem,) = problems
     assert said in problem
 
 
-def test_what_is_known_is_what_vllm_takes() -> None:
-    """Read off its source in a process that never imports it; the names are those of the class itself."""
-    code = "import sys; from skyasync.engines.vllm.options import arguments as a; print(*a(), 'vllm' in sys.modules)"
+def test_reserved_arguments_are_those_of_vllm_and_are_known_without_it() -> None:
+    code = (
+        "import sys; from skyasync.engines.vllm.options import RESERVED, reserved_options as r; "
+        "print(*r({'seed': 3, 'load_format': 'dummy'}), sep='\\n'); print('vllm' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    *read, imported = ran.stdout.split()
-    assert imported == "False"
-    from dataclasses import fields
-
+    *lines, imported = ran.stdout.splitlines()
+    assert len(lines) == 2 and imported == "False"
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert set(read) == {field.name for field in fields(AsyncEngineArgs) if not field.name.startswith("_")}
-    assert set(SAID_ELSEWHERE) <= set(arguments())
+    assert set(RESERVED) <= {field.name for field in fields(AsyncEngineArgs)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "able"),
+    [("LlamaForCausalLM", True), ("MistralForCausalLM", True), ("Phi3ForCausalLM", True), ("GPT2LMHeadModel", False)],
+)
+def test_a_model_takes_adapters_if_vllms_class_says_so(architecture: str, able: bool) -> None:
+    assert (without_adapters([architecture]) == "") is able
+
+
+def test_a_model_without_adapters_is_refused_when_an_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    check_adapters(EngineConfig(str(tmp_path)))
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel.*trainer\.policy\.lora\.sync=merged"):
+        check_adapters(EngineConfig(str(tmp_path), extra={"adapter_rank": 4}))
+
+
+def test_what_vllm_does_not_list_is_left_to_it() -> None:
+    assert without_adapters(["Mine"]) == without_adapters([]) == ""
 
 
 def test_stages_of_a_pipeline_count_as_devices() -> None:

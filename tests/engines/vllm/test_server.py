@@ -22,12 +22,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from skyasync.engines.client import InferenceClient
-from skyasync.engines.membership import Membership
+from skyasync.engines.elastic import ElasticEngines, write_engine_list
 from skyasync.engines.protocol import EngineConfig, EngineDiedError, GenerationRequest, SamplingParams
-from skyasync.engines.revival import Revival
+from skyasync.engines.supervisor import EngineSupervisor
 from skyasync.engines.vllm.server import VLLMServerEngine
 from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
-from skyasync.engines.wanted import write
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
@@ -312,20 +311,20 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
     sync: Any = run.trainer.handover.weight_sync
     sync.keeper = run.dispatch
-    revival = Revival(run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30)
-    run.trainer.callbacks.append(revival)
+    supervisor = EngineSupervisor(run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30)
+    run.trainer.callbacks.append(supervisor)
 
     async def leave_and_come_back() -> None:
         await until(lambda: len(run.tracker.rows) >= 3 and len(engine._begun) > 4)
         await way.close()
-        await until(lambda: revival.deaths == 1)
+        await until(lambda: supervisor.failures == 1)
         await way.open()
 
     await asyncio.gather(run.train(), leave_and_come_back())
-    await revival.close()
+    await supervisor.close()
     await run.client.shutdown()
     await way.close()
-    assert (revival.deaths, revival.restarts) == (1, 1)
+    assert (supervisor.failures, supervisor.restarts) == (1, 1)
     assert check_tokens(run) > 0, "no trajectory was in flight at a swap: the test shows nothing"
     gaps = [row["sync/logprob_gap_mean"] for row in run.tracker.rows.values() if "sync/logprob_gap_mean" in row]
     assert gaps and max(gaps) < 1e-3
@@ -349,29 +348,29 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     async def make(name: str) -> VLLMServerEngine:
         return VLLMServerEngine(replace(config(server), extra=config(server).extra | {"url": name}))
 
-    revival = Revival(client, Kept(), max_restarts=1, heartbeat_s=0.1, heartbeat_timeout_s=30, limit_s=30)
+    supervisor = EngineSupervisor(client, Kept(), max_restarts=1, heartbeat_s=0.1, heartbeat_timeout_s=30, limit_s=30)
     another = server.url.replace("127.0.0.1", "localhost")
-    members = Membership(client, Kept(), revival, make, [server.url], file, interval_s=0.05, limit_s=30)
-    revival.begin()
+    members = ElasticEngines(client, Kept(), supervisor, make, [server.url], file, interval_s=0.05, limit_s=30)
+    supervisor.begin()
     members.on_train_begin(None)  # type: ignore[arg-type]
     await until(file.exists)
-    write(file, [server.url, another])
+    write_engine_list(file, [server.url, another])
     await until(lambda: members.joined == 1)
     newcomer: Any = client.engines[1]
     asked = [
         asyncio.create_task(client.generate(request(f"both-{i}", max_tokens=300, ignore_eos=True))) for i in range(8)
     ]
     await until(lambda: sum(len(begun.tokens) > 2 for begun in newcomer._begun.values()) >= 3)
-    write(file, [server.url])
+    write_engine_list(file, [server.url])
     await until(lambda: members.left == 1)
     answers = [listed(answer) for answer in await asyncio.gather(*asked)]
     await members.close()
-    await revival.close()
+    await supervisor.close()
     assert all(len(answer.token_ids) == 300 and set(answer.versions) == {version} for answer in answers)
     gaps = [gap(answer, engine.model, request("x").prompt_token_ids.tolist()) for answer in answers]
     # Some of 2,400 sampled tokens are rare ones, whose log-probabilities this engine computes less exactly.
     assert max(gaps) < 10 * TOLERANCE, "also of those that two engines have made, one behind the other"
-    assert client.roster.routes.in_flight == [0, 0] and revival.deaths == 0
+    assert [load.in_flight for load in client.pool.router.loads] == [0, 0] and supervisor.failures == 0
 
 
 async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(engine: Engine) -> None:
