@@ -20,8 +20,9 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden
 from skyasync.engines.elastic import FILE as ENGINES_FILE
+from skyasync.engines.origin_check import KEY_VARIABLE
 from skyasync.engines.protocol import ENGINES, EngineConfig, InferenceEngine
-from skyasync.engines.server_check import KEY_VARIABLE, check_servers
+from skyasync.engines.remote import check_servers
 from skyasync.engines.settings import engine_config, engines_per_device, rounding
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans import PLANS

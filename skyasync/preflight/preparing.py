@@ -22,7 +22,7 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.config.secrets import Secrets
 from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.server_check import check_servers
+from skyasync.engines.remote import check_servers
 from skyasync.engines.settings import engine_config
 from skyasync.observe.claim import claim
 from skyasync.observe.jsonl import replace_text

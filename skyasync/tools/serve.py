@@ -42,7 +42,7 @@ def serve(argv: Arguments) -> None:
 
 def command_line(model: str, own: list[str], *, cpu: bool) -> list[str]:
     """vLLM's arguments."""
-    from skyasync.engines.vllm.server_check import ARGUMENTS, ON_CPU
+    from skyasync.engines.vllm.server import ARGUMENTS, ON_CPU
 
     fixed = {"--model": model, "--host": "127.0.0.1"} | (ON_CPU if cpu else {}) | ARGUMENTS
     return [word for name, value in fixed.items() for word in (name, value) if word] + own

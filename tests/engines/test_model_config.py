@@ -9,7 +9,7 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig
 from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import engine_config
-from skyasync.engines.vllm.server_check import complaint
+from skyasync.engines.vllm.server import VLLMServerEngine
 from skyasync.engines.vllm.setup import engine_arguments
 from skyasync.model_config import complaints, load_config, overrides, overrides_of
 from skyasync.workers.policy import PolicyWorker
@@ -89,10 +89,10 @@ def test_a_server_must_have_been_started_with_the_same(model):
         "parallel_config": {"worker_extension_cls": "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"},
     }
     config = EngineConfig(model, max_model_len=64, extra={"config_kwargs": {"rope_theta": 5.0}})
-    line = complaint("http://x", {"vllm_config": info}, config)
+    line = VLLMServerEngine.complaint("http://x", {"vllm_config": info}, config)
     assert "--hf-overrides {}" in line and '"rope_theta": 5.0' in line
     said["hf_overrides"] = overrides_of(model, {"rope_theta": 5.0})
-    assert not complaint("http://x", {"vllm_config": info}, config)
+    assert not VLLMServerEngine.complaint("http://x", {"vllm_config": info}, config)
 
 
 @pytest.mark.parametrize("said", [{"rope_theta": 50.0}, SCALED], ids=["theta", "yarn"])

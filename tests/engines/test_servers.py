@@ -11,10 +11,10 @@ from skyasync.cluster.placement import plan_slots, share_threads
 from skyasync.config.check import check_config
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
-from skyasync.engines.http import Begun, versions_of
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.server_check import ARGUMENTS, BACKEND, EXTENSION, check_servers, complaint
-from skyasync.engines.vllm.server_http import cache_share, hear, sampling_of
+from skyasync.engines.remote import RemoteRequest, check_servers, versions_of
+from skyasync.engines.vllm.server import ARGUMENTS, BACKEND, EXTENSION, VLLMServerEngine, cache_share, receive
+from skyasync.engines.vllm.setup import sampling_fields
 from skyasync.errors import UserError
 from skyasync.tools.serve import command_line
 from skyasync.workers.roles import wanted_roles
@@ -34,7 +34,7 @@ def info(**changed: object) -> dict:
 
 
 def test_a_server_that_is_fit_has_nothing_against_it() -> None:
-    assert complaint(URL, info(), CONFIG) == ""
+    assert VLLMServerEngine.complaint(URL, info(), CONFIG) == ""
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_server_that_is_fit_has_nothing_against_it() -> None:
     ],
 )
 def test_what_keeps_a_server_from_being_an_engine_is_one_line(changed: dict, said: str) -> None:
-    problem = complaint(URL, info(**changed), CONFIG)
+    problem = VLLMServerEngine.complaint(URL, info(**changed), CONFIG)
     assert said in problem and URL in problem and "\n" not in problem
 
 
@@ -114,15 +114,15 @@ def test_versions_are_of_this_run_or_none() -> None:
 
 
 def test_news_are_of_one_version_also_behind_an_update() -> None:
-    begun = Begun(GenerationRequest("r", [1], SamplingParams()), 7)
+    begun = RemoteRequest(GenerationRequest("r", [1], SamplingParams()), 7)
     token = {"token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
-    hear(begun, token)
-    hear(begun, token)
-    news = begun.news()
+    receive(begun, token)
+    receive(begun, token)
+    news = begun.progress()
     assert news is not None and news.token_ids.tolist() == [5, 5] and news.versions.tolist() == [7, 7]
     begun.certain = 2
-    hear(begun, token)
-    assert begun.news() is None
+    receive(begun, token)
+    assert begun.progress() is None
 
 
 def test_how_full_a_cache_is_stands_among_the_metrics_of_a_server() -> None:
@@ -132,7 +132,7 @@ def test_how_full_a_cache_is_stands_among_the_metrics_of_a_server() -> None:
 
 
 def test_sampling_is_told_as_json() -> None:
-    told = sampling_of(SamplingParams(stop=("a",), logit_bias={3: 1.0}, top_k=-1, seed=5))
+    told = sampling_fields(SamplingParams(stop=("a",), logit_bias={3: 1.0}, top_k=-1, seed=5), json=True)
     assert json.loads(json.dumps(told)) == told
     assert (told["stop"], told["logit_bias"], told["top_k"], told["seed"]) == (["a"], {"3": 1.0}, 0, 5)
     assert told["detokenize"] is True and "bad_words" not in told

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyasync.engines.strangers import names_the_loopback, stranger
-from skyasync.engines.vllm.server_check import KEY_VARIABLE
-from skyasync.engines.vllm.server_door import Door
+from skyasync.engines.origin_check import KEY_VARIABLE, AccessMiddleware, foreign_origin, names_the_loopback
 
 KEY = "k" * 20
 
@@ -21,7 +19,7 @@ def test_what_names_the_loopback() -> None:
 
 
 def test_an_origin_that_is_no_address_is_a_stranger() -> None:
-    assert "the Origin header is 'http://['" in stranger("127.0.0.1", "http://[", loopback=True)
+    assert "the Origin header is 'http://['" in foreign_origin("127.0.0.1", "http://[", loopback=True)
 
 
 def asked(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = "http", **headers: str) -> int:
@@ -39,7 +37,7 @@ def asked(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = 
         "type": kind, "path": path, "server": (server, 8000),
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
     }  # fmt: skip
-    asyncio.run(Door(app)(scope, None, send))
+    asyncio.run(AccessMiddleware(app)(scope, None, send))
     return int(said[0].get("status", said[0].get("code", 0)))
 
 

@@ -11,8 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.core import EngineDiedError
-from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.engines.vllm.engine import EngineDiedError, VLLMEngine
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.engines.listed import listed

@@ -106,39 +106,51 @@ def batched_tokens(config: EngineConfig) -> int:
     return config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
 
 
+def sampling_fields(sampling: SamplingParams, *, json: bool = False) -> dict[str, Any]:
+    """The fields of vLLM's ``SamplingParams``, with the log-probability of each sampled token and as little text as
+    possible."""
+    rare: dict[str, Any] = {
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "bad_words": list(sampling.bad_words),
+        "logit_bias": {str(token) if json else token: bias for token, bias in sampling.logit_bias.items()},
+        "allowed_token_ids": list(sampling.allowed_token_ids),
+        "structured_outputs": sampling.structured_outputs,
+        "repetition_detection": sampling.repetition_detection,
+    }
+    return {name: value for name, value in rare.items() if value} | {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "include_stop_str_in_output": sampling.include_stop_str_in_output,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "seed": sampling.seed,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+    }
+
+
 def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: int = 1) -> vllm.SamplingParams:
-    """vLLM's form of ours, with the log-probability of each sampled token and as little text as possible."""
+    """vLLM's form of ours."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
-    grammar, repetition = sampling.structured_outputs, sampling.repetition_detection
-    return VLLMSamplingParams(
-        n=samples,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=max(sampling.top_k, 0),
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        include_stop_str_in_output=sampling.include_stop_str_in_output,
-        ignore_eos=sampling.ignore_eos,
-        bad_words=list(sampling.bad_words),
-        logit_bias=dict(sampling.logit_bias) or None,
-        allowed_token_ids=list(sampling.allowed_token_ids) or None,
-        skip_special_tokens=sampling.skip_special_tokens,
-        seed=sampling.seed,
-        structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
-        repetition_detection=RepetitionDetectionParams(**repetition) if repetition else None,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
-    )
+    fields = sampling_fields(sampling)
+    for name, kind in (
+        ("structured_outputs", StructuredOutputsParams),
+        ("repetition_detection", RepetitionDetectionParams),
+    ):
+        if name in fields:
+            fields[name] = kind(**fields[name])
+    output_kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
+    return VLLMSamplingParams(n=samples, flat_logprobs=True, output_kind=output_kind, **fields)
 
 
 def scoring_parameters() -> vllm.SamplingParams:

@@ -23,11 +23,9 @@ from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.server_check import check_servers
-from skyasync.engines.sglang.server import SGLangServerEngine
-from skyasync.engines.sglang.server_check import complaint
-from skyasync.engines.sglang.server_http import sampling_of
-from skyasync.engines.vllm.server_check import complaint as vllm_complaint
+from skyasync.engines.remote import check_servers
+from skyasync.engines.sglang.server import SGLangServerEngine, sampling_of
+from skyasync.engines.vllm.server import VLLMServerEngine
 from skyasync.errors import UserError
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
@@ -188,10 +186,10 @@ async def test_a_server_that_wants_another_key_is_refused(engine: Engine, monkey
     ],
 )
 def test_what_keeps_a_server_from_being_an_engine_is_one_line(changed: dict, said: str) -> None:
-    problem = complaint("http://x:1", INFO | changed, replace(CONFIG, model_path=""))
+    problem = SGLangServerEngine.complaint("http://x:1", INFO | changed, replace(CONFIG, model_path=""))
     assert said in problem and bool(problem) == bool(said) and "\n" not in problem
-    assert "is no SGLang server" in complaint("http://x:1", {}, CONFIG)
-    assert "is no vLLM server" in vllm_complaint("http://x:1", {}, CONFIG)
+    assert "is no SGLang server" in SGLangServerEngine.complaint("http://x:1", {}, CONFIG)
+    assert "is no vLLM server" in VLLMServerEngine.complaint("http://x:1", {}, CONFIG)
 
 
 def test_what_it_lacks_is_refused_before_the_start_and_in_requests() -> None:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from skyasync.engines.vllm.core import EngineDiedError
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from skyasync.algorithms.sampled import SampledDistribution
@@ -28,7 +27,7 @@ from skyasync.engines.embedded.logit_edits import LogitEdits, tokenised
 from skyasync.engines.embedded.sampling import keep_likely
 from skyasync.engines.process_guard import guarded
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.engines.vllm.engine import EngineDiedError, VLLMEngine
 from skyasync.errors import UserError
 from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights

@@ -23,10 +23,11 @@ from transformers import LlamaForCausalLM
 
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.elastic import ElasticEngines, write_engine_list
+from skyasync.engines.origin_check import KEY_VARIABLE
 from skyasync.engines.protocol import EngineConfig, EngineDiedError, GenerationRequest, SamplingParams
+from skyasync.engines.remote import check_servers
 from skyasync.engines.supervisor import EngineSupervisor
 from skyasync.engines.vllm.server import VLLMServerEngine
-from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
