@@ -241,7 +241,8 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+        since = self._since  # another thread may switch it
+        return self._seconds + (time.perf_counter() - since if since is not None else 0.0)
 
     def switch(self, on: bool) -> None:
         if on != self.on:

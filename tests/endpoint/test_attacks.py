@@ -332,7 +332,7 @@ async def test_nothing_of_a_request_is_kept(real: SimpleNamespace) -> None:
         assert status == 200
     await real.engine.progress()
     gc.collect()
-    assert len(real.engine.engine._core._stop_strings) == 0
+    assert len(real.engine.engine._stop_strings) == 0
 
 
 async def test_stored_answers_of_an_episode_have_a_bound(tokenizer: Any) -> None:

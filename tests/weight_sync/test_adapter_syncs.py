@@ -39,7 +39,7 @@ def merged(policy):
 
 
 def held(pair):
-    return digests_of(pair.engine._core._model.tensors())
+    return digests_of(pair.engine._model.tensors())
 
 
 @pytest.mark.parametrize("pair", ["float32", "bfloat16"], indirect=True)
@@ -63,13 +63,13 @@ async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
 async def test_a_fault_in_either_copy_and_other_frozen_weights_are_found(pair, tmp_path_factory):
     pair.step(1e-2)
     await pair.hand_over()
-    adapted = pair.engine._core._adapted
+    adapted = pair.engine._adapted
     name, frozen = next(iter(adapted._frozen.items()))
     frozen.view(-1).view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=f"keeps other weights.*{name}"):
         await pair.hand_over()
     frozen.view(-1).view(torch.int16)[0] ^= 1
-    norm = pair.engine._core._model.tensors()["model.norm.weight"]
+    norm = pair.engine._model.tensors()["model.norm.weight"]
     norm.view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=r"holds other weights.*model\.norm"):
         await pair.hand_over()

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def held(engine):
-    return digests_of(engine._core._model.tensors())
+    return digests_of(engine._model.tensors())
 
 
 def sent(policy):
@@ -89,11 +89,11 @@ async def hand_over(pair):
 async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_that_comes_late(pair):
     first, second = await hand_over(pair), await hand_over(pair)
     assert second["sync/bytes"] < first["sync/bytes"] / 2
-    pair.engine._core._has.content = "other"
+    pair.engine._has.content = "other"
     third = await hand_over(pair)
     assert (third["sync/fallbacks"], third["sync/bytes"]) == (1, first["sync/bytes"])
     assert (await hand_over(pair))["sync/bytes"] < first["sync/bytes"] / 2
-    late = TransformersEngine(pair.engine._config)
+    late = TransformersEngine(pair.engine.config)
     await late.start()
     async with pair.sync.between_syncs() as update:
         await late.update_weights(update)
@@ -131,7 +131,7 @@ async def test_a_fault_in_what_the_engine_holds_is_found_in_the_very_sync(pair, 
         faulty.setattr(changed_weights, "put", loses_a_bit)
         await hand_over(pair)
     assert (await hand_over(pair))["sync/fallbacks"] == 1, "nobody knows what it holds: it is sent all"
-    name, tensor = next(iter(pair.engine._core._model.tensors().items()))
+    name, tensor = next(iter(pair.engine._model.tensors().items()))
     tensor.view(-1).view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=name):
         await pair.hand_over()  # of no change at all

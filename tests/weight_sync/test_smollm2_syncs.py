@@ -39,7 +39,7 @@ async def test_syncs_into_the_embedded_engine_pass_and_a_stale_layer_does_not(dt
     async with running("transformers", str(MODEL), dtype, probe()) as pair:
         print(dtype, sorted(await never_fails(pair, SYNCS)))
         pair.step()
-        with arriving(pair.engine._core._model, stale_layer), pytest.raises(WeightSyncError, match=r"layers\.1\."):
+        with arriving(pair.engine._model, stale_layer), pytest.raises(WeightSyncError, match=r"layers\.1\."):
             await pair.hand_over()
 
 

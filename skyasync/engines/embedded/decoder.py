@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from skyasync.arrays import Experts, joined_experts
-from skyasync.engines.embedded.logit_edits import asks_for_edits
+from skyasync.engines.embedded.kv_cache import SlotCache
 from skyasync.engines.embedded.model import FORWARD_TOKENS, EmbeddedModel
-from skyasync.engines.embedded.sampling import BatchSampler
-from skyasync.engines.embedded.slot_cache import SlotCache
+from skyasync.engines.embedded.sampling import BatchSampler, asks_for_edits
 from skyasync.engines.protocol import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.engines.stop_strings import StopStrings
 

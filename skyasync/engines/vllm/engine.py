@@ -34,6 +34,7 @@ from skyasync.engines.protocol import (
     GenerationOutput,
     GenerationRequest,
     InferenceEngine,
+    NotSupportedError,
     PauseMode,
     RequestFailedError,
     Stopwatch,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 POLL_S = 0.5  # how often a call checks whether the core is alive
 SHUTDOWN_S = 1.0  # for vLLM to end by itself; the guard ends the rest
+NO_SLEEP = "vLLM has no sleep mode on a CPU: use generator.backend=transformers there"
 VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
 _starting = threading.Lock()  # the environment belongs to the process: one engine starts at a time
 
@@ -448,14 +450,14 @@ class VLLMEngine(InferenceEngine):
     async def sleep(self) -> None:
         """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
         if self.cpu:
-            raise self.unsupported("sleep on a CPU: use generator.backend=transformers there")
+            raise NotSupportedError(NO_SLEEP)
         await self.call(self.llm.sleep(level=2, mode="wait"))
         self._asleep = True
 
     async def wake(self, part: WakePart) -> None:
         """vLLM schedules again when it is awake as a whole."""
         if self.cpu:
-            raise self.unsupported("sleep on a CPU: use generator.backend=transformers there")
+            raise NotSupportedError(NO_SLEEP)
         await self.call(self.llm.wake_up([VLLM_TAGS[part]]))
         self._asleep = self._asleep and part != "cache"
 

@@ -203,7 +203,7 @@ async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(
 
 
 async def test_bad_words_do_not_come(engine: TransformersEngine) -> None:
-    tokenizer = engine._loaded._model.tokenizer
+    tokenizer = engine._model.tokenizer
     assert tokenizer is not None
     plain = SamplingParams(max_tokens=30, ignore_eos=True)
     free = [tokenizer.decode(output.token_ids) for output in await answers(engine, requests(8, plain))]
@@ -507,7 +507,7 @@ async def test_a_stream_adds_up_to_what_generate_gives(engine: TransformersEngin
 async def test_an_error_in_the_model_reaches_every_caller_with_its_traceback(engine: TransformersEngine) -> None:
     running = [asyncio.create_task(answers(engine, requests(2, ENDLESS, tag))) for tag in "ab"]
     await tokens_to_flow(engine, 20)
-    core = engine._loaded
+    core = engine
 
     def broken(*arguments: object) -> torch.Tensor:
         raise ZeroDivisionError("the model broke")
@@ -555,7 +555,7 @@ async def test_what_fails_one_requests_sampling_fails_that_request_alone(
 async def test_logits_that_are_not_finite_fail_their_request_alone(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = engine._loaded._model
+    model = engine._model
     decode = model.decode
 
     def broken(*arguments: Any) -> torch.Tensor:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from skyasync.engines.embedded.decoder import Decoder, Row
-from skyasync.engines.embedded.even import COLUMNS, ENOUGH, ROWS, even_columns, even_rows
-from skyasync.engines.embedded.model import EmbeddedModel
+from skyasync.engines.embedded.model import COLUMNS, ENOUGH_ROWS, ROWS, EmbeddedModel, even_columns, even_rows
 from skyasync.engines.embedded.sampling import stream_key
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from tests.engines.tiny_llama import save_tiny_llama
@@ -25,7 +24,7 @@ Answers = list[tuple[list[int], list[float]]]
 
 @given(st.integers(1, 10_000))
 def test_sizes_are_rounded_up_where_they_are_odd(size: int) -> None:
-    assert size <= even_rows(size) < size + ROWS and (size >= ENOUGH or even_rows(size) % ROWS == 0)
+    assert size <= even_rows(size) < size + ROWS and (size >= ENOUGH_ROWS or even_rows(size) % ROWS == 0)
     assert size <= even_columns(size) < size + COLUMNS and even_columns(size) % COLUMNS == 0
 
 

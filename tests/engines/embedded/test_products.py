@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from skyasync.engines.embedded.products import multiply_by_onednn
+from skyasync.engines.embedded.model import multiply_by_onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has been built without oneDNN")
 

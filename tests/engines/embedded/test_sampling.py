@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyasync.engines.embedded.logit_edits import LogitEdits, asks_for_edits, tokenised
-from skyasync.engines.embedded.sampling import BatchSampler, draw, keep_likely, stream_key, uniforms
+from skyasync.engines.embedded.sampling import (
+    BatchSampler,
+    LogitEdits,
+    asks_for_edits,
+    draw,
+    keep_likely,
+    stream_key,
+    tokenised,
+    uniforms,
+)
 from skyasync.engines.protocol import SamplingParams
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.engines.embedded.decoder import Row
-from skyasync.engines.embedded.logit_edits import LogitEdits, tokenised
-from skyasync.engines.embedded.sampling import keep_likely
+from skyasync.engines.embedded.sampling import LogitEdits, keep_likely, tokenised
 from skyasync.engines.process_guard import guarded
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.engine import EngineDiedError, VLLMEngine
@@ -505,7 +504,7 @@ async def test_news_are_told_once_under_a_swap_too_and_the_answer_is_whole(engin
         assert len(whole) == 300 and {version for _, _, version in whole} == {first, first + 1}
         assert 20 < len(told[output.request_id]) < 300
         assert whole[: len(told[output.request_id])] == told[output.request_id]
-    assert not await engine.progress() and not engine._told
+    assert not await engine.progress() and not engine._reported
 
 
 async def test_requests_of_several_samples_and_scores_are_left_out_of_the_news(engine: Engine) -> None:
