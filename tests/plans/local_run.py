@@ -106,8 +106,8 @@ class RecordingClient(InferenceClient):
         super().__init__(*args)
         self.pieces: dict[str, list[GenerationOutput]] = {}
 
-    async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
-        output = await super()._piece(request, caller_id)
+    async def _ask(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
+        output = await super()._ask(request, caller_id)
         self.pieces.setdefault(caller_id, []).append(output)
         return output
 

@@ -219,9 +219,9 @@ class Asked(InferenceClient):
         super().__init__(*args)
         self.asked: dict[str, list[int]] = {}
 
-    async def _piece(self, request: Any, caller_id: str) -> Any:
+    async def _ask(self, request: Any, caller_id: str) -> Any:
         self.asked.setdefault(caller_id, []).append(len(request.prompt_token_ids))
-        return await super()._piece(request, caller_id)
+        return await super()._ask(request, caller_id)
 
 
 async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_had(model: str, tmp_path: Path) -> None:
