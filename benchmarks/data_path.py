@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 from skyasync.config.schema import GeneratorConfig
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest, InferenceEngine
-from skyasync.engines.ray_engine import messages
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine
+from skyasync.inference.ray_engine import messages
 from skyasync.rollout.collate import collate_in_turns
 from skyasync.rollout.contract import play
 from skyasync.rollout.generator import EpisodeGenerator

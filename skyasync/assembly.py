@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.callbacks import TrainerCallback
     from skyasync.cluster.placement import Placement
     from skyasync.cluster.watch import Watch
-    from skyasync.engines.client import InferenceClient
-    from skyasync.engines.elastic import ElasticEngines
-    from skyasync.engines.supervisor import EngineSupervisor
+    from skyasync.inference.client import InferenceClient
+    from skyasync.inference.elastic import ElasticEngines
+    from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
     from skyasync.rollout.contract import Generator

@@ -19,11 +19,11 @@ from skyasync.assembly import Assembly
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden
-from skyasync.engines.elastic import FILE as ENGINES_FILE
-from skyasync.engines.origin_check import KEY_VARIABLE
-from skyasync.engines.protocol import ENGINES, EngineConfig, InferenceEngine
-from skyasync.engines.remote import check_servers
-from skyasync.engines.settings import engine_config, engines_per_device, rounding
+from skyasync.inference.elastic import FILE as ENGINES_FILE
+from skyasync.inference.interface import ENGINES, EngineConfig, InferenceEngine
+from skyasync.inference.origin_check import KEY_VARIABLE
+from skyasync.inference.remote import check_servers
+from skyasync.inference.settings import engine_config, engines_per_device, rounding
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans import PLANS
 from skyasync.preflight.preparing import prepare
@@ -35,9 +35,9 @@ from skyasync.workers.roles import POLICY, ROLES, Role
 if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.callbacks import TrainerCallback
     from skyasync.cluster.placement import Placement
-    from skyasync.engines.client import InferenceClient
-    from skyasync.engines.elastic import ElasticEngines
-    from skyasync.engines.supervisor import EngineSupervisor
+    from skyasync.inference.client import InferenceClient
+    from skyasync.inference.elastic import ElasticEngines
+    from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
     from skyasync.rollout.contract import Generator
@@ -107,8 +107,8 @@ class BasePPOExp:
 
     def get_inference_client(self) -> InferenceClient:
         """The client in front of the engines, whose processes start; their models load in ``start``."""
-        from skyasync.engines.client import InferenceClient
-        from skyasync.engines.ray_engine import RayEngine
+        from skyasync.inference.client import InferenceClient
+        from skyasync.inference.ray_engine import RayEngine
 
         generator, config = self.cfg.generator, self.engine_config()
         if generator.engines:
@@ -145,7 +145,7 @@ class BasePPOExp:
         if generator.engines:
             await asyncio.to_thread(check_servers, [name], config, generator.weight_sync_dir, backend(self.cfg))
             return self._server(config, name)
-        from skyasync.engines.ray_engine import RayEngine
+        from skyasync.inference.ray_engine import RayEngine
 
         devices, joined = generator.devices_per_engine if self.gpus else 0, bool(self.cfg.ray.address)
         return await asyncio.to_thread(RayEngine.one_more, self.parts.client.engines, devices, may_grow=joined)
@@ -233,8 +233,8 @@ class BasePPOExp:
 
     def get_engine_supervisor(self, weight_sync: WeightSync, timeline: Timeline) -> EngineSupervisor | None:
         """What replaces engines that die; None where the first death ends the run."""
-        from skyasync.engines.client import InferenceClient
-        from skyasync.engines.supervisor import EngineSupervisor
+        from skyasync.inference.client import InferenceClient
+        from skyasync.inference.supervisor import EngineSupervisor
 
         generator = self.cfg.generator
         ours = isinstance(self.parts.client, InferenceClient) and hasattr(weight_sync, "between_syncs")
@@ -254,7 +254,7 @@ class BasePPOExp:
 
     def get_elastic_engines(self, weight_sync: WeightSync, supervisor: EngineSupervisor) -> ElasticEngines:
         """What lets engines join and leave while the run goes on."""
-        from skyasync.engines.elastic import ElasticEngines
+        from skyasync.inference.elastic import ElasticEngines
 
         assert self.run_dir is not None
         generator = self.cfg.generator

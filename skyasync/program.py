@@ -18,9 +18,9 @@ from typing import Protocol
 
 from skyasync.config.schema import Config
 from skyasync.controller import Experiment, run_in_controller
-from skyasync.engines.elastic import FILE as ENGINES_FILE
-from skyasync.engines.settings import chosen_backend
 from skyasync.errors import Terminated
+from skyasync.inference.elastic import FILE as ENGINES_FILE
+from skyasync.inference.settings import chosen_backend
 from skyasync.observe.claim import release
 from skyasync.observe.run_dir import RunDirectory, shown
 from skyasync.restarting import Restarting, Run

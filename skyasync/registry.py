@@ -35,7 +35,7 @@ REGISTRIES = (
     "skyasync.algorithms:POLICY_LOSSES",
     "skyasync.endpoint.parsers:REASONING_PARSERS",
     "skyasync.endpoint.parsers:TOOL_PARSERS",
-    "skyasync.engines.protocol:ENGINES",
+    "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
     "skyasync.observe:TRACKERS",
     "skyasync.plans:PLANS",

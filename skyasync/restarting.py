@@ -21,7 +21,7 @@ from skyasync.training.restarts import Restarts
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config
-    from skyasync.engines.supervisor import EngineSupervisor
+    from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
     from skyasync.weight_sync.turns import DeviceTurns

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.schema import Config
-from skyasync.engines.settings import rank_beside
 from skyasync.errors import UserError
+from skyasync.inference.settings import rank_beside
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from skyasync.cluster.logs import ProcessLogs, bring_to
 from skyasync.cluster.placement import missing, plan_slots, too_small
 from skyasync.cluster.watchdog import VARIABLE, Watchdog
 from skyasync.config.schema import Config
-from skyasync.engines.process_guard import PLACE
 from skyasync.errors import UserError
+from skyasync.inference.backends.vllm.process_guard import PLACE
 from skyasync.workers.roles import Role
 
 W = TypeVar("W", bound=Watchdog | None)

@@ -16,7 +16,7 @@ from skyasync.registry import resolve_reference
 
 def check_engine(cfg: Config) -> Iterator[str]:
     """What is asked of the chosen engine and it cannot do."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     generator, engine = cfg.generator, backend(cfg)
     servers = [name for name, about in ENGINES.builtins().items() if about.can["elsewhere"]]
@@ -64,7 +64,7 @@ def check_engine(cfg: Config) -> Iterator[str]:
 
 def check_adapters(cfg: Config) -> Iterator[str]:
     """Adapters that are sent alone to engines that cannot take them, or have no weights to add them to."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
     yield from _check_base(cfg)
@@ -92,7 +92,7 @@ def check_adapters(cfg: Config) -> Iterator[str]:
 
 def check_restart(cfg: Config) -> Iterator[str]:
     """Weights that engines hold, and cannot give back as they were sent."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     key, engine = "trainer.restart_from=engines", backend(cfg)
     if cfg.trainer.restart_from != "engines":
@@ -131,7 +131,7 @@ def _check_base(cfg: Config) -> Iterator[str]:
 
 def check_router_replay(cfg: Config) -> Iterator[str]:
     """Experts that are to be replayed, and nobody says which, or nothing could listen."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     policy, engine = cfg.trainer.policy, backend(cfg)
     if policy.router_replay == "none":
@@ -152,7 +152,7 @@ def check_router_replay(cfg: Config) -> Iterator[str]:
 
 def check_engine_kwargs(cfg: Config) -> Iterator[str]:
     """Arguments of the engine's own, which it judges itself (``options`` of its catalogue entry)."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     options, engine = cfg.generator.engine_kwargs, backend(cfg)
     judge = ENGINES.about(engine).can["options"]
@@ -168,7 +168,7 @@ def check_engine_kwargs(cfg: Config) -> Iterator[str]:
 
 def _with(capability: str, among: str = "") -> str:
     """The built-in engines that have it (or ``among`` what they have of it), for a message."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
     return supported([name for name, found in has.items() if (among in found if among else found)])

@@ -25,7 +25,7 @@ BETWEEN_GPUS = ("nccl", "cuda_ipc")
 
 @dataclass
 class SamplingConfig(Settings):
-    """The bounds of the numbers hold for whoever samples: ``engines.protocol.SamplingParams`` and the requests of agent
+    """The bounds of the numbers hold for whoever samples: ``inference.interface.SamplingParams`` and the requests of agent
     programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
 
     max_generate_length: int = key(256, "Most tokens per response.", low=1, high=INT32)
@@ -85,7 +85,7 @@ class GeneratorConfig(Settings):
         "auto",
         "Inference engine; auto is vllm where it is installed, else transformers.",
         choices=("auto",),
-        registry="skyasync.engines.protocol:ENGINES",
+        registry="skyasync.inference.interface:ENGINES",
         open_ended=True,
     )
     num_inference_engines: int = key(1, "Engines behind the client.", low=1, when=_OWN)

@@ -325,7 +325,7 @@ def _correction(algorithm: AlgorithmConfig) -> str:
 
 def missing_parts(cfg: Config, plan: str | type | None) -> list[str]:
     """References to parts that are not there; the other rules ask what they can do."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     problems = []
     for read in (lambda: Plan.of(cfg, plan), lambda: ENGINES.about(backend(cfg))):

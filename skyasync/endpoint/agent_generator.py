@@ -16,7 +16,7 @@ from skyasync.endpoint.agent_pool import AgentError, NonFiniteAgentError, Passin
 from skyasync.endpoint.recorder import sequences
 from skyasync.endpoint.server import Endpoint
 from skyasync.endpoint.session import Session
-from skyasync.engines.protocol import SamplingParams
+from skyasync.inference.interface import SamplingParams
 from skyasync.processes.transient import Patience
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import TrajectoryGenerator

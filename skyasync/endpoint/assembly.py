@@ -12,7 +12,7 @@ from skyasync.endpoint.agent_pool import AgentPool, ray_processes
 from skyasync.endpoint.online import Lobby
 from skyasync.endpoint.openrlhf import agent_config
 from skyasync.endpoint.server import Endpoint
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
 from skyasync.processes.transient import Patience
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.rollout.tokenizer import Tokenizer

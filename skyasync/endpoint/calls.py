@@ -27,8 +27,8 @@ from skyasync.endpoint.news import EVERY_S, News
 from skyasync.endpoint.parsers.reader import Reader
 from skyasync.endpoint.recorder import Call
 from skyasync.endpoint.session import INLINE, Session
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
 from skyasync.rollout.types import action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read

@@ -30,7 +30,7 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from skyasync.endpoint.forms.inner import RequestError
-from skyasync.engines.origin_check import foreign_origin, is_loopback
+from skyasync.inference.origin_check import foreign_origin, is_loopback
 
 HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Collection
 from typing import Protocol
 
-from skyasync.engines.protocol import GenerationOutput
+from skyasync.inference.interface import GenerationOutput
 
 EVERY_S = 0.05
 CLOSE_S = 5.0

@@ -41,8 +41,8 @@ from skyasync.endpoint.parsers import reasoning_parser, tool_parser
 from skyasync.endpoint.parsers.reader import Reader
 from skyasync.endpoint.sending import as_request_error, body_of, send
 from skyasync.endpoint.session import Session
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import SamplingParams
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import TrajectoryId
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from skyasync.arrays import Ints
 from skyasync.endpoint.forms.inner import Asked, Message
 from skyasync.endpoint.recorder import Recorder
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.rollout.types import TrajectoryId
 
 MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation

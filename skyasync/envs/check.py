@@ -13,9 +13,9 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any
 
-from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import NonFiniteRewardError, unknown
+from skyasync.inference.interface import SamplingParams
 
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))

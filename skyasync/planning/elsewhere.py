@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from skyasync.config.generation import BETWEEN_GPUS
 from skyasync.config.schema import Config
-from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, crosses_nodes, engine_config
+from skyasync.inference.settings import adapter_rank, computes_on_lent_weights, crosses_nodes, engine_config
 from skyasync.planning.activations import FLOAT32
 from skyasync.planning.engine_memory import EngineMemory
 from skyasync.planning.shape import ModelShape

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyasync.config.schema import Config
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.vllm.setup import MIN_BATCHED_TOKENS
+from skyasync.inference.backends.vllm.setup import MIN_BATCHED_TOKENS
+from skyasync.inference.interface import EngineConfig
 from skyasync.planning.activations import FLOAT32
 from skyasync.planning.shape import ModelShape
 
@@ -19,7 +19,7 @@ GRAPHS = GIB
 """CUDA graphs and what libraries keep on a GPU, roughly."""
 
 FORWARD_TOKENS = 2048
-"""That of the embedded engine (``skyasync.engines.embedded.model``, which imports torch)."""
+"""That of the embedded engine (``skyasync.inference.backends.transformers.model``, which imports torch)."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from skyasync.config.generation import BETWEEN_GPUS
 from skyasync.config.resume import saves
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config
-from skyasync.engines.settings import engine_config
 from skyasync.heap import KEPT
+from skyasync.inference.settings import engine_config
 from skyasync.planning.elsewhere import engines_in_memory, received
 from skyasync.planning.engine_memory import GIB, EngineMemory, engine_memory
 from skyasync.planning.machine import Machine

@@ -16,11 +16,11 @@ from skyasync.config.domains import judges
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.endpoint.parsers import VLLM, check_parsers
-from skyasync.engines.protocol import ENGINES, REQUIRED, InferenceEngine
 from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.check import STEP_FORM
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
+from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
 from skyasync.observe import TRACKERS
 from skyasync.preflight.references import check_reference, lacks, returns_tuples
 from skyasync.registry import Registry
@@ -203,5 +203,5 @@ def _check_engine(name: str) -> None:
     engine = ENGINES.find(name)
     defaults = vars(InferenceEngine)
     if missing := [name for name in REQUIRED if getattr(engine, name, defaults[name]) is defaults[name]]:
-        raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.engines.protocol.InferenceEngine)")
+        raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.inference.interface.InferenceEngine)")
     return None

@@ -21,9 +21,9 @@ from skyasync.config.resume import Resume, checkpoints_of, go_on_beside, settle_
 from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.config.secrets import Secrets
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.remote import check_servers
-from skyasync.engines.settings import engine_config
+from skyasync.inference.interface import EngineConfig
+from skyasync.inference.remote import check_servers
+from skyasync.inference.settings import engine_config
 from skyasync.observe.claim import claim
 from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name

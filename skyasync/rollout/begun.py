@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from skyasync.arrays import Ints, joined, joined_experts
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout.types import Trajectory, TrajectoryId, action_of
 
 

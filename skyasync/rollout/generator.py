@@ -16,11 +16,11 @@ from itertools import count
 from typing import Any
 
 from skyasync.arrays import NO_INTS, Ints, ints, joined
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation, Seen
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.processes.link import ProcessLostError
 from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText

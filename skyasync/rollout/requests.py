@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from skyasync.config.sampling import evaluation
 from skyasync.config.schema import GeneratorConfig, SamplingConfig
-from skyasync.engines.protocol import SamplingParams
+from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, TrajectoryId
 
 

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from skyasync.engines.protocol import GenerationOutput
+from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout.types import GeneratorInput, PromptId, Trajectory, TrajectoryId
 
 Progress = Callable[[], Awaitable[dict[str, GenerationOutput]]]

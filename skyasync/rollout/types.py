@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints, joined
-from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, unknown
+from skyasync.inference.interface import GenerationOutput
 
 
 class PromptId(NamedTuple):
@@ -199,7 +199,7 @@ class GeneratorInput(TypedDict):
     prompts: list[Conversation]
     env_classes: list[str]
     env_extras: list[dict[str, Any]]
-    sampling_params: Any  # engines.protocol.SamplingParams
+    sampling_params: Any  # inference.interface.SamplingParams
     trajectory_ids: list[TrajectoryId]
     is_eval: bool
 

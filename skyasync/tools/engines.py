@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyasync.engines.elastic import FILE, is_server, read_engine_list, write_engine_list, wrong_name
 from skyasync.errors import UserError
+from skyasync.inference.elastic import FILE, is_server, read_engine_list, write_engine_list, wrong_name
 from skyasync.tools.verbs import Arguments
 
 HELP = """\

@@ -19,8 +19,8 @@ from typing import Protocol
 from skyasync.cleanup import afterwards
 from skyasync.config.sampling import samples_as_scored
 from skyasync.config.schema import Config
-from skyasync.engines.protocol import PauseMode
 from skyasync.errors import UserError
+from skyasync.inference.interface import PauseMode
 from skyasync.rollout.gate import Gate
 from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress

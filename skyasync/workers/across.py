@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyasync.engines.protocol import EngineDiedError
 from skyasync.errors import headline
+from skyasync.inference.interface import EngineDiedError
 from skyasync.weight_sync.carry import Carried
 from skyasync.weight_sync.receiver import Receiver
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate

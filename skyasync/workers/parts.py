@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from skyasync.engines.settings import rank_beside
+from skyasync.inference.settings import rank_beside
 from skyasync.weight_sync.cuda_ipc import message
 from skyasync.weight_sync.update import CUDA_IPC, WeightUpdate
 

@@ -10,7 +10,7 @@ from skyasync.config import ConfigError, load_config
 from skyasync.config.check import config_warnings
 from skyasync.config.sampling import FILTERS, HISTORY, UNMIRRORED, backend, evaluation
 from skyasync.config.schema import SamplingConfig
-from skyasync.engines.protocol import ENGINES
+from skyasync.inference.interface import ENGINES
 from skyasync.rollout.requests import request_seed, sampling_params
 
 SAMPLING = "generator.sampling_params"

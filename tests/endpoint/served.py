@@ -12,8 +12,8 @@ from openai import AsyncOpenAI
 
 from skyasync.endpoint.server import Endpoint
 from skyasync.endpoint.session import Session
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, SamplingParams
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
 
 EPISODE = TrajectoryId(PromptId(0, 3), 1)

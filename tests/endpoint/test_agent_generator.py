@@ -23,8 +23,8 @@ from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
 from skyasync.endpoint.agent_process import AgentProcess, load_program
 from skyasync.endpoint.server import Endpoint
-from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
 from skyasync.processes.local import LocalHost
 from skyasync.rollout import rules as episode_rules
 from skyasync.rollout.collate import collate

@@ -376,7 +376,7 @@ async def test_one_episodes_long_requests_do_not_hold_up_those_of_others(
 
 
 async def test_an_engines_word_that_a_request_cannot_be_answered_does_not_end_the_run(tokenizer: Any) -> None:
-    from skyasync.engines.protocol import refusal
+    from skyasync.inference.interface import refusal
 
     class Picky(Scripted):
         async def generate(self, requests: Any) -> Any:

@@ -16,7 +16,7 @@ from skyasync.compat.skyrl.endpoint import OpenEndpoint
 from skyasync.endpoint import door
 from skyasync.endpoint.door import Door
 from skyasync.endpoint.server import Endpoint
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
 from tests.endpoint.served import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

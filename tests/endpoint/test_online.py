@@ -20,8 +20,8 @@ from skyasync.config.load import load_config
 from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.online import FILE, Lobby
 from skyasync.endpoint.server import Endpoint
-from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
 from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.rules import EpisodeRules
 from tests.endpoint.test_agent_generator import Engine

@@ -20,7 +20,7 @@ from anthropic import AsyncAnthropic
 from examples.agents.tasks import CALCULATOR
 from skyasync.endpoint import news
 from skyasync.endpoint.recorder import sequences
-from skyasync.engines.protocol import GenerationOutput, SamplingParams
+from skyasync.inference.interface import GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
 from tests.endpoint.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
 from tests.endpoint.test_forms import CALL, OURS, THEIRS, ask, theirs

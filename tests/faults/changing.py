@@ -10,8 +10,8 @@ import ray
 
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.elastic import FILE, write_engine_list
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.elastic import FILE, write_engine_list
 from tests.cluster.test_ray_cluster import listening
 
 SEEN = "engines.jsonl"  # in the run's folder: how many lived at each step's end, and the versions of all tokens since

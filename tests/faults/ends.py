@@ -13,9 +13,9 @@ import ray
 
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.process_guard import VARIABLE
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.inference.backends.vllm.process_guard import VARIABLE
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync.update import WeightUpdate
 
 FOUND = "engines.json"  # in the run's folder: what there was at its end

@@ -15,9 +15,9 @@ from skyasync.endpoint.agent_generator import AgentGenerator
 from skyasync.endpoint.agent_pool import AgentError, AgentPool
 from skyasync.endpoint.agent_process import AgentProcess
 from skyasync.endpoint.server import Endpoint
-from skyasync.engines.client import InferenceClient
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
 from skyasync.processes.local import LocalHost
 from skyasync.processes.transient import Patience
 from skyasync.rollout.contract import play as roll_out

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoTokenizer
 
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer

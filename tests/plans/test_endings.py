@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, InferenceEngine, SamplingParams
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.simulate.clock import run_virtual

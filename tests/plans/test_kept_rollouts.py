@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
@@ -20,7 +20,7 @@ from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.state.ledger import audit
 from skyasync.trainer import RayPPOTrainer
 from skyasync.training.bookkeeping import DULL, TRUNCATED
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 from tests.plans.parts import PLANS, make_run
 

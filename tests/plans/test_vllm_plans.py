@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from skyasync.engines.protocol import EngineStats, InferenceEngine
+from skyasync.inference.interface import EngineStats, InferenceEngine
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.rollout.types import PromptId, TrajectoryId
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, engine_config, without_times
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine_of_all(engines_session: None, model: str) -> AsyncIterator[Any]:
-    from skyasync.engines.vllm.engine import VLLMEngine
+    from skyasync.inference.backends.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(engine_config(model))
     await engine.start()

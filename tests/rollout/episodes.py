@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.pool import EnvPool, local_pool
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
 

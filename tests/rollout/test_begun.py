@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout.contract import play
 from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, request, tokenizer, tokens_of
 from tests.virtual_time import virtual_time
@@ -149,7 +149,7 @@ async def test_the_progress_of_a_request_that_went_on_has_all_its_pieces():
 def test_a_part_that_is_longer_than_is_allowed_now_is_the_answer():
     @virtual_time
     async def run():
-        from skyasync.engines.protocol import GenerationRequest, SamplingParams
+        from skyasync.inference.interface import GenerationRequest, SamplingParams
 
         engine = Slow()
         client = InferenceClient([engine])

@@ -5,10 +5,10 @@ from copy import deepcopy
 
 import pytest
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout import rules
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.contract import play

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.engines.elastic import FILE, read_engine_list, write_engine_list
+from skyasync.inference.elastic import FILE, read_engine_list, write_engine_list
 
 
 def run(folder: Path, *words: str) -> list[str]:

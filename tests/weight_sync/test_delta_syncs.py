@@ -5,15 +5,15 @@ import os
 import pytest
 import torch
 
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.interface import EngineConfig
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync import changed_weights
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import PREFIX, directories
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers import checkpoint
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
 

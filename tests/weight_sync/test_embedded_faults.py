@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.errors import UserError
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync import digests, kept_file, lent
 from skyasync.weight_sync.gaps import gap
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import (
     LAYER,
     SWAPPED,

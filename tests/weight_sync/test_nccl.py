@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.inference.backends.vllm.engine import VLLMEngine
+from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
 
 RENDEZVOUS = Rendezvous("127.0.0.1", 29500, engine_workers=6)

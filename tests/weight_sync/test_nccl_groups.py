@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineDiedError, EngineStats, InferenceEngine
-from skyasync.engines.supervisor import EngineSupervisor
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import EngineDiedError, EngineStats, InferenceEngine
+from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.update import WeightUpdate

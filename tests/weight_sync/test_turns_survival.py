@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.engines.supervisor import EngineSupervisor
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.testing.chaos.virtual_parts import SYNC_S, Engine
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns

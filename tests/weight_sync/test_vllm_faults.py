@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from skyasync.weight_sync.lent import in_words
 from skyasync.weight_sync.update import WeightSyncError
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import LAYER, SWAPPED, losing_a_bit, never_fails, running
 from tests.weight_sync.worker_faults import looks, update_with
 

@@ -10,12 +10,12 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.engine import EngineDiedError, VLLMEngine
+from skyasync.inference.backends.vllm.engine import EngineDiedError, VLLMEngine
+from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.engines.listed import listed
-from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs
+from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
+from tests.inference.listed import listed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

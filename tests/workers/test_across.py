@@ -15,7 +15,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from skyasync.engines.protocol import EngineDiedError
+from skyasync.inference.interface import EngineDiedError
 from skyasync.weight_sync import carry
 from skyasync.weight_sync.lent import Borrower, Lender
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights

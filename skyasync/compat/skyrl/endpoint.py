@@ -16,8 +16,8 @@ from aiohttp import web
 from skyasync.endpoint.door import Door
 from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
 from skyasync.endpoint.session import Session
-from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.registry import Foreign
+from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
 
 

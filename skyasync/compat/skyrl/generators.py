@@ -17,10 +17,10 @@ from typing import Any, TypedDict, cast
 
 from skyasync.arrays import ints
 from skyasync.compat.skyrl.endpoint import OpenEndpoint
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.rollout import types
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -159,7 +159,7 @@ class InferenceEngineClient:
     """The run's inference client, which also answers batches as SkyRL's does; everything else is the client's own.
 
     Args:
-        client: ``skyasync.engines.client.InferenceClient``.
+        client: ``skyasync.inference.client.InferenceClient``.
         tokenizer: gives the model's tokenizer.
         sampling: of the run, where a request says nothing.
         max_model_len: most tokens of a sequence.

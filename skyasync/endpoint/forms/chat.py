@@ -24,7 +24,7 @@ from skyasync.endpoint.forms.inner import (
     Told,
     outgoing,
 )
-from skyasync.engines.protocol import LIMITS, SamplingParams
+from skyasync.inference.interface import LIMITS, SamplingParams
 
 _CHOICES = Key("", int, low=1, high=128)
 

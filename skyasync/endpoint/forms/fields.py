@@ -13,9 +13,9 @@ from typing import Any, TypeVar, overload
 
 from skyasync.config.keys import Key
 from skyasync.endpoint.forms.inner import Body, RequestError, from_json
-from skyasync.engines.protocol import LARGEST_BIAS, LIMITS, SamplingParams
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import nearest
+from skyasync.inference.interface import LARGEST_BIAS, LIMITS, SamplingParams
 
 T = TypeVar("T")
 D = TypeVar("D")

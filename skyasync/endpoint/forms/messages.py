@@ -33,7 +33,7 @@ from skyasync.endpoint.forms.inner import (
     Told,
     outgoing,
 )
-from skyasync.engines.protocol import LIMITS
+from skyasync.inference.interface import LIMITS
 
 #: Bookkeeping of Anthropic's own service; it caches and routes, and changes no answer.
 PASSED_OVER = frozenset(["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"])

@@ -20,7 +20,6 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent, takes_sampling
 from skyasync.envs.adapters.openrlhf_names import awaited, new_instance, number, refuse_images
 from skyasync.envs.base import BaseTextEnv
@@ -28,6 +27,7 @@ from skyasync.envs.check import SAMPLING, InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
+from skyasync.inference.interface import SamplingParams
 
 PATH_KEY = "agent_func_path"  # where the environment finds the file in its env_config
 SAMPLING_KEY = "agent_sampling"  # and how the run samples

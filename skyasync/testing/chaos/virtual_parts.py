@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from skyasync.arrays import floats, ints
-from skyasync.engines.protocol import (
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyasync.envs.episodes import EnvSettings, Episodes
+from skyasync.inference.interface import (
     EngineDiedError,
     EngineStats,
     FinishReason,
@@ -19,8 +21,6 @@ from skyasync.engines.protocol import (
     InferenceEngine,
     PauseMode,
 )
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
-from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.processes.calls import Answer, Call
 from skyasync.processes.local import LocalHost
 from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.supervisor import EngineSupervisor
 from skyasync.envs.episodes import EnvSettings
 from skyasync.envs.pool import EnvPool
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import JsonlTracker, TrackerContext
