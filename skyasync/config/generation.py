@@ -25,7 +25,7 @@ BETWEEN_GPUS = ("nccl", "cuda_ipc")
 
 @dataclass
 class SamplingConfig(Settings):
-    """The bounds of the numbers hold for whoever samples: ``inference.interface.SamplingParams`` and the requests of agent
+    """The bounds of the numbers hold for ``inference.interface.SamplingParams`` too, and the requests of agent
     programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
 
     max_generate_length: int = key(256, "Most tokens per response.", low=1, high=INT32)

@@ -7,7 +7,7 @@ A request that ``cut`` has ended early, or whose engine has failed, continues he
 a new request, which the engines start with the weights they have then. Its caller gets one answer, with the pieces
 joined (``inflight``).
 
-An engine fails when a call of it raises ``EngineDiedError``, or when its heartbeat is late (``EnginePool.fail``). With
+An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late (``EnginePool.fail``). With
 a failure handler nothing is asked of it any more, and its requests continue at the others from the tokens known of
 them (``poll``); without others they wait for its replacement. Otherwise, and for every other error, the requests that
 the engine had raise the error.
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from skyasync.arrays import TURN_TOKENS
 from skyasync.inference.inflight import InflightRequest, InflightTable, continuation, join
 from skyasync.inference.interface import (
-    EngineDiedError,
+    EngineFailedError,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
@@ -373,7 +373,7 @@ class InferenceClient:
             if waiting:
                 raise RuntimeError(f"engine {index} ended without answering {', '.join(sorted(waiting)[:5])}")
         except BaseException as error:
-            if isinstance(error, EngineDiedError) and self.pool.fail(index, error, asyncio.current_task()):
+            if isinstance(error, EngineFailedError) and self.pool.fail(index, error, asyncio.current_task()):
                 return
             for inflight in waiting.values():
                 if not inflight.future.done():

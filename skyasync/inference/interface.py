@@ -208,7 +208,7 @@ def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
     return GenerationOutput(name, finish_reason="error", error=f"request {name!r} cannot be answered: {why:.1000}")
 
 
-class EngineDiedError(TakerDiedError):
+class EngineFailedError(TakerDiedError):
     """The engine can answer nothing any more; whatever it was computing is lost."""
 
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from skyasync.inference.interface import EngineDiedError, InferenceEngine
+from skyasync.inference.interface import EngineFailedError, InferenceEngine
 from skyasync.inference.router import Router
 
 Calls = set[asyncio.Future[Any]]  # tasks that wait for an engine's answer
@@ -74,7 +74,7 @@ class EnginePool:
         """Call these engines, which wait for each other in it: if one has failed, or fails, all of them have.
 
         Raises:
-            EngineDiedError: if one did.
+            EngineFailedError: if one did.
         """
         if self.end is not None:
             raise self.end
@@ -86,7 +86,9 @@ class EnginePool:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             failed = [index for index, call in calls.items() if call.done() and call.result() is None]
         if failed:
-            error = EngineDiedError(f"engine {failed[0]} has died in a call in which the others wait for it ({method})")
+            error = EngineFailedError(
+                f"engine {failed[0]} has died in a call in which the others wait for it ({method})"
+            )
             for index in [index for index, call in calls.items() if not call.done()]:
                 self.fail(index, error)
             raise error
@@ -107,7 +109,7 @@ class EnginePool:
             if call.cancelled() and call not in calls:
                 return None
             return (call.result(),)
-        except EngineDiedError as error:
+        except EngineFailedError as error:
             if not self.fail(index, error, call):
                 raise
             return None

@@ -20,7 +20,7 @@ from skyasync.errors import UserError
 from skyasync.inference.interface import (
     ENGINES,
     EngineConfig,
-    EngineDiedError,
+    EngineFailedError,
     GenerationOutput,
     GenerationRequest,
     InferenceEngine,
@@ -137,9 +137,9 @@ class RayEngine(InferenceEngine):
             return await getattr(actor, method).remote(*args)
 
     def _running_actor(self) -> Any:  # noqa: ANN401  (Ray's handle)
-        """Raises EngineDiedError after ``kill`` and ``shutdown``: a call of all engines may have begun before."""
+        """Raises EngineFailedError after ``kill`` and ``shutdown``: a call of all engines may have begun before."""
         if self._actor is None:
-            raise EngineDiedError(f"the {self.backend} engine has been ended")
+            raise EngineFailedError(f"the {self.backend} engine has been ended")
         return self._actor
 
     async def shutdown(self) -> None:
@@ -206,7 +206,7 @@ def _actor_failures() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayActorError as error:
-        raise EngineDiedError(str(error)) from error
+        raise EngineFailedError(str(error)) from error
 
 
 def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:

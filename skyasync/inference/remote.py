@@ -2,7 +2,7 @@
 
 Invariant: a token's version is the one that the server's core stamped it with, and a stamp that this run did not set is
 a failure: the server was restarted, or another run uses it. A server that cannot be reached, or that ends in the middle
-of an answer, is ``EngineDiedError``; one that refuses is an error in its own words. The server is left as it was found,
+of an answer, is ``EngineFailedError``; one that refuses is an error in its own words. The server is left as it was found,
 but for its weights.
 
 Requests that have begun keep their cache over an update, those without a token are sent again, and prompts are salted
@@ -10,7 +10,7 @@ with the version, so that none finds blocks that other weights have computed.
 
 | who waits               | for what               | woken by                                                     |
 |-------------------------|------------------------|--------------------------------------------------------------|
-| ``generate``, ``score`` | the server's answer    | the server; a broken connection (``EngineDiedError``)        |
+| ``generate``, ``score`` | the server's answer    | the server; a broken connection (``EngineFailedError``)        |
 | control calls           | the same, each other   | the same                                                     |
 | ``start``               | the server             | the server; ``engine_start_timeout_s``                       |
 """
@@ -37,7 +37,7 @@ from skyasync.errors import UserError
 from skyasync.inference.interface import (
     ENGINES,
     EngineConfig,
-    EngineDiedError,
+    EngineFailedError,
     EngineStats,
     FinishReason,
     GenerationOutput,
@@ -107,9 +107,9 @@ class ServerConnection:
         if session is not None:
             await session.close()
 
-    def failure(self, why: object) -> EngineDiedError:
+    def failure(self, why: object) -> EngineFailedError:
         found = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
-        return EngineDiedError(f"{self.name} does not answer: {found}")
+        return EngineFailedError(f"{self.name} does not answer: {found}")
 
     @contextlib.asynccontextmanager
     async def _request(
@@ -143,7 +143,7 @@ class ServerConnection:
         inner = answer.get("error", answer) if isinstance(answer, dict) else answer
         text = str(inner.get("message", inner) if isinstance(inner, dict) else inner).strip()
         line = f"{self.name}{route} answers{f' {status}' if status else ''}: {text[:400]}"
-        return (EngineDiedError if any(words in text for words in self._core_failures) else RuntimeError)(line)
+        return (EngineFailedError if any(words in text for words in self._core_failures) else RuntimeError)(line)
 
 
 @dataclass(eq=False)
@@ -263,7 +263,7 @@ class RemoteEngine(InferenceEngine):
         raise self.unsupported("abort")
 
     async def _check_core(self) -> None:
-        """Raises EngineDiedError unless the server's core is between two steps."""
+        """Raises EngineFailedError unless the server's core is between two steps."""
         raise self.unsupported("progress")
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
@@ -300,7 +300,7 @@ class RemoteEngine(InferenceEngine):
             try:
                 info: dict[str, Any] = await self._server.get(INFO, **self.info_query)
                 return info
-            except EngineDiedError as error:
+            except EngineFailedError as error:
                 if not self.config.extra.get("returns"):
                     raise UserError(f"generator.engines: {error}") from error
                 await asyncio.sleep(RETRY_S)
@@ -367,7 +367,7 @@ class RemoteEngine(InferenceEngine):
                     begun.task.cancel()
                     del self._begun[name]
                     self._watch()
-        except EngineDiedError:
+        except EngineFailedError:
             raise
         except Exception as error:
             return refusal(request, RequestFailedError(str(error)))
@@ -456,7 +456,7 @@ class RemoteEngine(InferenceEngine):
         """Raises WeightSyncError if the server is healthy and has not taken them: layers may lack their weights."""
         try:
             return await self._load(update)
-        except (EngineDiedError, RuntimeError) as error:  # some hang up on what they did not foresee
+        except (EngineFailedError, RuntimeError) as error:  # some hang up on what they did not foresee
             await self._check_core()
             raise WeightSyncError(
                 f"{self._server.name} has refused the weights of version {update.version} (its own log says why) and "

@@ -126,7 +126,7 @@ def engines_per_device(cfg: Config) -> int:
     return ceil(cfg.generator.own_engines / ranks) if placement.colocate_all else 1
 
 
-def rank_beside(engine: int, ranks: int) -> int:
+def colocated_rank(engine: int, ranks: int) -> int:
     """The policy's rank that shares its device with an engine, with ``trainer.placement.colocate_all``."""
     return engine % ranks
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import EngineDiedError, InferenceEngine
+from skyasync.inference.interface import EngineFailedError, InferenceEngine
 from skyasync.inference.pool import LostWork
 from skyasync.observe.timeline import Timeline
 from skyasync.together import within
@@ -42,7 +42,7 @@ HOUR_S = 3600.0
 OWN_DELAY_S = 1.0  # an answer may have arrived, and this process have been too busy to read it
 
 
-class Turns(Protocol):
+class EngineTurns(Protocol):
     """Whose turn it is on devices that engines share with the policy; see ``skyasync.weight_sync.turns``."""
 
     async def engines_turn(self) -> None: ...
@@ -95,7 +95,7 @@ class EngineSupervisor(TrainerCallback):
         heartbeat_timeout_s: float,
         limit_s: float,
         timeline: Timeline | None = None,
-        turns: Turns | None = None,
+        turns: EngineTurns | None = None,
     ) -> None:
         self.failures = self.restarts = 0
         self._client, self._weights, self._limit_s, self._turns = client, weights, limit_s, turns
@@ -235,7 +235,7 @@ class EngineSupervisor(TrainerCallback):
                     poll.result()
             elif self._client.engines[index] is engine:
                 late = f"engine {index} did not answer within {self._timeout_s:g} s (generator.heartbeat_timeout_s)"
-                self._client.pool.fail(index, EngineDiedError(late))
+                self._client.pool.fail(index, EngineFailedError(late))
         finally:
             poll.cancel()
 

@@ -1,6 +1,6 @@
 """``skyasync serve``: a vLLM server that can be an engine of a run elsewhere.
 
-Invariant: it is vLLM's own server, with the routes and settings that ``inference.backends.vllm.server`` asks for; whatever
+Invariant: it is vLLM's own server, with what ``inference.backends.vllm.server`` asks for; whatever
 else is named goes to it as it is, and what is named twice is as named last.
 """
 

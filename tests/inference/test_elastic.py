@@ -11,7 +11,7 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.inference.elastic import ElasticEngines, read_engine_list, write_engine_list, wrong_name
-from skyasync.inference.interface import EngineDiedError, GenerationRequest, SamplingParams
+from skyasync.inference.interface import EngineFailedError, GenerationRequest, SamplingParams
 from skyasync.weight_sync.update import WeightSyncError
 from tests.inference.test_supervisor import Engine, Run, ask, check
 from tests.virtual_time import virtual_time
@@ -164,7 +164,11 @@ async def test_a_server_that_cannot_join_yet_is_asked_again(tmp_path: Path, capl
     caplog.set_level(logging.WARNING)
     first, second = "http://a:1", "http://b:2"
     async with Changing(tmp_path, engines=1, names=(f"{first}/",)) as run:
-        run.refusals = [UserError("it does not answer"), EngineDiedError("it died"), WeightSyncError("digests differ")]
+        run.refusals = [
+            UserError("it does not answer"),
+            EngineFailedError("it died"),
+            WeightSyncError("digests differ"),
+        ]
         run.want(first, second, "3")
         await asyncio.sleep(150)
         assert run.living == [0, 1] and run.made[second].version == 0

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.inference.interface import EngineConfig, EngineDiedError, GenerationRequest, SamplingParams
+from skyasync.inference.interface import EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
 from skyasync.inference.ray_engine import RayEngine
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -68,7 +68,7 @@ async def test_every_call_of_an_engine_that_was_ended_is_that_of_a_dead_one(ray_
         engine.kill()
     await engine.shutdown()
     for name, call in calls.items():
-        with pytest.raises(EngineDiedError, match="the transformers engine has been ended"):
+        with pytest.raises(EngineFailedError, match="the transformers engine has been ended"):
             await call()
             pytest.fail(f"{name} was answered")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import (
-    EngineDiedError,
+    EngineFailedError,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
@@ -61,14 +61,14 @@ class Engine(InferenceEngine):
         await asyncio.sleep(START_S)
         if self.machine.broken_starts:
             self.machine.broken_starts -= 1
-            raise EngineDiedError("it died while it loaded")
+            raise EngineFailedError("it died while it loaded")
 
     async def here(self) -> None:
         if self.gone.is_set():
-            raise EngineDiedError("the actor died")
+            raise EngineFailedError("the actor died")
         if self.hung:
             await self.gone.wait()
-            raise EngineDiedError("the actor died")
+            raise EngineFailedError("the actor died")
         async with self.wire:  # what is said first arrives first
             await asyncio.sleep(0.01)
 
@@ -298,7 +298,7 @@ async def test_when_all_restarts_are_used_the_run_ends_with_the_error_of_the_dea
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(error) for error in found] == ["the actor died"] * 2
         assert "generator.max_engine_restarts" in found[0].__notes__[-1]
-        with pytest.raises(EngineDiedError, match="the actor died"):
+        with pytest.raises(EngineFailedError, match="the actor died"):
             await run.client.pause("keep")
 
 
@@ -321,7 +321,7 @@ async def test_a_newcomer_that_dies_while_it_loads_costs_another_restart() -> No
         assert run.supervisor.restarts == 1 and run.machine.made == 2 + 3
         run.kill(0)
         await asyncio.sleep(5)
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(EngineFailedError):
             await run.client.stats()
 
 
@@ -342,7 +342,7 @@ async def test_without_a_survivor_a_death_is_the_error_of_the_requests_that_the_
     await asyncio.sleep(2.5)
     run.kill(1)
     found = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [isinstance(answer, EngineDiedError) for answer in found] == [False, True, False, True]
+    assert [isinstance(answer, EngineFailedError) for answer in found] == [False, True, False, True]
 
 
 @virtual_time

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import EngineDiedError, EngineStats, InferenceEngine
+from skyasync.inference.interface import EngineFailedError, EngineStats, InferenceEngine
 from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
 from skyasync.weight_sync.sync import WeightSync
@@ -161,7 +161,7 @@ class Engine(InferenceEngine):
 
     async def _lives(self) -> None:
         if self.dead.is_set():
-            raise EngineDiedError("its process is gone")
+            raise EngineFailedError("its process is gone")
 
     async def progress(self) -> Sequence[Any]:
         await self._lives()
@@ -274,7 +274,7 @@ async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_r
         await run.trainer.optimizer_step()
         first = list(run.engines)
         run.engines[1].dies_in_sync = True
-        with pytest.raises(EngineDiedError, match="engine 1 has died in a call in which the others wait for it"):
+        with pytest.raises(EngineFailedError, match="engine 1 has died in a call in which the others wait for it"):
             await run.sync.sync(2)
         assert "in which they wait for it" in str(run.trainer.ranks.lost)
         run.trainer = Trainer(run.client)  # as the controller does; from the checkpoint of the first step, say
@@ -293,9 +293,9 @@ async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_r
 async def test_ranks_that_a_newcomer_does_not_meet_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "SETTLE_S", 0.2)
     async with running() as run:
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(EngineFailedError):
             async with run.sync.between_syncs():
-                raise EngineDiedError("the newcomer")
+                raise EngineFailedError("the newcomer")
         assert "has not met them" in str(run.trainer.ranks.lost)
         with pytest.raises(RuntimeError, match="the workers have been stopped"):
             await run.trainer.optimizer_step()

@@ -10,7 +10,7 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from skyasync.inference.backends.vllm.engine import EngineDiedError, VLLMEngine
+from skyasync.inference.backends.vllm.engine import EngineFailedError, VLLMEngine
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
@@ -82,5 +82,5 @@ async def test_after_a_failed_update_nothing_is_computed_any_more(pair: tuple[Ll
     with pytest.raises(Exception, match="no-such-file"):
         await engine.update_weights(WeightUpdate(21, "shared_memory", {"path": "no-such-file.safetensors"}))
     for waiting in (in_flight, engine.score(PROBES), engine.resume()):
-        with pytest.raises(EngineDiedError, match="the update to version 21 failed"):
+        with pytest.raises(EngineFailedError, match="the update to version 21 failed"):
             await asyncio.wait_for(waiting, timeout=10)

@@ -13,7 +13,7 @@ from skyasync.arrays import floats, ints
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.inference.interface import (
-    EngineDiedError,
+    EngineFailedError,
     EngineStats,
     FinishReason,
     GenerationOutput,
@@ -69,7 +69,7 @@ class Engine(InferenceEngine):
     restartable = True
 
     def __init__(self) -> None:
-        self.life = Life(EngineDiedError, "an engine")
+        self.life = Life(EngineFailedError, "an engine")
         self.version, self._paused, self._made = 0, False, 0
         self._wire = asyncio.Lock()  # what is said first arrives first
         self._rows: dict[str, list[int]] = {}  # request -> version of each token

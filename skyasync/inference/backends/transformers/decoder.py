@@ -26,7 +26,7 @@ from skyasync.inference.stop_strings import StopStrings
 
 
 @dataclass(eq=False)
-class Row:
+class DecodingRow:
     """A request on its way. ``limit`` is the most tokens it may get; ``owner`` is whoever wants to hear of it."""
 
     request: GenerationRequest
@@ -43,7 +43,7 @@ class Row:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     _logprobs: array[float] = field(default_factory=lambda: array("f"))
     _versions: array[int] = field(default_factory=lambda: array("i"))
-    _told: int = 0  # tokens that have been given as news
+    _reported: int = 0  # tokens that ``progress`` has given
     experts: list[Experts] = field(default_factory=list)  # the prompt's, then of each token but the newest, if asked
 
     def __post_init__(self) -> None:
@@ -70,12 +70,12 @@ class Row:
         self.finish_reason, self.error = "error", f"request {self.request.request_id!r} cannot be answered: {why}"
 
     @property
-    def has_news(self) -> bool:
-        return len(self.token_ids) > self._told
+    def has_progress(self) -> bool:
+        return len(self.token_ids) > self._reported
 
-    def news(self) -> GenerationOutput:
+    def progress(self) -> GenerationOutput:
         """What has been added since the last call."""
-        start, self._told = self._told, len(self.token_ids)
+        start, self._reported = self._reported, len(self.token_ids)
         return self.output(start)
 
     def output(self, start: int = 0) -> GenerationOutput:
@@ -113,9 +113,9 @@ class Decoder:
         self._max_num_seqs = max_num_seqs
         self._cache_bytes = cache_bytes
         self._cache: SlotCache | None = None
-        self.waiting: deque[Row] = deque()
-        self._admitted: list[Row] = []  # room is reserved; sorted by prompt, longest last
-        self._running: list[Row] = []  # row i lives in slot i
+        self.waiting: deque[DecodingRow] = deque()
+        self._admitted: list[DecodingRow] = []  # room is reserved; sorted by prompt, longest last
+        self._running: list[DecodingRow] = []  # row i lives in slot i
         self._changed = False  # the tensors below no longer describe the running rows
         self._sampler: BatchSampler
         self._tokens: Tensor
@@ -131,7 +131,7 @@ class Decoder:
         return bool(self._running or self._admitted or self.waiting)
 
     @torch.inference_mode()
-    def abort(self, ids: Collection[str] | None) -> list[Row]:
+    def abort(self, ids: Collection[str] | None) -> list[DecodingRow]:
         """Take out the requests with these ids (None: all) and return them, their outputs marked as aborted."""
         everywhere = [*self._running, *self._admitted, *self.waiting]
         cut = [row for row in everywhere if ids is None or row.request.request_id in ids]
@@ -146,7 +146,7 @@ class Decoder:
         self._cache = None
 
     @torch.inference_mode()
-    def step(self) -> list[Row]:
+    def step(self) -> list[DecodingRow]:
         """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token, and
         those that cannot be sampled: they end alone."""
         if not self._admitted:
@@ -172,7 +172,7 @@ class Decoder:
         self._drop_finished()
         return rows
 
-    def _unsampleable(self) -> list[Row]:
+    def _unsampleable(self) -> list[DecodingRow]:
         """Take out and return the rows that cannot be sampled even alone, from logits that are all 0."""
         failed = []
         for row in [*self._running, *self._admitted]:
@@ -207,7 +207,7 @@ class Decoder:
             self._cache = SlotCache(prefixes, self._cache_bytes)
         return self._cache
 
-    def _prefill(self) -> tuple[list[Row], Tensor, Tensor]:
+    def _prefill(self) -> tuple[list[DecodingRow], Tensor, Tensor]:
         """Compute each different prompt once, give all its samples a copy, and sample their first tokens."""
         rows, prompts, index = self._next_prompts()
         try:
@@ -228,9 +228,9 @@ class Decoder:
                 row.experts.append(chosen[i, : len(row.prompt)])
         return rows, tokens, logprobs
 
-    def _next_prompts(self) -> tuple[list[Row], list[list[int]], list[int]]:
+    def _next_prompts(self) -> tuple[list[DecodingRow], list[list[int]], list[int]]:
         """Admitted rows with the longest prompts, their different prompts, and which row has which."""
-        rows: list[Row] = []
+        rows: list[DecodingRow] = []
         prompts: list[list[int]] = []
         index: list[int] = []
         while self._admitted:
@@ -243,7 +243,7 @@ class Decoder:
             index.append(len(prompts) - 1)
         return rows, prompts, index
 
-    def _decode(self) -> tuple[list[Row], Tensor, Tensor]:
+    def _decode(self) -> tuple[list[DecodingRow], Tensor, Tensor]:
         """The running rows, their next tokens and the log-probabilities of these, ``[rows]``."""
         if self._changed:
             self._describe_rows()

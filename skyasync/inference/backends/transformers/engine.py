@@ -38,7 +38,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
 from skyasync.inference.backends.transformers.adapted import AdaptedInPlace
 from skyasync.inference.backends.transformers.changed import ChangedInPlace
-from skyasync.inference.backends.transformers.decoder import Decoder, Row, cache_budget
+from skyasync.inference.backends.transformers.decoder import Decoder, DecodingRow, cache_budget
 from skyasync.inference.backends.transformers.model import EmbeddedModel
 from skyasync.inference.backends.transformers.sampling import Words, stream_key, tokenised
 from skyasync.inference.interface import (
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KEPT_WORDS = 64  # lists of bad words whose tokens are remembered
+KEPT_WORDS = 64  # lists of bad words whose tokens are kept
 
 
 def in_thread(
@@ -72,13 +72,13 @@ def in_thread(
 ) -> Callable[Concatenate[TransformersEngine, P], Coroutine[Any, Any, T]]:
     """The method runs in the engine's thread, between two tokens. Raises the error that ended the engine's work."""
 
-    def command(engine: TransformersEngine, *args: P.args, **kwargs: P.kwargs) -> T:
+    def command(engine: TransformersEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if engine._failure is not None:
             raise engine._failure
         return method(engine, *args, **kwargs)
 
     @wraps(method)
-    async def call(engine: TransformersEngine, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(engine: TransformersEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if engine._thread is None:
             raise RuntimeError("the engine is not running: it has not been started, or was shut down")
         return await asyncio.wrap_future(engine._thread.submit(command, engine, *args, **kwargs))
@@ -119,8 +119,8 @@ class TransformersEngine(InferenceEngine):
         self._whole = True  # it holds one version, and nothing of another
         self._has = Held()
         self._state: Literal["running", "draining", "paused"] = "running"
-        self._rows: dict[str, Row] = {}  # every request that has not been answered
-        self._held: list[Row] = []  # accepted while not running
+        self._rows: dict[str, DecodingRow] = {}  # every request that has not been answered
+        self._held: list[DecodingRow] = []  # accepted while not running
         self._drained: list[Future[None]] = []
         self._stop_strings = WeakValueDictionary[tuple[tuple[str, ...], bool], StopStrings]()  # of running requests
         self._tokenised_words: dict[tuple[str, ...], Words] = {}
@@ -195,11 +195,11 @@ class TransformersEngine(InferenceEngine):
             self._step_is_queued = True
             thread.submit(self._work)
 
-    def _report(self, rows: Iterable[Row]) -> None:
+    def _report(self, rows: Iterable[DecodingRow]) -> None:
         """Send the rows' outputs to their owners, one message each."""
         messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
         for row in rows:
-            output = row.news() if row.streamed else row.output()
+            output = row.progress() if row.streamed else row.output()
             messages.setdefault(id(row.owner), (row.owner, []))[1].append(output)
             if row.finish_reason:
                 del self._rows[row.request.request_id]
@@ -253,7 +253,7 @@ class TransformersEngine(InferenceEngine):
     @in_thread
     def _submit(self, requests: Sequence[GenerationRequest], reply: Reply, streamed: bool) -> None:
         """Accept the requests; one that can never be answered is answered with its error."""
-        rows: dict[str, Row] = {}
+        rows: dict[str, DecodingRow] = {}
         refused: list[GenerationOutput] = []
         arrays = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
         prompts = {key: array.tolist() for key, array in arrays.items()}  # one list for all samples of a prompt
@@ -275,7 +275,7 @@ class TransformersEngine(InferenceEngine):
         else:
             self._held += rows.values()
 
-    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply, streamed: bool) -> Row:
+    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply, streamed: bool) -> DecodingRow:
         sampling = request.sampling
         if min(prompt) < 0 or max(prompt) >= self._model.vocabulary:
             raise RequestFailedError(
@@ -284,7 +284,7 @@ class TransformersEngine(InferenceEngine):
             )
         self._refuse_unknown_tokens(request)
         stop_ids = frozenset(sampling.stop_token_ids)
-        return Row(
+        return DecodingRow(
             request,
             prompt,
             key=stream_key(sampling.seed, self.config.seed, request.request_id),
@@ -350,7 +350,7 @@ class TransformersEngine(InferenceEngine):
     @in_thread
     def progress(self) -> list[GenerationOutput]:
         """Of requests whose owners get one answer; the owners of streamed ones get their tokens anyway."""
-        return [row.news() for row in self._rows.values() if row.has_news and not row.streamed]
+        return [row.progress() for row in self._rows.values() if row.has_progress and not row.streamed]
 
     @in_thread
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -40,7 +40,7 @@ from skyasync.inference.backends.vllm.setup import (
 )
 from skyasync.inference.interface import (
     EngineConfig,
-    EngineDiedError,
+    EngineFailedError,
     EngineStats,
     GenerationOutput,
     GenerationRequest,
@@ -132,7 +132,7 @@ class VLLMEngine(InferenceEngine):
             self._end = ""
 
     async def shutdown(self) -> None:
-        """End all processes; requests that still wait for an answer get ``EngineDiedError``. Safe to call twice."""
+        """End all processes; requests that still wait for an answer get ``EngineFailedError``. Safe to call twice."""
         llm, guard = self._llm, self._guard
         self._give_up("it was shut down")
         self._llm = self._guard = None
@@ -149,12 +149,12 @@ class VLLMEngine(InferenceEngine):
         if self._llm is not None:
             self._llm.output_processor.propagate_error(self._failure())
 
-    def _failure(self) -> EngineDiedError:
-        return EngineDiedError(f"the vLLM engine of {self.config.model_path} is not running: {self._end}")
+    def _failure(self) -> EngineFailedError:
+        return EngineFailedError(f"the vLLM engine of {self.config.model_path} is not running: {self._end}")
 
     @property
     def llm(self) -> AsyncLLM:
-        """Raises ``EngineDiedError`` if there is none to be asked."""
+        """Raises ``EngineFailedError`` if there is none to be asked."""
         if self._llm is None or self._end:
             raise self._failure()
         return self._llm
@@ -187,13 +187,13 @@ class VLLMEngine(InferenceEngine):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         finished: list[GenerationOutput] = []
-        failures: list[EngineDiedError] = []
+        failures: list[EngineFailedError] = []
         arrived = asyncio.Event()
 
         async def answer(bundle: list[GenerationRequest]) -> None:
             try:
                 finished.extend(await self._answer(bundle))
-            except EngineDiedError as error:
+            except EngineFailedError as error:
                 failures.append(error)
             except Exception as error:
                 why = error.__cause__ if isinstance(error.__cause__, Exception) else error  # vLLM wraps what it raises

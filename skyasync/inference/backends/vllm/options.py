@@ -68,7 +68,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401  (a type)
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    groups = [part for part in (*parts, *_NAMED.get(name, tuple)()) if is_dataclass(part)]
+    groups: list[Any] = [part for part in (*parts, *_NAMED.get(name, tuple)()) if is_dataclass(part)]
     if isinstance(value, dict) and groups:
         known = _fields(groups[0])
         for key, item in value.items():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from skyasync.inference.backends.transformers.decoder import Decoder, Row
+from skyasync.inference.backends.transformers.decoder import Decoder, DecodingRow
 from skyasync.inference.backends.transformers.model import (
     COLUMNS,
     ENOUGH_ROWS,
@@ -53,7 +53,7 @@ def together(model: EmbeddedModel, threads: int) -> Answers:
     return answers(model, [])
 
 
-def requests() -> list[Row]:
+def requests() -> list[DecodingRow]:
     """Prompts of 4 to 19 tokens, and as many different lengths of their responses."""
     draw, rows = np.random.default_rng(1), []
     for prompt in range(PROMPTS):
@@ -62,7 +62,7 @@ def requests() -> list[Row]:
             limit = 5 + (prompt + 3 * sample) % 7
             asked = GenerationRequest(f"{prompt}-{sample}", tokens, SamplingParams(max_tokens=limit))
             key = stream_key(None, 0, asked.request_id)
-            rows.append(Row(asked, tokens.tolist(), key=key, limit=limit, stop_ids=frozenset()))
+            rows.append(DecodingRow(asked, tokens.tolist(), key=key, limit=limit, stop_ids=frozenset()))
     return rows
 
 

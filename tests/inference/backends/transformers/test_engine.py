@@ -27,7 +27,7 @@ from transformers import (
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.errors import UserError
-from skyasync.inference.backends.transformers.decoder import Row
+from skyasync.inference.backends.transformers.decoder import DecodingRow
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.backends.transformers.sampling import BatchSampler, keep_likely
 from skyasync.inference.interface import (
@@ -536,7 +536,7 @@ async def test_what_fails_one_requests_sampling_fails_that_request_alone(
 
     made = BatchSampler.__init__
 
-    def remembering(self: BatchSampler, rows: Sequence[Row], device: torch.device) -> None:
+    def remembering(self: BatchSampler, rows: Sequence[DecodingRow], device: torch.device) -> None:
         self.rows = rows  # type: ignore[attr-defined]
         made(self, rows, device)
 

@@ -23,9 +23,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.errors import UserError
-from skyasync.inference.backends.transformers.decoder import Row
+from skyasync.inference.backends.transformers.decoder import DecodingRow
 from skyasync.inference.backends.transformers.sampling import LogitEdits, keep_likely, tokenised
-from skyasync.inference.backends.vllm.engine import EngineDiedError, VLLMEngine
+from skyasync.inference.backends.vllm.engine import EngineFailedError, VLLMEngine
 from skyasync.inference.backends.vllm.process_guard import guarded
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.rollout.requests import sampling_params
@@ -199,7 +199,7 @@ def _by_our_sampler(
     one = torch.ones(1)
     found = []
     for i, token in enumerate(output.token_ids):
-        row = Row(asked, prompt, 0, 99, frozenset(), bad_words=bad_words)
+        row = DecodingRow(asked, prompt, 0, 99, frozenset(), bad_words=bad_words)
         row.token_ids.extend(output.token_ids[:i])
         scores = logits[i : i + 1].clone()
         LogitEdits([row], torch.device("cpu"))(scores, np.array([i]))
@@ -526,7 +526,7 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     for process in guarded(engine.process_mark):
         os.kill(process, signal.SIGKILL)
     for waiting in (answers, draining, engine.resume(), engine.answer(request("next")), engine.score([[2, 3]])):
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(EngineFailedError):
             await asyncio.wait_for(waiting, timeout=10)
     await engine.shutdown()
     assert not is_there(folder), "sockets and what else its processes had among the temporary files"

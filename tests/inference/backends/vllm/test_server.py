@@ -25,7 +25,7 @@ from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.server import VLLMServerEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.elastic import ElasticEngines, write_engine_list
-from skyasync.inference.interface import EngineConfig, EngineDiedError, GenerationRequest, SamplingParams
+from skyasync.inference.interface import EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.supervisor import EngineSupervisor
@@ -217,7 +217,7 @@ async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running
 async def test_a_server_that_another_uses_meanwhile_is_no_engine_any_more(server: Running, engine: Engine) -> None:
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as another:
         await another.post(f"{server.url}/update_weight_version", json={"new_version": "default"})
-    with pytest.raises(EngineDiedError, match="it was restarted"):
+    with pytest.raises(EngineFailedError, match="it was restarted"):
         await engine.answer(request("foreign", max_tokens=3))
 
 

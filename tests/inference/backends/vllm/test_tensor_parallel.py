@@ -21,7 +21,7 @@ from skyasync.inference.backends.vllm.engine import VLLMEngine
 from skyasync.inference.interface import (
     ENGINES,
     EngineConfig,
-    EngineDiedError,
+    EngineFailedError,
     GenerationOutput,
     GenerationRequest,
     SamplingParams,
@@ -206,5 +206,5 @@ async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(pair: Pair, lende
     await pair.halves._actor.call.remote("strike", "flipped bit", 1)
     with pytest.raises(Exception, match=f"the vLLM engine received other weights .* in {SWAPPED[0]}"):
         await pair.halves.update_weights(lend(lender, pair.model, 40))
-    with pytest.raises(EngineDiedError, match=SWAPPED[0]):
+    with pytest.raises(EngineFailedError, match=SWAPPED[0]):
         await pair.halves.score(PROBES)
