@@ -7,8 +7,8 @@ A request that ``cut`` has ended early, or whose engine has failed, continues he
 a new request, which the engines start with the weights they have then. Its caller gets one answer, with the pieces
 joined (``inflight``).
 
-An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late (``EnginePool.fail``). With
-a failure handler nothing is asked of it any more, and its requests continue at the others from the tokens known of
+An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late (``EnginePool.fail``).
+With a failure handler nothing is asked of it any more, and its requests continue at the others from the tokens known of
 them (``poll``); without others they wait for its replacement. Otherwise, and for every other error, the requests that
 the engine had raise the error.
 

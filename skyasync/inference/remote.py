@@ -1,8 +1,8 @@
 """Servers that somebody else has started, as engines: what does not depend on whose server it is.
 
-Invariant: a token's version is the one that the server's core stamped it with, and a stamp that this run did not set is
+Invariant: a token's version is the one that the server's core stamped it with. A stamp that this run did not set is
 a failure: the server was restarted, or another run uses it. A server that cannot be reached, or that ends in the middle
-of an answer, is ``EngineFailedError``; one that refuses is an error in its own words. The server is left as it was found,
+of an answer, is ``EngineFailedError``; one that refuses is an error in its own words. A server is left as it was found,
 but for its weights.
 
 Requests that have begun keep their cache over an update, those without a token are sent again, and prompts are salted

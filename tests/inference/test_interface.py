@@ -42,7 +42,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {  # that no engine may meet, 
     "max_tokens": ([0, -1, 2**31, 10**400, 1.5, None, True], [1, 2**31 - 1, np.int64(3)]),
     "min_tokens": ([-1, 2**31], [0, 2**31 - 1]),
     "temperature": (
-        [-1, -1e-9, 1e-300, 1e-40, 0.0099, 2.1, 1e39, 10**400, float("nan"), float("inf"), "1"],
+        [-1, -1e-9, 1e-300, 1e-40, 0.0099, 100.1, 1e39, 10**400, float("nan"), float("inf"), "1"],
         [0, 0.01, 2],
     ),
     "top_p": ([0, -0.1, 1.1, float("nan")], [1e-300, 1]),
