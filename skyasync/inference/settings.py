@@ -11,25 +11,28 @@ import sys
 from math import ceil
 
 from skyasync.config.generation import BETWEEN_GPUS
-from skyasync.config.model_files import config_file, read_json, read_shape
+from skyasync.config.model_files import config_file, read_json
 from skyasync.config.sampling import backend, sampling_groups
 from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES, EngineConfig
+from skyasync.registry import resolve_reference
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 
 _BETWEEN_GPUS = {
     "nccl": "weights go to the engines from GPU to GPU",
     "cuda_ipc": "engines read the weights on the GPUs that they share with the policy",
 }
-CPU_BLOCK = 32  # tokens of a cache block in which vLLM's attention on a CPU computes
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FEW_TURNS = 4  # that there is room for where generator.max_turns does not say
 
 
 def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
     """Raises ``UserError`` for settings that this machine or the chosen engine cannot carry out."""
     generator, trainer = cfg.generator, cfg.trainer
+    limits = ENGINES.about(backend(cfg)).can["cpu_limits"]
+    if limits and not gpus:
+        for problem in resolve_reference(limits, kind="check of an engine on a CPU")(cfg):
+            raise UserError(problem)
     return EngineConfig(
         model_path=trainer.policy.model.path,
         dtype=generator.dtype if generator.dtype != "auto" else trainer.policy.model.dtype,
@@ -44,8 +47,8 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
         extra={
             "sleep_mode": _sleep(cfg, gpus=gpus),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
-            "engine_kwargs": _options(generator, gpus=gpus),
-            "adapter_rank": _adapter_rank(cfg, gpus=gpus),
+            "engine_kwargs": dict(generator.engine_kwargs),
+            "adapter_rank": adapter_rank(cfg),
             "routed_experts": replays_routers(cfg),
             "config_kwargs": dict(trainer.policy.model.config_kwargs),
         },
@@ -61,26 +64,6 @@ def adapter_rank(cfg: Config) -> int:
     """Of the adapters that engines are sent alone; 0 where they are sent weights."""
     lora = cfg.trainer.policy.lora
     return lora.rank if lora.sync == "adapter" else 0
-
-
-def _adapter_rank(cfg: Config, *, gpus: bool) -> int:
-    """The same; an engine that has no adapters of its model's kind says so when it starts."""
-    rank, model = adapter_rank(cfg), cfg.trainer.policy.model
-    file = config_file(model.path) if rank and not gpus and backend(cfg) == "vllm" else None
-    if file is not None:
-        shape = {**read_shape(file, f"trainer.policy.model.path={model.path}"), **model.config_kwargs}
-        for name in EXPERTS:
-            if isinstance(count := shape.get(name), int) and count > 0:
-                why = f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
-                raise no_adapters("vllm", model.path, why)
-    return rank
-
-
-def no_adapters(engine: str, model: str, why: str) -> UserError:
-    return UserError(
-        f"trainer.policy.lora.sync=adapter cannot be had with generator.backend={engine} and {model}: {why}; "
-        f"set trainer.policy.lora.sync=merged"
-    )
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:
@@ -129,28 +112,6 @@ def engines_per_device(cfg: Config) -> int:
 def colocated_rank(engine: int, ranks: int) -> int:
     """The policy's rank that shares its device with an engine, with ``trainer.placement.colocate_all``."""
     return engine % ranks
-
-
-def _options(generator: GeneratorConfig, *, gpus: bool) -> dict[str, object]:
-    """The engine's own arguments, without those that vLLM's CPU engine dies of: stages of a pipeline, and chunks."""
-    stages = generator.engine_kwargs.get("pipeline_parallel_size", 1)
-    if stages > 1 and not gpus:
-        raise UserError(
-            f"generator.engine_kwargs.pipeline_parallel_size={stages} needs GPUs: on a CPU vLLM has no pipelines; "
-            f"generator.inference_engine_tensor_parallel_size={stages} divides an engine there"
-        )
-    if generator.engine_kwargs.get("enable_chunked_prefill") and not gpus:
-        raise UserError(
-            "generator.engine_kwargs.enable_chunked_prefill=true needs GPUs: vLLM's CPU engine ends at the first "
-            "request with a seed whose prompt is computed in chunks; remove it"
-        )
-    size = generator.engine_kwargs.get("block_size")
-    if isinstance(size, int) and size % CPU_BLOCK and not gpus:
-        raise UserError(
-            f"generator.engine_kwargs.block_size={size} needs GPUs: vLLM's attention on a CPU takes multiples of "
-            f"{CPU_BLOCK}: set generator.engine_kwargs.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or leave it out"
-        )
-    return dict(generator.engine_kwargs)
 
 
 def _batched_tokens(generator: GeneratorConfig) -> int:

@@ -12,9 +12,13 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from skyasync.config.model_files import config_file, read_shape
+from skyasync.config.schema import Config
 from skyasync.errors import UserError, nearest
 
 KEY = "generator.engine_kwargs"
+CPU_BLOCK = 32  # tokens of a cache block in which vLLM's attention on a CPU computes
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 #: Argument -> the key to use instead, or why it is not supported.
 RESERVED = {
@@ -50,6 +54,42 @@ def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
             yield f"{KEY}.{name} is not taken: {reason}"
         elif isinstance(value, str) and (name, value) in REJECTED:
             yield f"{KEY}.{name}={value!r} is not taken: {REJECTED[name, value]}"
+
+
+def cpu_limits(cfg: Config) -> Iterator[str]:
+    """What vLLM's CPU engine does not have, or ends at, a line each."""
+    options, model = cfg.generator.engine_kwargs, cfg.trainer.policy.model
+    stages = options.get("pipeline_parallel_size", 1)
+    if isinstance(stages, int) and stages > 1:
+        yield (
+            f"{KEY}.pipeline_parallel_size={stages} needs GPUs: on a CPU vLLM has no pipelines; "
+            f"generator.inference_engine_tensor_parallel_size={stages} divides an engine there"
+        )
+    if options.get("enable_chunked_prefill"):
+        yield (
+            f"{KEY}.enable_chunked_prefill=true needs GPUs: vLLM's CPU engine ends at the first "
+            f"request with a seed whose prompt is computed in chunks; remove it"
+        )
+    size = options.get("block_size")
+    if isinstance(size, int) and size % CPU_BLOCK:
+        yield (
+            f"{KEY}.block_size={size} needs GPUs: vLLM's attention on a CPU takes multiples of {CPU_BLOCK}: set "
+            f"{KEY}.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or leave it out"
+        )
+    file = config_file(model.path) if cfg.trainer.policy.lora.sync == "adapter" else None
+    if file is not None and cfg.trainer.policy.lora.rank:
+        shape = {**read_shape(file, f"trainer.policy.model.path={model.path}"), **model.config_kwargs}
+        for name in EXPERTS:
+            if isinstance(count := shape.get(name), int) and count > 0:
+                why = f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
+                yield no_adapters(model.path, why)
+
+
+def no_adapters(model: str, why: str) -> str:
+    return (
+        f"trainer.policy.lora.sync=adapter cannot be had with generator.backend=vllm and {model}: {why}; "
+        f"set trainer.policy.lora.sync=merged"
+    )
 
 
 def check_options(options: Mapping[str, object]) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from skyasync.config.model_files import config_file, read_json
+from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.adapter import lora_arguments
-from skyasync.inference.backends.vllm.options import devices, without_adapters
+from skyasync.inference.backends.vllm.options import devices, no_adapters, without_adapters
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.inference.settings import no_adapters
 from skyasync.model_config import overrides_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def check_adapters(config: EngineConfig) -> None:
     file = config_file(config.model_path) if config.extra.get("adapter_rank") else None
     shape = {**read_json(file, config.model_path), **config.extra.get("config_kwargs", {})} if file else {}
     if name := without_adapters(shape.get("architectures") or ()):
-        raise no_adapters("vllm", config.model_path, f"vLLM has no adapters for {name}")
+        raise UserError(no_adapters(config.model_path, f"vLLM has no adapters for {name}"))
 
 
 def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
