@@ -1,13 +1,25 @@
 """What engines are asked and what they answer: arrays, whoever made them, and cheap to send."""
 
+import inspect
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
-from skyasync.inference.interface import GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.inference.ray_engine import MESSAGE_TOKENS, messages
+from skyasync.inference.interface import (
+    BACKENDS,
+    ENGINES,
+    REQUIRED,
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    NotSupportedError,
+    SamplingParams,
+)
+from skyasync.inference.ray_engine import MESSAGE_TOKENS, RayEngine, messages
 from tests.inference.listed import listed
 
 
@@ -69,3 +81,39 @@ def test_a_setting_that_no_engine_could_hold_is_refused_by_name(name: str, value
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, right) in NUMBERS.items() for value in right])
 def test_the_last_number_within_its_bounds_is_taken(name: str, value: Any) -> None:
     SamplingParams(**{name: value})
+
+
+async def test_what_a_backend_does_not_override_is_not_supported() -> None:
+    engine = InferenceEngine(EngineConfig("m"))
+    with pytest.raises(NotSupportedError, match="InferenceEngine does not support sleep"):
+        await engine.sleep()
+    with pytest.raises(NotSupportedError, match="does not support successor"):
+        engine.successor()
+
+
+async def test_a_class_of_a_user_gets_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine:
+        def __init__(self, config: EngineConfig) -> None:
+            self.made_with = config
+
+        async def stats(self) -> EngineStats:
+            return EngineStats(running=3)
+
+    monkeypatch.setitem(ENGINES, "mine", Mine)
+    config = EngineConfig("m")
+    engine: Any = ENGINES.make("mine", config)
+    assert engine.made_with is config and isinstance(engine, InferenceEngine) and not engine.restartable
+    assert await engine.progress() == [] and (await engine.stats()).running == 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_of_the_table_overrides_what_is_required_and_has_the_tables_capabilities(backend: str) -> None:
+    engine = ENGINES.find(backend)
+    assert issubclass(engine, InferenceEngine)
+    assert all(getattr(engine, name) is not getattr(InferenceEngine, name) for name in REQUIRED)
+    assert ENGINES.describe(engine) == ENGINES.builtins()[backend]
+
+
+def test_an_engine_in_a_ray_actor_has_every_call_of_the_interface() -> None:
+    calls = {n for n, m in vars(InferenceEngine).items() if inspect.iscoroutinefunction(m) or n == "generate"}
+    assert calls <= vars(RayEngine).keys()

@@ -1,1 +1,1 @@
-"""vLLM behind the engines' protocol."""
+"""vLLM, in the engine's process or as a server of somebody else."""

@@ -294,7 +294,7 @@ class VLLMEngine(InferenceEngine):
         return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
 
     async def progress(self) -> list[GenerationOutput]:
-        """As the protocol says. Requests of several samples (``one_per_prompt``) are left out."""
+        """Requests of several samples (``one_per_prompt``) are left out."""
         await self.call(self.llm.is_sleeping())  # the core is alive, and between two steps
         new = []
         for state in self.states():
@@ -309,7 +309,7 @@ class VLLMEngine(InferenceEngine):
         return new
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """As the protocol says; waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
+        """Waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
         return await asyncio.gather(*(self._score(sequence) for sequence in sequences))
 
     async def _score(self, sequence: Sequence[int]) -> list[float]:
@@ -357,7 +357,7 @@ class VLLMEngine(InferenceEngine):
         self._watch()
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str]:
-        """As the protocol says; an engine that is not paused is paused ("keep") for the update.
+        """An engine that is not paused is paused ("keep") for the update.
 
         By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine that is asleep but for
         its weights; one that comes late is given all of them, as by ``shared_memory``.
