@@ -17,11 +17,10 @@ from typing import Any, ClassVar, Literal, cast
 import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints
-from skyasync.catalogue import About
 from skyasync.config.generation import INT32, SamplingConfig
 from skyasync.config.keys import Key, Keys
 from skyasync.errors import UserError
-from skyasync.registry import Registry, resolve_reference
+from skyasync.registry import About, Registry, resolve_reference
 from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort", "error"]
