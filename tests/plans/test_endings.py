@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import GenerationRequest, InferenceEngine, SamplingParams
+from skyasync.inference.interface import EngineConfig, GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.simulate.clock import run_virtual
@@ -55,7 +55,8 @@ class SilentEngine(InferenceEngine):
 def test_an_engine_that_never_answers_ends_the_run_within_its_limit_naming_request_and_key(plan):
     async def scenario():
         run = make_run(plan, prompts=12)
-        run.client, generate = InferenceClient([SilentEngine()], request_timeout_s=30), run.generator.generate
+        run.client = InferenceClient([SilentEngine(EngineConfig("model"))], request_timeout_s=30)
+        generate = run.generator.generate
 
         async def asks_the_engine(batch):
             if run.trainer.global_step == 1:

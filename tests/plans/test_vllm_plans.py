@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from skyasync.inference.interface import EngineStats, InferenceEngine
+from skyasync.inference.interface import EngineConfig, EngineStats, InferenceEngine
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.rollout.types import PromptId, TrajectoryId
 from skyasync.trainer import RayPPOTrainer
@@ -132,7 +132,7 @@ class NoEngine(InferenceEngine):
 
 
 async def replayed(plan: type[RayPPOTrainer], cfg: Any, tape: dict[TrajectoryId, dict[str, Any]]) -> LocalRun:
-    run = LocalRun(plan, cfg, engine=NoEngine())
+    run = LocalRun(plan, cfg, engine=NoEngine(EngineConfig("model")))
     run.trainer.generator, run.trainer.weight_sync.probe = Player(tape), ()
     return await run.train()
 
