@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.sync_gaps import Shape, save
 from skyasync.arrays import ints
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.speeds import Speed
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.inference.router import Speed
 
 LONGEST = 240
 UNCOUNTED = 2  # to so many that are counted, one that is not

@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 from skyasync.config.schema import GeneratorConfig
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest
-from skyasync.engines.ray_engine import messages
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine
+from skyasync.inference.ray_engine import messages
 from skyasync.rollout.collate import collate_in_turns
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.generator_api import rollout_requests, run_generator
@@ -59,7 +59,7 @@ class Shape:
     longest: int
 
 
-class ReadyEngine:
+class ReadyEngine(InferenceEngine):
     """Has its answers ready; the clock starts when it gives the first."""
 
     def __init__(self, shape: Shape) -> None:

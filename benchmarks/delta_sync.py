@@ -26,9 +26,9 @@ from transformers import AutoTokenizer
 from benchmarks.weight_sync import PROBE, timed
 from skyasync.config import load_config
 from skyasync.data.datasets import load_prompts
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.envs.pool import local_pool
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.plans import PLANS
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.weight_sync.sync import WeightSync

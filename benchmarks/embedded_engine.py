@@ -37,10 +37,10 @@ from transformers import (
     StoppingCriteria,
 )
 
-from skyasync.engines.embedded.decoder import Row
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.embedded.sampling import BatchSampler
-from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
+from skyasync.inference.backends.transformers.decoder import Row
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.backends.transformers.sampling import BatchSampler
+from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 
 Run = Callable[[Sequence[GenerationRequest]], int]  # answers the requests, returns how many tokens that were
 

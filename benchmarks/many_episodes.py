@@ -28,10 +28,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.envs import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import (
+    EngineConfig,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import PromptId, TrajectoryId
@@ -68,7 +74,7 @@ class Trivial(BaseTextEnv):
         return {"observations": [], "reward": 0.0, "done": True, "metadata": {}}
 
 
-class TimedEngine:
+class TimedEngine(InferenceEngine):
     """Answers with the same token after as long as decoding would take."""
 
     def __init__(self) -> None:
@@ -167,8 +173,8 @@ def generator_input(env: str, count: int, tokens: int) -> Any:
 
 
 async def measure(engine: str, env: str, options: argparse.Namespace, tokenizer: Any, model: str) -> list[str]:
-    from skyasync.engines.ray_engine import RayEngine
     from skyasync.envs.pool import ray_pool
+    from skyasync.inference.ray_engine import RayEngine
 
     config = EngineConfig(model, max_model_len=1024, max_num_seqs=SLOTS, threads=1)
     client = InferenceClient([TimedEngine() if engine == "virtual" else RayEngine("transformers", config, {}, 120.0)])

@@ -71,10 +71,10 @@ async def train(job: Job) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from skyasync.data.datasets import load_prompts
-    from skyasync.engines.client import InferenceClient
-    from skyasync.engines.embedded.engine import TransformersEngine
-    from skyasync.engines.protocol import EngineConfig
     from skyasync.envs.pool import local_pool
+    from skyasync.inference.backends.transformers.engine import TransformersEngine
+    from skyasync.inference.client import InferenceClient
+    from skyasync.inference.interface import EngineConfig
     from skyasync.plans import PLANS
     from skyasync.rollout.chat import ChatTokenizer
     from skyasync.rollout.generator import EpisodeGenerator

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.lent import Lender
 from skyasync.weight_sync.update import WeightUpdate
 

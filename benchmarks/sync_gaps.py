@@ -42,9 +42,9 @@ from transformers import (
 )
 
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.errors import headline
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.local import LocalDispatch

@@ -75,5 +75,5 @@ def counted(into: Counter[str], kind: str, call: Callable[..., Any]) -> Callable
 
 async def in_workers(engines: Sequence[Any], function: Callable[..., Any], *args: object) -> list[Any]:
     """In those of all engines, at the same time; the answers of the first worker of each."""
-    answers = await asyncio.gather(*(each._core.llm.collective_rpc(function, args=args) for each in engines))
+    answers = await asyncio.gather(*(each.llm.collective_rpc(function, args=args) for each in engines))
     return [found[0] for found in answers]

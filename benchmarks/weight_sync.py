@@ -44,8 +44,8 @@ import torch
 
 from benchmarks.vllm_reload import counted, hold, in_workers, reload, spent, watch
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
 from skyasync.weight_sync.shared_memory import directories, remove_weights, write_weights

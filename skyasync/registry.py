@@ -36,7 +36,7 @@ REGISTRIES = (
     "skyasync.algorithms:POLICY_LOSSES",
     "skyasync.agents.parsers:REASONING_PARSERS",
     "skyasync.agents.parsers:TOOL_PARSERS",
-    "skyasync.engines.protocol:ENGINES",
+    "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
     "skyasync.observe:TRACKERS",
     "skyasync.plans:PLANS",

@@ -31,6 +31,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from skyasync.agents.api.types import RequestError
 from skyasync.engines.strangers import is_loopback, stranger
+from skyasync.endpoint.forms.inner import RequestError
+from skyasync.inference.origin_check import foreign_origin, is_loopback
 
 HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
@@ -116,7 +118,7 @@ class ConnectionLimits:
             self._strangers.pop(connection, None)
         try:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-            if problem := stranger(host, origin, loopback=self.loopback):
+            if problem := foreign_origin(host, origin, loopback=self.loopback):
                 raise RequestError(problem, code="forbidden", status=403)
             yield
         finally:

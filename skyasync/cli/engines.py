@@ -11,6 +11,9 @@ from pathlib import Path
 from skyasync.cli.commands import Arguments
 from skyasync.engines.wanted import FILE, is_server, read, write, wrong_name
 from skyasync.errors import UserError
+from skyasync.errors import UserError
+from skyasync.inference.elastic import FILE, is_server, read_engine_list, write_engine_list, wrong_name
+from skyasync.tools.verbs import Arguments
 
 HELP = """\
 usage: skyasync engines RUN                      list the engines that a run shall have
@@ -32,12 +35,12 @@ def engines(argv: Arguments) -> int | None:
         why = "it has ended, or its engines cannot change (docs/engines.md)"
         raise UserError(f"{file} is not there: {file.parent} is no run's folder" if not file.parent.is_dir() else
                         f"{file} is not there: the engines of this run cannot be changed: {why}")  # fmt: skip
-    there = read(file.read_text(encoding="utf-8"))
+    there = read_engine_list(file.read_text(encoding="utf-8"))
     if what not in ("list", "add", "remove"):
         raise UserError(f"skyasync engines: {what!r} is none of list, add, remove")
     if what != "list":
         there = _changed(there, what, [name.rstrip("/") for name in names])
-        write(file, there)
+        write_engine_list(file, there)
     print("\n".join(there))
     return None
 

@@ -21,8 +21,8 @@ from skyasync.run.experiment import BasePPOExp
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:
-    from skyasync.engines.client import InferenceClient
-    from skyasync.engines.protocol import EngineStats
+    from skyasync.inference.client import InferenceClient
+    from skyasync.inference.interface import EngineStats
     from skyasync.observe.trackers import Tracker
     from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer

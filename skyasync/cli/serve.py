@@ -1,6 +1,6 @@
 """``skyasync serve``: a vLLM server that can be an engine of a run elsewhere.
 
-Invariant: it is vLLM's own server, with the routes and settings that ``engines.vllm.server_check`` asks for; whatever
+Invariant: it is vLLM's own server, with what ``inference.backends.vllm.server`` asks for; whatever
 else is named goes to it as it is, and what is named twice is as named last.
 """
 
@@ -42,7 +42,7 @@ def serve(argv: Arguments) -> None:
 
 def command_line(model: str, own: list[str], *, cpu: bool) -> list[str]:
     """vLLM's arguments."""
-    from skyasync.engines.vllm.server_check import ARGUMENTS, ON_CPU
+    from skyasync.inference.backends.vllm.server import ARGUMENTS, ON_CPU
 
     fixed = {"--model": model, "--host": "127.0.0.1"} | (ON_CPU if cpu else {}) | ARGUMENTS
     return [word for name, value in fixed.items() for word in (name, value) if word] + own

@@ -25,8 +25,11 @@ from skyasync.config.schema.sampling import backend
 from skyasync.endpoint.parsers import VLLM, check_parsers
 from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
 from skyasync.envs.base import STEP_FORM, BaseTextEnv
+from skyasync.envs.base import BaseTextEnv
+from skyasync.envs.check import STEP_FORM
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
+from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
 from skyasync.observe import TRACKERS
 from skyasync.registry import Registry, python_file
 from skyasync.rewards.registry import REWARDS
@@ -203,9 +206,9 @@ def _check_engine(name: str) -> None:
     if ":" not in name:
         return check_installed(ENGINES, name)
     engine = ENGINES.find(name)
-    required = [name for name in vars(InferenceEngine) if not name.startswith("_") and name not in MAY_LACK]
-    if missing := [method for method in required if not hasattr(engine, method)]:
-        raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.engines.protocol.InferenceEngine)")
+    defaults = vars(InferenceEngine)
+    if missing := [name for name in REQUIRED if getattr(engine, name, defaults[name]) is defaults[name]]:
+        raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.inference.interface.InferenceEngine)")
     return None
 
 

@@ -19,6 +19,14 @@ from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
+from skyasync.arrays import NO_INTS, Ints, ints, joined
+from skyasync.envs.base import Conversation, Seen
+from skyasync.envs.pool import EnvPool
+from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.processes.link import ProcessLostError
+from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.episode_limits import (
     MAX_ATTEMPTS,

@@ -16,6 +16,7 @@ from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, i
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, unknown
+from skyasync.inference.interface import GenerationOutput
 
 
 class PromptId(NamedTuple):
@@ -226,7 +227,7 @@ class GeneratorInput(TypedDict):
     prompts: list[Conversation]
     env_classes: list[str]
     env_extras: list[dict[str, Any]]
-    sampling_params: SamplingParams
+    sampling_params: Any  # inference.interface.SamplingParams
     trajectory_ids: list[TrajectoryId]
     is_eval: bool
 

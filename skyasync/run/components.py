@@ -19,6 +19,12 @@ from skyasync.trainer import RayPPOTrainer
 if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.engines.membership import Membership
     from skyasync.engines.revival import Revival
+    from skyasync.callbacks import TrainerCallback
+    from skyasync.cluster.placement import Placement
+    from skyasync.cluster.watch import Watch
+    from skyasync.inference.client import InferenceClient
+    from skyasync.inference.elastic import ElasticEngines
+    from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
     from skyasync.run.experiment import BasePPOExp
@@ -45,8 +51,8 @@ class Components:
         self.generator: Any = None
         self.weight_sync: Any = None
         self.turns: DeviceTurns | None = None  # of engines and policy, where they share devices
-        self.revival: Revival | None = None
-        self._membership: Membership | None = None
+        self.supervisor: EngineSupervisor | None = None
+        self._membership: ElasticEngines | None = None
         self._watch: ResourceMonitor | None = None
         self._tracker: Tracker | None = None  # until a trainer runs, which closes it
 
@@ -97,9 +103,9 @@ class Components:
         timeline = Timeline(experiment.run_dir.timeline, began=experiment.began_s)
         timeline.add_span("start", "trainer", experiment.began_s or timeline.now(), timeline.now())
         self._watch = resource_monitor_of(experiment.run_dir.path, settings.ckpt_path, copies=settings.ckpt_async)
-        self.revival = experiment.get_revival(self.weight_sync, timeline)
-        if self.revival is not None and self.turns is None:
-            self._membership = experiment.get_membership(self.weight_sync, self.revival)
+        self.supervisor = experiment.get_engine_supervisor(self.weight_sync, timeline)
+        if self.supervisor is not None and self.turns is None:
+            self._membership = experiment.get_elastic_engines(self.weight_sync, self.supervisor)
         self.attach(trainer, timeline)
 
     async def _load(self, trainer: RayPPOTrainer) -> None:
@@ -124,7 +130,7 @@ class Components:
         """Give a trainer the models, which are up, and what watches over them."""
         if self._watch is not None:
             trainer.callbacks.insert(0, self._watch)  # later callbacks see its metrics
-        trainer.callbacks.extend(part for part in (self.revival, self._membership) if part is not None)
+        trainer.callbacks.extend(part for part in (self.supervisor, self._membership) if part is not None)
         trainer.attach(
             self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._experiment.run_dir, turns=self.turns
         )
@@ -140,8 +146,8 @@ class Components:
             await self.generator.close()
         if self._membership is not None:
             await self._membership.close()
-        if self.revival is not None:  # before the engines: those that end now are not to be replaced
-            await self.revival.close()
+        if self.supervisor is not None:  # before the engines: those that end now are not to be replaced
+            await self.supervisor.close()
         if self._experiment.cfg.generator.weight_sync_dir and self.weight_sync is not None:
             with contextlib.suppress(Exception):  # the run may have ended because the policy did
                 async with asyncio.timeout(RELEASE_S):

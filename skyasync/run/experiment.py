@@ -20,10 +20,11 @@ from skyasync.assembly import Assembly
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import hidden
-from skyasync.engines.protocol import ENGINES, EngineConfig, InferenceEngine
-from skyasync.engines.server_check import KEY_VARIABLE, check_servers
-from skyasync.engines.settings import engine_config, engines_per_device, rounding
-from skyasync.engines.wanted import FILE as ENGINES_FILE
+from skyasync.inference.elastic import FILE as ENGINES_FILE
+from skyasync.inference.interface import ENGINES, EngineConfig, InferenceEngine
+from skyasync.inference.origin_check import KEY_VARIABLE
+from skyasync.inference.remote import check_servers
+from skyasync.inference.settings import engine_config, engines_per_device, rounding
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans import PLANS
 from skyasync.preflight.preparing import prepare
@@ -42,6 +43,10 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.engines.client import InferenceClient
     from skyasync.engines.membership import Membership
     from skyasync.engines.revival import Revival
+    from skyasync.cluster.placement import Placement
+    from skyasync.inference.client import InferenceClient
+    from skyasync.inference.elastic import ElasticEngines
+    from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
     from skyasync.rollout.generator_api import Generator
@@ -112,8 +117,8 @@ class BasePPOExp:
 
     def get_inference_client(self) -> InferenceClient:
         """The client in front of the engines, whose processes start; their models load in ``start``."""
-        from skyasync.engines.client import InferenceClient
-        from skyasync.engines.ray_engine import RayEngine
+        from skyasync.inference.client import InferenceClient
+        from skyasync.inference.ray_engine import RayEngine
 
         generator, config = self.cfg.generator, self.engine_config()
         if generator.engines:
@@ -138,10 +143,9 @@ class BasePPOExp:
 
     def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
         own = {"url": url, "start_s": self.cfg.generator.engine_start_timeout_s, "key": self._engines_key}
-        engine: InferenceEngine = ENGINES.find(backend(self.cfg))(replace(config, extra=config.extra | own))
-        return engine
+        return ENGINES.make(backend(self.cfg), replace(config, extra=config.extra | own))
 
-    async def get_newcomer(self, name: str) -> InferenceEngine:
+    async def get_joining_engine(self, name: str) -> InferenceEngine:
         """An engine that joins while the run goes on: the server with this address, or one more of the run's own.
 
         Raises:
@@ -151,10 +155,10 @@ class BasePPOExp:
         if generator.engines:
             await asyncio.to_thread(check_servers, [name], config, generator.weight_sync_dir, backend(self.cfg))
             return self._server(config, name)
-        from skyasync.engines.ray_engine import another
+        from skyasync.inference.ray_engine import RayEngine
 
         devices, joined = generator.devices_per_engine if self.gpus else 0, bool(self.cfg.ray.address)
-        return await asyncio.to_thread(another, self.parts.client.engines, devices, may_grow=joined)
+        return await asyncio.to_thread(RayEngine.one_more, self.parts.client.engines, devices, may_grow=joined)
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
         """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
@@ -211,13 +215,13 @@ class BasePPOExp:
 
     def _living(self) -> list[int]:
         """The places of the engines that live."""
-        roster = getattr(self.parts.client, "roster", None)  # a client of one's own has none
-        return roster.routes.living if roster else list(range(self.cfg.generator.own_engines))
+        pool = getattr(self.parts.client, "pool", None)  # a client of one's own has none
+        return pool.healthy if pool else list(range(self.cfg.generator.own_engines))
 
     def _nodes(self) -> list[str]:
         """Those of the engines that live, as far as they are on any of Ray's."""
         engines = getattr(self.parts.client, "engines", [])
-        found = (getattr(engines[index], "node", "") for index in self._living() if index < len(engines))
+        found = (engines[index].node for index in self._living() if index < len(engines))
         return [node for node in found if node]
 
     def get_weight_sync(
@@ -237,17 +241,17 @@ class BasePPOExp:
             adapted=bool(self.cfg.trainer.policy.lora.rank),
         )
 
-    def get_revival(self, weight_sync: WeightSync, timeline: Timeline) -> Revival | None:
+    def get_engine_supervisor(self, weight_sync: WeightSync, timeline: Timeline) -> EngineSupervisor | None:
         """What replaces engines that die; None where the first death ends the run."""
-        from skyasync.engines.client import InferenceClient
-        from skyasync.engines.revival import Revival
+        from skyasync.inference.client import InferenceClient
+        from skyasync.inference.supervisor import EngineSupervisor
 
         generator = self.cfg.generator
         ours = isinstance(self.parts.client, InferenceClient) and hasattr(weight_sync, "between_syncs")
         if not generator.max_engine_restarts or not ours:
             return None
         weight_sync.keeper = self.parts.dispatch
-        return Revival(
+        return EngineSupervisor(
             self.parts.client,
             weight_sync,
             max_restarts=generator.max_engine_restarts,
@@ -258,16 +262,16 @@ class BasePPOExp:
             turns=self.parts.turns,
         )
 
-    def get_membership(self, weight_sync: WeightSync, revival: Revival) -> Membership:
+    def get_elastic_engines(self, weight_sync: WeightSync, supervisor: EngineSupervisor) -> ElasticEngines:
         """What lets engines join and leave while the run goes on."""
-        from skyasync.engines.membership import Membership
+        from skyasync.inference.elastic import ElasticEngines
 
         assert self.run_dir is not None
         generator = self.cfg.generator
         names = generator.engines or [str(index) for index in range(generator.num_inference_engines)]
-        return Membership(
-            self.parts.client, weight_sync, revival, self.get_newcomer, names, self.run_dir.path / ENGINES_FILE,
-            interval_s=generator.heartbeat_s, limit_s=self.cfg.trainer.step_timeout_s,
+        return ElasticEngines(
+            self.parts.client, weight_sync, supervisor, self.get_joining_engine, names,
+            self.run_dir.path / ENGINES_FILE, interval_s=generator.heartbeat_s, limit_s=self.cfg.trainer.step_timeout_s,
         )  # fmt: skip
 
     def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.schema import Config
-from skyasync.engines.settings import rank_beside
 from skyasync.errors import UserError
+from skyasync.inference.settings import colocated_rank
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
             of[role.name] = _next(bundles, role.size(cfg), _bundle(gpus and role.gpu, 1))
     policy = len(of.get(POLICY, ()))  # an experiment may have no workers
     if together:
-        of[ENGINES] = tuple(rank_beside(engine, policy) for engine in range(engines))
+        of[ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(engines))
     else:
         of[ENGINES] = _next(bundles, engines, _bundle(gpus, generator.devices_per_engine))
     sharing = [role.name for role in roles if role.name == POLICY or role.shares(cfg)]

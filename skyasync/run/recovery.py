@@ -21,6 +21,9 @@ from skyasync.training.restarts import Restarts
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
+    from skyasync.config.schema import Config
+    from skyasync.inference.supervisor import EngineSupervisor
+    from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
 
 log = logging.getLogger(__name__)
@@ -87,8 +90,8 @@ class Recovery:
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())
-        if run.parts.revival is not None:
-            run.parts.revival.write_to(timeline)
+        if run.parts.supervisor is not None:
+            run.parts.supervisor.write_to(timeline)
         run.parts.attach(trainer, timeline)
         log.info("the workers are back after %.1f s", timeline.now() - began)
         return trainer

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from skyasync.engines.protocol import EngineStats
+from skyasync.inference.interface import EngineStats
 
 _EPSILON = 1e-6  # decode steps; far below one token, far above rounding
 

@@ -22,6 +22,9 @@ from skyasync.config.schema.sampling import samples_as_scored
 from skyasync.engines.protocol import PauseMode
 from skyasync.errors import UserError
 from skyasync.rollout.gate import RolloutGate
+from skyasync.errors import UserError
+from skyasync.inference.interface import PauseMode
+from skyasync.rollout.gate import Gate
 from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress
 from skyasync.weight_sync.sync import Paused

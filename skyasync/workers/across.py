@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyasync.engines.protocol import EngineDiedError
 from skyasync.errors import headline
+from skyasync.inference.interface import EngineFailedError
 from skyasync.weight_sync.carry import Carried
 from skyasync.weight_sync.receiver import Receiver
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
@@ -184,7 +184,7 @@ class _Places:
         """What engines of a node are told.
 
         Raises:
-            EngineDiedError: if its receiver, or the node, is no more.
+            EngineFailedError: if its receiver, or the node, is no more.
             WeightSyncError: if what has come there is not what was sent.
         """
         if not node or node == await self.across.here():
@@ -197,7 +197,7 @@ class _Places:
                 if self.late:  # nobody else will tell this receiver that the hand-over has ended
                     await self.across.settle_at({n: at for n, at in self.infos.items() if n == node}, kept=True)
         if node not in self.infos:
-            raise EngineDiedError(f"weights do not reach the engines of node {node[:8]}: {self._dead[node]}")
+            raise EngineFailedError(f"weights do not reach the engines of node {node[:8]}: {self._dead[node]}")
         return {**self.infos[node], "late": True} if update.info.get("late") else self.infos[node]
 
     async def carry(self, nodes: Collection[str], info: dict[str, Any], wanted: Callable[[str], bool]) -> None:

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.errors import UserError
+from skyasync.inference.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.state.manifest import Sums
 from skyasync.together import within
 from skyasync.weight_sync.changed_weights import Published

@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.engines.protocol import ENGINES
+from skyasync.inference.interface import ENGINES
 from skyasync.weight_sync.kinds import Kinds, empty, kinds_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The trainer's side of a weight hand-over by CUDA IPC; see ``skyasync.weight_sync.cuda_ipc`` for both ends.
 
 Invariant: the ranks pack a part when every engine that lives has answered for the one before. Who shares whose GPU
-follows from the places alone (``rank_beside``); the engines compare the GPUs' own names.
+follows from the places alone (``colocated_rank``); the engines compare the GPUs' own names.
 
 An engine that comes late finds the policy in host memory, as it was sent: the weights are gathered there and lent to it
 by host memory, for as long as it takes.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from skyasync.engines.settings import rank_beside
+from skyasync.inference.settings import colocated_rank
 from skyasync.weight_sync.cuda_ipc import message
 from skyasync.weight_sync.update import CUDA_IPC, WeightUpdate
 
@@ -43,7 +43,7 @@ class Parts:
         """A part for all engines, which have loaded the one before; None behind the last."""
         if "part" not in update.info:
             living = self._living()
-            beside = [[e for e in living if rank_beside(e, self._ranks) == rank] for rank in range(self._ranks)]
+            beside = [[e for e in living if colocated_rank(e, self._ranks) == rank] for rank in range(self._ranks)]
             await self._policy.call("begin_parts", beside)
         elif update.info["last"]:
             return None

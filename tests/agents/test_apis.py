@@ -160,9 +160,9 @@ async def test_what_anthropics_form_asks_for_and_cannot_have_is_refused_by_name(
                 await ask(client, **{"messages": HELLO, **options})
             assert caught.value.body["type"] == "error"
             assert caught.value.body["error"]["type"] == "invalid_request_error"
-        async with AsyncAnthropic(base_url=str(ours.base_url), api_key="x" * 43) as stranger:
+        async with AsyncAnthropic(base_url=str(ours.base_url), api_key="x" * 43) as foreign_origin:
             with pytest.raises(anthropic.AuthenticationError, match="no running episode"):
-                await ask(stranger, HELLO)
+                await ask(foreign_origin, HELLO)
     assert session.recorder.calls == []
 
 

@@ -332,7 +332,7 @@ async def test_nothing_of_a_request_is_kept(real: SimpleNamespace) -> None:
         assert status == 200
     await real.engine.progress()
     gc.collect()
-    assert len(real.engine.engine._core._stop_strings) == 0
+    assert len(real.engine.engine._stop_strings) == 0
 
 
 async def test_stored_answers_of_an_episode_have_a_bound(tokenizer: Any) -> None:
@@ -376,7 +376,7 @@ async def test_one_episodes_long_requests_do_not_hold_up_those_of_others(
 
 
 async def test_an_engines_word_that_a_request_cannot_be_answered_does_not_end_the_run(tokenizer: Any) -> None:
-    from skyasync.engines.protocol import refusal
+    from skyasync.inference.interface import refusal
 
     class Picky(Scripted):
         async def generate(self, requests: Any) -> Any:

@@ -17,6 +17,7 @@ from skyasync.endpoint.door import Door
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.interop.skyrl.generators import OpenEndpoint
+from skyasync.inference.client import InferenceClient
 from tests.endpoint.served import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
 from skyasync.agents import connection_limits
 from skyasync.agents.connection_limits import ConnectionLimits

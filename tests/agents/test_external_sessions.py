@@ -26,6 +26,15 @@ from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator_api import run_generator
 from tests.agents.test_generator import Engine
 from tests.rollout.episodes import prompt, requests, tokenizer
+from skyasync.endpoint.agent_generator import AgentGenerator
+from skyasync.endpoint.online import FILE, Lobby
+from skyasync.endpoint.server import Endpoint
+from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
+from skyasync.rollout.contract import play as roll_out
+from skyasync.rollout.rules import EpisodeRules
+from tests.endpoint.test_agent_generator import Engine
+from tests.rollout.episodes import prompt, request, tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 

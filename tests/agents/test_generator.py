@@ -24,6 +24,13 @@ from skyasync.algorithms.advantages import ADVANTAGE_ESTIMATORS, compute_advanta
 from skyasync.config.schema import AlgorithmConfig
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
+from skyasync.endpoint.agent_generator import AgentGenerator
+from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
+from skyasync.endpoint.agent_process import AgentProcess, load_program
+from skyasync.endpoint.server import Endpoint
+from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
+from skyasync.processes.local import LocalHost
 from skyasync.rollout import rules as episode_rules
 from skyasync.processes.local import LocalHost
 from skyasync.rollout import episode_limits as episode_rules

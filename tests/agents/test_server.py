@@ -22,6 +22,10 @@ from skyasync.agents.calls import MOST_BYTES
 from skyasync.agents.recorder import sequences
 from skyasync.agents.server import Endpoint
 from skyasync.engines.client import InferenceClient
+from skyasync.endpoint.calls import MOST_BYTES
+from skyasync.endpoint.recorder import sequences
+from skyasync.endpoint.server import Endpoint
+from skyasync.inference.client import InferenceClient
 from skyasync.rollout.types import Segment
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate

@@ -21,6 +21,9 @@ from examples.agents.tasks import CALCULATOR
 from skyasync.agents import calls
 from skyasync.agents.recorder import sequences
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
+from skyasync.endpoint import news
+from skyasync.endpoint.recorder import sequences
+from skyasync.inference.interface import GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
 from tests.agents.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
 from tests.agents.test_apis import CALL, OURS, THEIRS, ask, theirs
@@ -281,4 +284,4 @@ async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the
         (scored,) = await real.engine.score([call_made.tokens.tolist()])
         made = call_made.action.logprobs.tolist()
         assert scored[len(call_made.prompt) - 1 :] == pytest.approx(made, abs=1e-4)
-    assert not engines._pieces and not engines._pieces.leaving
+    assert not engines._inflight and not engines._inflight.leaving

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.envs.pool import local_pool
 from skyasync.examples.tiny.model import Recipe
 from skyasync.examples.warm_start import llama_config
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.rollout.collate import collate
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.generator_api import run_generator

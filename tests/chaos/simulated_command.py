@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.revival import Revival
 from skyasync.envs.episodes import EnvSettings
 from skyasync.envs.pool import EnvPool
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import JsonlTracker, TrackerContext
@@ -91,7 +91,7 @@ class Command:
         self._sync.keeper = cast(Any, self._ranks)
         own = EnvSettings({}, step_timeout_s=15.0)
         self._pool = EnvPool(lambda: self._host(own), 2, own)
-        self._revival = Revival(
+        self._revival = EngineSupervisor(
             self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600
         )
         self._generator = EpisodeGenerator(

@@ -10,17 +10,22 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from skyasync.arrays import floats, ints
-from skyasync.engines.protocol import (
-    EngineDiedError,
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyasync.envs.episodes import EnvSettings, Episodes
+from skyasync.inference.interface import (
+    EngineFailedError,
     EngineStats,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
+    InferenceEngine,
     PauseMode,
 )
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.utils.rpc import Answer, Call, LocalTransport
+from skyasync.processes.calls import Answer, Call
+from skyasync.processes.local import LocalHost
 from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate
 
 TOKEN_S, SYNC_S, START_S = 0.5, 0.5, 20.0
@@ -61,11 +66,13 @@ class Life:
         await self.spend(seconds + self.late_s)
 
 
-class Engine:
-    """Writes a token in ``TOKEN_S``; how many is in the request's prompt. Implements ``InferenceEngine``."""
+class Engine(InferenceEngine):
+    """Writes a token in ``TOKEN_S``; how many is in the request's prompt."""
+
+    restartable = True
 
     def __init__(self) -> None:
-        self.life = Life(EngineDiedError, "an engine")
+        self.life = Life(EngineFailedError, "an engine")
         self.version, self._paused, self._made = 0, False, 0
         self._wire = asyncio.Lock()  # what is said first arrives first
         self._rows: dict[str, list[int]] = {}  # request -> version of each token

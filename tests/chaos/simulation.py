@@ -1,4 +1,4 @@
-"""All plans under chaos on virtual time: the real plans, client, revival, generator, checkpoints and ledger.
+"""All plans under chaos on virtual time: the real plans, client, supervisor, generator, checkpoints and ledger.
 
 What is virtual are the processes (``virtual_parts``). A schedule's events fall on them while ``operate`` does what the
 program and its user do: workers are started again, and the same command is, whenever it has ended before its time.

@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.engines.wanted import FILE, read, write
+from skyasync.inference.elastic import FILE, read_engine_list, write_engine_list
 
 
 def run(folder: Path, *words: str) -> list[str]:
     command(["engines", str(folder), *words])
-    return read((folder / FILE).read_text())
+    return read_engine_list((folder / FILE).read_text())
 
 
 def test_engines_are_added_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / FILE, ["0", "1"])
+    write_engine_list(tmp_path / FILE, ["0", "1"])
     assert run(tmp_path) == ["0", "1"]
     assert run(tmp_path, "add") == ["0", "1", "2"]
     assert run(tmp_path, "remove", "0", "1") == ["2"]
     assert run(tmp_path, "add", "5", "6") == ["2", "5", "6"]
     assert capsys.readouterr().out.split("\n")[:2] == ["0", "1"]
-    write(tmp_path / FILE, ["http://a:1"])
+    write_engine_list(tmp_path / FILE, ["http://a:1"])
     assert run(tmp_path, "add", "http://b:2/") == ["http://a:1", "http://b:2"]
 
 
@@ -44,8 +44,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], there: list[str], words: list[str], said: str
 ) -> None:
     if there:
-        write(tmp_path / FILE, there)
+        write_engine_list(tmp_path / FILE, there)
     with pytest.raises(SystemExit):
         command(["engines", str(tmp_path), *words])
     assert said in capsys.readouterr().err
-    assert not there or read((tmp_path / FILE).read_text()) == there
+    assert not there or read_engine_list((tmp_path / FILE).read_text()) == there

@@ -13,6 +13,9 @@ from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.wanted import FILE, write
 from tests.run.test_ray_cluster import listening
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.elastic import FILE, write_engine_list
+from tests.cluster.test_ray_cluster import listening
 
 SEEN = "engines.jsonl"  # in the run's folder: how many lived at each step's end, and the versions of all tokens since
 
@@ -28,7 +31,7 @@ class Client(InferenceClient):
     async def generate(self, request: Any) -> Any:
         self.asked += 1
         if self.asked % 8 == 0:  # others are on their way to the engines
-            while len(self.roster.routes.living) != self.wanted:  # noqa: ASYNC110
+            while len(self.pool.healthy) != self.wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return await super().generate(request)
 
@@ -45,7 +48,7 @@ class Change(TrainerCallback):
         heard = listening(every) if trainer.global_step == 5 else []
         row: dict[str, Any] = {
             "step": trainer.global_step,
-            "living": len(client.roster.routes.living),
+            "living": len(client.pool.healthy),
             "processes": len(living),
         }
         row["beyond_loopback"] = [address for address in heard if not address.endswith("0100007F")]
@@ -53,7 +56,7 @@ class Change(TrainerCallback):
         with (folder / SEEN).open("a") as file:
             file.write(json.dumps(row) + "\n")
         if names := self.changes.get(trainer.global_step):
-            write(folder / FILE, names)
+            write_engine_list(folder / FILE, names)
             client.wanted = len(names)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
 from skyasync.observe.jsonl import append_rows, read_rows
 from skyasync.state.checkpoint import Unfinished
 from skyasync.training.bookkeeping import Bookkeeping

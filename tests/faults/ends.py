@@ -13,9 +13,9 @@ import ray
 
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.process_guard import VARIABLE
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.inference.backends.vllm.process_guard import VARIABLE
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync.update import WeightUpdate
 
 FOUND = "engines.json"  # in the run's folder: what there was at its end
@@ -45,6 +45,10 @@ def guarded_by(actor: int) -> list[int]:
     return found
 
 
+def failed_engines(client: InferenceClient) -> bool:
+    return len(client.pool.healthy) < len(client.engines)
+
+
 class Client(InferenceClient):
     """Ends an engine at the next moment of the list, as soon as all live again."""
 
@@ -52,7 +56,7 @@ class Client(InferenceClient):
     since = 0  # requests since the last end
 
     def happens(self, moment: str) -> None:
-        if self.ends and self.ends[0][0] == moment and not self.roster.routes.dead and self.since >= ALONE:
+        if self.ends and self.ends[0][0] == moment and not failed_engines(self) and self.since >= ALONE:
             _, how = self.ends.pop(0)
             self.since = 0
             end(how)
@@ -61,7 +65,7 @@ class Client(InferenceClient):
         self.since += 1
         if self.since % 8 == 0:
             asyncio.get_running_loop().call_later(0.02, self.happens, "rollout")
-        while self.roster.routes.dead and self.since > ALONE:  # noqa: ASYNC110
+        while failed_engines(self) and self.since > ALONE:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return await super().generate(request)
 
@@ -94,7 +98,7 @@ class EnginesEnd(BasePPOExp):
     async def close(self) -> None:
         """When all live, ask each for a token, which it stamps with the version of its weights."""
         async with asyncio.timeout(60):
-            while self.parts.client.roster.routes.dead:  # noqa: ASYNC110
+            while failed_engines(self.parts.client):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         last = GenerationRequest("last", [1, 2], SamplingParams(max_tokens=1))
         versions = []

@@ -14,7 +14,7 @@ import ray
 
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
 from skyasync.workers.dispatch import RayWorkerDispatch
 
 SEEN = "processes.jsonl"  # in the run's folder: which engines each step had

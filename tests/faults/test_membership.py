@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from skyasync.engines.wanted import FILE
+from skyasync.inference.elastic import FILE
 from skyasync.observe.jsonl import read_rows
 from skyasync.state.ledger import audit
 from tests.end_to_end import leftovers

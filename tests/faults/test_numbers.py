@@ -24,7 +24,7 @@ from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.types import Group
 from skyasync.state.ledger import audit
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, OddBytes, config
 from tests.plans.parts import PLANS, Run, make_run, stream
 

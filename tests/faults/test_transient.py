@@ -17,6 +17,15 @@ from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
+from skyasync.endpoint.agent_generator import AgentGenerator
+from skyasync.endpoint.agent_pool import AgentError, AgentPool
+from skyasync.endpoint.agent_process import AgentProcess
+from skyasync.endpoint.server import Endpoint
+from skyasync.envs.pool import local_pool
+from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
+from skyasync.processes.local import LocalHost
+from skyasync.processes.transient import Patience
 from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.rules import EpisodeRules, check_given_up
 from skyasync.rollout.types import Group

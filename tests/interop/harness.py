@@ -30,6 +30,10 @@ from skyasync.endpoint.openrlhf import agent_config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.envs.pool import local_pool
+from skyasync.envs.pool import local_pool
+from skyasync.experiment import BasePPOExp
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.client import InferenceClient
 from skyasync.plans import PLANS
 from skyasync.preflight.parts import check_parts
 from skyasync.preflight.prepare import settle_references
@@ -45,7 +49,7 @@ from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.utils.rpc import LocalTransport
 from skyasync.weight_sync.sync import WeightSync
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import RecordingDispatch, Rows, engine_config
 
 CHAT = (

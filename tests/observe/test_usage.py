@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyasync.engines.protocol import EngineStats
+from skyasync.inference.interface import EngineStats
 from skyasync.observe.usage import UsageMeter
 from tests.virtual_time import virtual_time
 

@@ -8,12 +8,13 @@ import torch
 from transformers import AutoTokenizer
 
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
@@ -106,8 +107,8 @@ class RecordingClient(InferenceClient):
         super().__init__(*args)
         self.pieces: dict[str, list[GenerationOutput]] = {}
 
-    async def _piece(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
-        output = await super()._piece(request, caller_id)
+    async def _ask(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
+        output = await super()._ask(request, caller_id)
         self.pieces.setdefault(caller_id, []).append(output)
         return output
 

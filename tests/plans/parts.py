@@ -19,7 +19,7 @@ import torch
 
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
-from skyasync.engines.protocol import EngineStats
+from skyasync.inference.interface import EngineStats
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer

@@ -11,7 +11,7 @@ import torch
 
 from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.plans.parts import make_run
 
@@ -44,7 +44,7 @@ class Watched(LocalRun):
 
         async def generates(batch: Any) -> Any:
             output = await generate(batch)
-            self.caches.append(weakref.ref(self.engine._core._decoder._cache))
+            self.caches.append(weakref.ref(self.engine._decoder._cache))
             return output
 
         self.trainer.generator.generate = generates

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import EngineConfig, GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.simulate.clock import run_virtual
@@ -43,7 +43,7 @@ async def ends_with(kind, run, *, within):
 # ---------------------------------------------------------------- parts that never answer
 
 
-class SilentEngine:
+class SilentEngine(InferenceEngine):
     async def generate(self, requests):
         await never()
         yield []
@@ -55,7 +55,8 @@ class SilentEngine:
 def test_an_engine_that_never_answers_ends_the_run_within_its_limit_naming_request_and_key(plan):
     async def scenario():
         run = make_run(plan, prompts=12)
-        run.client, generate = InferenceClient([SilentEngine()], request_timeout_s=30), run.generator.generate
+        run.client = InferenceClient([SilentEngine(EngineConfig("model"))], request_timeout_s=30)
+        generate = run.generator.generate
 
         async def asks_the_engine(batch):
             if run.trainer.global_step == 1:

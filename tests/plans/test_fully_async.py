@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout.types import PromptId
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, without_times
 
 pytestmark = pytest.mark.slow

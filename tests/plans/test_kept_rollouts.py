@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
@@ -20,7 +20,7 @@ from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.state.ledger import audit
 from skyasync.trainer import RayPPOTrainer
 from skyasync.training.bookkeeping import DULL, TRUNCATED
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 from tests.plans.parts import PLANS, make_run
 
@@ -204,10 +204,10 @@ class Watched(Memory, FullyAsyncRayPPOTrainer):
 
     async def save_checkpoint(self, **how: Any) -> Path | None:
         def halfway() -> bool:
-            return sum(len(each.token_ids) for each in client._pieces.so_far().values()) >= 40
+            return sum(len(each.token_ids) for each in client._inflight.so_far().values()) >= 40
 
         client = self.inference_engine_client
-        while client._pieces and not halfway():
+        while client._inflight and not halfway():
             await client.progress()
         return await super().save_checkpoint(**how)
 
@@ -219,9 +219,9 @@ class Asked(InferenceClient):
         super().__init__(*args)
         self.asked: dict[str, list[int]] = {}
 
-    async def _piece(self, request: Any, caller_id: str) -> Any:
+    async def _ask(self, request: Any, caller_id: str) -> Any:
         self.asked.setdefault(caller_id, []).append(len(request.prompt_token_ids))
-        return await super()._piece(request, caller_id)
+        return await super()._ask(request, caller_id)
 
 
 async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_had(model: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.recorded import FILE, OBJECTIVES, RECORDED_PLANS, checkpointed, figures
 
 pytestmark = pytest.mark.slow

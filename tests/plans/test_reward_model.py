@@ -16,7 +16,7 @@ from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]

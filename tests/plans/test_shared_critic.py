@@ -14,7 +14,7 @@ from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, RecordingDispatch, config, without_times
 
 pytestmark = pytest.mark.slow

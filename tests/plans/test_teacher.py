@@ -17,7 +17,7 @@ from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.trainer import RayPPOTrainer
 from skyasync.workers.batch import ScoredBatch, UpdateBatch
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 
 pytestmark = pytest.mark.slow

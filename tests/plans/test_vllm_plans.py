@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from skyasync.engines.protocol import EngineStats
+from skyasync.inference.interface import EngineConfig, EngineStats, InferenceEngine
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.rollout.types import PromptId, TrajectoryId
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, engine_config, without_times
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine_of_all(engines_session: None, model: str) -> AsyncIterator[Any]:
-    from skyasync.engines.vllm.engine import VLLMEngine
+    from skyasync.inference.backends.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(engine_config(model))
     await engine.start()
@@ -43,7 +43,7 @@ async def engine_of_all(engines_session: None, model: str) -> AsyncIterator[Any]
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(engine_of_all: Any) -> Any:
     """As after a start: no prompt finds blocks that an earlier run computed under a version of the same number."""
-    await engine_of_all._core.llm.reset_prefix_cache()
+    await engine_of_all.llm.reset_prefix_cache()
     return engine_of_all
 
 
@@ -120,7 +120,7 @@ class Player:
         return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-class NoEngine:
+class NoEngine(InferenceEngine):
     """Takes weights and does nothing with them."""
 
     async def stats(self) -> EngineStats:
@@ -132,7 +132,7 @@ class NoEngine:
 
 
 async def replayed(plan: type[RayPPOTrainer], cfg: Any, tape: dict[TrajectoryId, dict[str, Any]]) -> LocalRun:
-    run = LocalRun(plan, cfg, engine=NoEngine())
+    run = LocalRun(plan, cfg, engine=NoEngine(EngineConfig("model")))
     run.trainer.generator, run.trainer.weight_sync.probe = Player(tape), ()
     return await run.train()
 

@@ -13,7 +13,7 @@ import pytest
 from skyasync import BasePPOExp, BaseTextEnv, RayPPOTrainer, TrainerCallback, main
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tests import warm
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.slow
 

@@ -114,7 +114,6 @@ INPUTS = [
     (["trainer.algorithm.preset=distill"], "trainer.algorithm.advantage_estimator=none", "trainer.teacher.model.path"),
     ([*PPO, "trainer.critic.export_path={x}/rows.jsonl"], "trainer.critic.export_path", "cannot be written"),
     (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], "size=3", "2 attention heads"),
-    ([*ADAPTERS, "trainer.policy.model.path={x}/planless"], "GPT2LMHeadModel", "trainer.policy.lora.sync=merged"),
     ([*ADAPTERS, "trainer.policy.model.path={x}/experts"], "num_experts=4", "trainer.policy.lora.sync=merged"),
     (["generator.sampling_params.stop_token_ids=[100000]"], "stop_token_ids has 100000", "vocabulary"),
     (["generator.sampling_params.logit_bias={{99999: 1.0}}"], "logit_bias has 99999", "vocabulary"),

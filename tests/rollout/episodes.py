@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.pool import EnvPool, local_pool
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.generator_api import generator_input
 from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
 
 @cache
@@ -39,7 +41,7 @@ def trajectory(*segments: Segment, row: int = 0, repetition: int = 0, stop: str 
     return Trajectory(TrajectoryId(PromptId(0, row), repetition), [Segment("prompt", [1, 2]), *segments], stop)
 
 
-class ScriptedEngine:
+class ScriptedEngine(InferenceEngine):
     """Says what ``reply(prompt tokens)`` tells it to, cut at ``max_tokens``; remembers what it was asked."""
 
     def __init__(self, reply: Callable[[list[int]], str | Exception]) -> None:

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.arrays import ints
-from skyasync.engines.protocol import SamplingParams
 from skyasync.errors import UserError
 from skyasync.examples.warm_start import CHATML
+from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from tests.rollout.episodes import tokenizer, tokens_of
 

@@ -5,11 +5,12 @@ from copy import deepcopy
 
 import pytest
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
 from skyasync.rollout import episode_limits as rules
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput
+from skyasync.rollout import rules
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.generator_api import run_generator

@@ -13,8 +13,11 @@ from skyasync.config.schema import Config
 from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.rollout.group_sampling import first_complete, with_extra_samples
 from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
+from skyasync.inference.interface import GenerationOutput, SamplingParams
+from skyasync.rollout.spares import first_complete, with_spares
+from skyasync.rollout.types import GeneratorInput, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.clock import run_virtual
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 
 

@@ -11,6 +11,10 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput
 from skyasync.rollout.generator_api import run_generator
 from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, requests, tokenizer, tokens_of
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput
+from skyasync.rollout.contract import play
+from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, request, tokenizer, tokens_of
 from tests.virtual_time import virtual_time
 
 TURNS = 3
@@ -147,7 +151,7 @@ async def test_the_progress_of_a_request_that_went_on_has_all_its_pieces():
 def test_a_part_that_is_longer_than_is_allowed_now_is_the_answer():
     @virtual_time
     async def run():
-        from skyasync.engines.protocol import GenerationRequest, SamplingParams
+        from skyasync.inference.interface import GenerationRequest, SamplingParams
 
         engine = Slow()
         client = InferenceClient([engine])

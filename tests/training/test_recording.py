@@ -14,7 +14,7 @@ from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.trajectory_files import files_of, read
 from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 
 

@@ -6,15 +6,15 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
-from skyasync.engines.vllm.adapter import lora_arguments
 from skyasync.errors import UserError
+from skyasync.inference.backends.vllm.adapter import lora_arguments
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapter_file import read_adapter, with_added
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers import checkpoint
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.planning.models import configuration
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
@@ -39,7 +39,7 @@ def merged(policy):
 
 
 def held(pair):
-    return digests_of(pair.engine._core._model.tensors())
+    return digests_of(pair.engine._model.tensors())
 
 
 @pytest.mark.parametrize("pair", ["float32", "bfloat16"], indirect=True)
@@ -63,13 +63,13 @@ async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
 async def test_a_fault_in_either_copy_and_other_frozen_weights_are_found(pair, tmp_path_factory):
     pair.step(1e-2)
     await pair.hand_over()
-    adapted = pair.engine._core._adapted
+    adapted = pair.engine._adapted
     name, frozen = next(iter(adapted._frozen.items()))
     frozen.view(-1).view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=f"keeps other weights.*{name}"):
         await pair.hand_over()
     frozen.view(-1).view(torch.int16)[0] ^= 1
-    norm = pair.engine._core._model.tensors()["model.norm.weight"]
+    norm = pair.engine._model.tensors()["model.norm.weight"]
     norm.view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=r"holds other weights.*model\.norm"):
         await pair.hand_over()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from skyasync.config.schema import Config
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.vllm import setup
-from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.inference.backends.vllm import setup
+from skyasync.inference.backends.vllm.engine import VLLMEngine
+from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync import cuda_ipc
 from skyasync.weight_sync.cuda_ipc import ForEngine, Packed, Packer, message, own_part, parts_of, sum_of
 from skyasync.weight_sync.kinds import bytes_of, kinds_of
@@ -144,7 +144,7 @@ def step(rank: Rank, seed: int) -> None:
 async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
     engines_session: None, warm_processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
-    from tests.engines.vllm.models import save_model
+    from tests.inference.backends.vllm.models import save_model
 
     save_model(tmp_path, tied=tied)
     monkeypatch.setattr(setup, "WORKER_EXTENSION", "tests.weight_sync.cpu_ipc.WorkerExtension")
@@ -166,7 +166,7 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
             while part is not None and taken < most:
                 await engine.update_weights(part)
                 taken += 1
-                assert engine._core.version == (version if part.info["last"] else version - 1)
+                assert engine.version == (version if part.info["last"] else version - 1)
                 part = await parts.next(part)
             await parts.end()
             return taken
@@ -186,7 +186,7 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         ranks.call(step, 3)
         await hand_over(3, most=2)
         await engine.update_weights(WeightUpdate(3, "cuda_ipc", BROKEN_OFF))
-        assert engine._core.version == 2
+        assert engine.version == 2
         await hand_over(3)
         assert await gap() < 1e-4, "what was broken off is forgotten"
 

@@ -5,15 +5,15 @@ import os
 import pytest
 import torch
 
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.interface import EngineConfig
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync import changed_weights
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import PREFIX, directories
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers import checkpoint
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def held(engine):
-    return digests_of(engine._core._model.tensors())
+    return digests_of(engine._model.tensors())
 
 
 def sent(policy):
@@ -89,17 +89,15 @@ async def hand_over(pair):
 async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_that_comes_late(pair):
     first, second = await hand_over(pair), await hand_over(pair)
     assert second["sync/bytes"] < first["sync/bytes"] / 2
-    pair.engine._core._has.content = "other"
+    pair.engine._has.content = "other"
     third = await hand_over(pair)
     assert (third["sync/fallbacks"], third["sync/bytes"]) == (1, first["sync/bytes"])
     assert (await hand_over(pair))["sync/bytes"] < first["sync/bytes"] / 2
-    late = TransformersEngine(pair.engine._config)
+    late = TransformersEngine(pair.engine.config)
     await late.start()
     async with pair.sync.between_syncs() as update:
         await late.update_weights(update)
-    pair.client.roster.engines.append(late)
-    pair.client.roster.routes = type(pair.client.roster.routes)(2)
-    pair.client.roster._asking.append(set())
+    await pair.client.join(late)
     assert (await hand_over(pair))["sync/fallbacks"] == 1
     assert held(late) == held(pair.engine)
     await late.shutdown()
@@ -133,7 +131,7 @@ async def test_a_fault_in_what_the_engine_holds_is_found_in_the_very_sync(pair, 
         faulty.setattr(changed_weights, "put", loses_a_bit)
         await hand_over(pair)
     assert (await hand_over(pair))["sync/fallbacks"] == 1, "nobody knows what it holds: it is sent all"
-    name, tensor = next(iter(pair.engine._core._model.tensors().items()))
+    name, tensor = next(iter(pair.engine._model.tensors().items()))
     tensor.view(-1).view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=name):
         await pair.hand_over()  # of no change at all

@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.errors import UserError
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync import digests, kept_file, lent
 from skyasync.weight_sync.gaps import gap
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import (
     LAYER,
     SWAPPED,
@@ -54,14 +54,14 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
     pair.step()
     await pair.hand_over()
     pair.step()
-    with arriving(pair.engine._core._model, fault), pytest.raises(WeightSyncError, match=f"engine holds.*{named}"):
+    with arriving(pair.engine._model, fault), pytest.raises(WeightSyncError, match=f"engine holds.*{named}"):
         await pair.hand_over()
     await pair.hand_over()
     await pair.verify()
 
 
 async def test_a_head_that_has_come_loose_from_its_embedding_is_refused(pair):
-    model = pair.engine._core._model._model
+    model = pair.engine._model._model
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
     pair.step()
     with pytest.raises(UserError, match=r"missing \['lm_head.weight'\]"):
@@ -70,9 +70,7 @@ async def test_a_head_that_has_come_loose_from_its_embedding_is_refused(pair):
 
 async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_probe(pair):
     """Its digests are right: they are those of what was sent."""
-    sent = {
-        name: p.clone() for name, p in pair.engine._core._model._model.state_dict().items() if "lm_head" not in name
-    }
+    sent = {name: p.clone() for name, p in pair.engine._model._model.state_dict().items() if "lm_head" not in name}
     path = write_weights(swapped_pair(sent, {}))
     await pair.client.update_weights(WeightUpdate(1, "shared_memory", {"path": path}))
     remove_weights(path)
@@ -83,13 +81,13 @@ async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_
 @pytest.mark.parametrize("kept", [True, False])
 async def test_weights_take_turns_in_two_places_where_the_engine_computes_on_them(pair, kept):
     pair.sync.keeper = pair.dispatch if kept else None
-    head, places = pair.engine._core._model._model.get_output_embeddings(), []
+    head, places = pair.engine._model._model.get_output_embeddings(), []
     for _ in range(5):
         pair.step()
         await pair.hand_over()
         await pair.verify()
         places.append(head.weight.data_ptr())
-        assert head.weight is pair.engine._core._model._model.get_input_embeddings().weight
+        assert head.weight is pair.engine._model._model.get_input_embeddings().weight
     assert len(set(places)) == 2 and places[:3] == places[2:]
 
 
@@ -166,7 +164,7 @@ async def test_an_engine_that_comes_late_computes_on_what_was_lent_last(pair):
     for _ in range(3):
         pair.step()
         await pair.hand_over()
-    late = TransformersEngine(pair.engine._config)
+    late = TransformersEngine(pair.engine.config)
     await late.start()
     try:
         async with pair.sync.between_syncs() as update:
@@ -174,7 +172,7 @@ async def test_an_engine_that_comes_late_computes_on_what_was_lent_last(pair):
         pair.step(1e-2)
         await pair.dispatch.publish_weights(0)  # the next one is being written
         assert await late.score(PROBE) == await pair.engine.score(PROBE)
-        ours, theirs = late._core._model.tensors(), pair.engine._core._model.tensors()
+        ours, theirs = late._model.tensors(), pair.engine._model.tensors()
         assert update.version == 3 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     finally:
         await late.shutdown()

@@ -14,7 +14,7 @@ from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import PREFIX, directories, read_weights, remove_weights, write_weights
 from skyasync.workers import checkpoint
 from skyasync.workers.policy import PolicyWorker
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import running
 from tests.workers.conftest import config_for, ranks  # noqa: F401  (a fixture)
 from tests.workers.processes import Rank, Ranks

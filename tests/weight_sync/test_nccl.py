@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.inference.backends.vllm.engine import VLLMEngine
+from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
 
 RENDEZVOUS = Rendezvous("127.0.0.1", 29500, engine_workers=6)
@@ -124,10 +124,12 @@ def test_what_the_optimizer_has_queued_is_done_before_vllm_reads_the_weights(mon
 async def test_an_engine_leaves_its_group_before_it_joins_another_and_asks_vllm_for_what_it_has() -> None:
     told: list[Any] = []
 
-    class Core:
-        """Stands for vLLM's, which needs GPUs for it."""
+    class Engine(VLLMEngine):
+        """vLLM's own calls need GPUs."""
 
-        llm: Any
+        @property
+        def llm(self) -> Any:
+            return self
 
         async def call(self, answer: Any) -> None:
             await answer
@@ -138,9 +140,7 @@ async def test_an_engine_leaves_its_group_before_it_joins_another_and_asks_vllm_
         async def init_weight_transfer_engine(self, request: Any) -> None:
             told.append((request.init_info["master_port"], request.init_info["rank_offset"]))
 
-    engine = VLLMEngine(EngineConfig("model", max_model_len=8, extra={"engine_index": 1}))
-    engine._core = core = Core()  # type: ignore[assignment]
-    core.llm = core
+    engine = Engine(EngineConfig("model", max_model_len=8, extra={"engine_index": 1}))
     for port, members in ((1, [0, 1]), (1, [0, 1]), (2, [1]), (3, None)):
         info = NCCLSender(model(), Rendezvous("127.0.0.1", port, 2), rank=0).update(1).info
         await engine._join_group(info | {"members": members})

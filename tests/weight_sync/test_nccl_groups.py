@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineDiedError, EngineStats
-from skyasync.engines.revival import Revival
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import EngineFailedError, EngineStats, InferenceEngine
+from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.update import WeightUpdate
@@ -119,7 +119,7 @@ class Trainer(Dispatch):
     def __init__(self, client: InferenceClient) -> None:
         self.ranks = Ranks()
         super().__init__(Config(), {POLICY: self.ranks})  # type: ignore[dict-item]
-        self._broadcast = Broadcast(self.ranks, 1, lambda: client.roster.routes.living)
+        self._broadcast = Broadcast(self.ranks, 1, lambda: client.pool.healthy)
         self._changing = self._broadcast.changing
 
     @property
@@ -127,8 +127,10 @@ class Trainer(Dispatch):
         return self.ranks.model.weight.item()
 
 
-class Engine:
+class Engine(InferenceEngine):
     """Joins and receives as ``VLLMEngine`` does."""
+
+    restartable = True
 
     def __init__(self, index: int) -> None:
         self.index, self.version, self.weight = index, 0, 0.0
@@ -159,7 +161,7 @@ class Engine:
 
     async def _lives(self) -> None:
         if self.dead.is_set():
-            raise EngineDiedError("its process is gone")
+            raise EngineFailedError("its process is gone")
 
     async def progress(self) -> Sequence[Any]:
         await self._lives()
@@ -192,7 +194,7 @@ class Run:
         self.trainer = Trainer(self.client)
         self.sync = WeightSync(self.trainer, self.client, ())
         self.sync.keeper = self.trainer
-        self.revival = Revival(
+        self.supervisor = EngineSupervisor(
             self.client, self.sync, max_restarts=9, heartbeat_s=0.02, heartbeat_timeout_s=5, limit_s=20
         )
 
@@ -202,7 +204,7 @@ class Run:
 
     async def until(self, *, restarts: int = 0, deaths: int = 0) -> None:
         async with asyncio.timeout(10):
-            while self.revival.restarts < restarts or self.revival.deaths < deaths:  # noqa: ASYNC110
+            while self.supervisor.restarts < restarts or self.supervisor.failures < deaths:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     def check(self, version: int) -> None:
@@ -213,14 +215,14 @@ class Run:
 @asynccontextmanager
 async def running(engines: int = 2) -> AsyncIterator[Run]:
     run = Run(engines)
-    run.revival.begin()
+    run.supervisor.begin()
     try:
         async with asyncio.timeout(20):
             await run.sync.sync(1)
             run.check(1)
             yield run
     finally:
-        await run.revival.close()
+        await run.supervisor.close()
 
 
 async def test_a_newcomer_meets_the_ranks_alone_and_the_next_sync_is_of_a_group_of_all() -> None:
@@ -251,7 +253,7 @@ async def test_while_the_weights_are_on_their_way_to_the_next_version_a_newcomer
         await run.trainer.optimizer_step()
         run.engines[1].starts.set()
         await asyncio.sleep(0.2)
-        assert len(run.client.roster.routes.living) == 1, "what the other has is nowhere any more"
+        assert len(run.client.pool.healthy) == 1, "what the other has is nowhere any more"
         await run.sync.sync(2)  # to the other alone
         await run.until(restarts=1)
         run.check(2)
@@ -272,13 +274,13 @@ async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_r
         await run.trainer.optimizer_step()
         first = list(run.engines)
         run.engines[1].dies_in_sync = True
-        with pytest.raises(EngineDiedError, match="engine 1 has died in a call in which the others wait for it"):
+        with pytest.raises(EngineFailedError, match="engine 1 has died in a call in which the others wait for it"):
             await run.sync.sync(2)
         assert "in which they wait for it" in str(run.trainer.ranks.lost)
         run.trainer = Trainer(run.client)  # as the controller does; from the checkpoint of the first step, say
         run.sync.restart(run.trainer)
         await asyncio.sleep(0.2)
-        assert run.client.roster.routes.living == [], "newcomers wait for weights"
+        assert run.client.pool.healthy == [], "newcomers wait for weights"
         await run.sync.sync(2)
         await run.until(restarts=2)
         run.check(2)
@@ -291,9 +293,9 @@ async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_r
 async def test_ranks_that_a_newcomer_does_not_meet_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "SETTLE_S", 0.2)
     async with running() as run:
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(EngineFailedError):
             async with run.sync.between_syncs():
-                raise EngineDiedError("the newcomer")
+                raise EngineFailedError("the newcomer")
         assert "has not met them" in str(run.trainer.ranks.lost)
         with pytest.raises(RuntimeError, match="the workers have been stopped"):
             await run.trainer.optimizer_step()

@@ -39,7 +39,7 @@ async def test_syncs_into_the_embedded_engine_pass_and_a_stale_layer_does_not(dt
     async with running("transformers", str(MODEL), dtype, probe()) as pair:
         print(dtype, sorted(await never_fails(pair, SYNCS)))
         pair.step()
-        with arriving(pair.engine._core._model, stale_layer), pytest.raises(WeightSyncError, match=r"layers\.1\."):
+        with arriving(pair.engine._model, stale_layer), pytest.raises(WeightSyncError, match=r"layers\.1\."):
             await pair.hand_over()
 
 
@@ -52,7 +52,7 @@ async def test_syncs_into_vllm_pass_and_no_fault_does(dtype, monkeypatch):
         for fault in ("stale layer", "swapped pair", "head left behind", "flipped bit", ""):
             pair.step()
             update = await pair.dispatch.publish_weights(0)
-            (message,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
+            (message,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
             print(dtype, fault, message)
             assert bool(message) == bool(fault)
             await pair.dispatch.release_weights(update)

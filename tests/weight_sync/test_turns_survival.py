@@ -11,6 +11,10 @@ import pytest
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.engines.revival import Revival
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.inference.supervisor import EngineSupervisor
+from skyasync.testing.chaos.virtual_parts import SYNC_S, Engine
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns
 from skyasync.weight_sync.update import WakePart, WeightUpdate
@@ -96,7 +100,7 @@ class Run:
         self.turns = DeviceTurns(policy, self.client)
         self.sync = WeightSync(self.turns.source, self.turns.destination, ())
         self.sync.keeper = policy
-        self.revival = Revival(
+        self.supervisor = EngineSupervisor(
             self.client, self.sync, max_restarts=9, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600,
             turns=self.turns,
         )  # fmt: skip
@@ -105,7 +109,7 @@ class Run:
     async def begin(self) -> None:
         await self.turns.start()
         await self.sync.sync(0)
-        self.revival.begin()
+        self.supervisor.begin()
 
     async def generate(self) -> set[int]:
         """Eight answers; the versions of their tokens."""
@@ -161,11 +165,11 @@ def test_an_engine_that_dies_is_replaced_in_the_engines_turn(moment: str, how: s
         for _ in range(3):
             await run.step()
         assert run.client.engines[-1] is not victim
-        assert (run.revival.deaths, run.revival.restarts) == (1, 1)
-        assert run.client.roster.routes.living == list(range(engines))
+        assert (run.supervisor.failures, run.supervisor.restarts) == (1, 1)
+        assert run.client.pool.healthy == list(range(engines))
         assert [engine.version for engine in run.client.engines] == [run.steps] * engines  # type: ignore[attr-defined]
         assert loop.time() < 400
-        await run.revival.close()
+        await run.supervisor.close()
         await run.client.shutdown()
 
     scenario()
@@ -201,9 +205,9 @@ def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engi
         await run.sync.sync(1)
         for _ in range(3):
             await run.step()
-        assert run.client.roster.routes.living == [0, 1]
+        assert run.client.pool.healthy == [0, 1]
         assert [engine.version for engine in run.client.engines] == [run.steps] * 2  # type: ignore[attr-defined]
-        await run.revival.close()
+        await run.supervisor.close()
         await run.client.shutdown()
 
     scenario()

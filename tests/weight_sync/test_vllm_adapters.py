@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync import adapter_file
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.recipe, pytest.mark.timeout(600)]
@@ -37,7 +37,7 @@ async def test_the_newest_adapter_is_computed_with_and_another_one_is_found(tmp_
         name = next(iter(other.weights))
         wrong = other._replace(weights={**other.weights, name: other.weights[name] + 1})
         path = adapter_file.write_adapter(wrong).path
-        make_folder = pair.engine._core.__class__.load_adapter.__globals__["adapter"].make_folder
-        monkeypatch.setattr("skyasync.engines.vllm.adapter.make_folder", lambda _: make_folder(path))
+        make_folder = pair.engine._load_adapter.__globals__["adapter"].make_folder
+        monkeypatch.setattr("skyasync.inference.backends.vllm.adapter.make_folder", lambda _: make_folder(path))
         with pytest.raises(WeightSyncError, match="holds another adapter than was sent in"):
             await pair.client.update_weights(WeightUpdate(3, "shared_memory", sent.info))

@@ -31,7 +31,7 @@ async def test_experts_which_no_layer_can_be_asked_for_are_looked_at_by_the_prob
         assert pair.sync._unproven and all(".experts." in name for name in pair.sync._unproven)
         pair.step()
         update = await pair.dispatch.publish_weights(0)
-        llm = pair.engine._core.llm
+        llm = pair.engine.llm
         assert await llm.collective_rpc(update_with, args=("swapped experts", in_words(update.info))) == [""]
         await pair.dispatch.release_weights(update)
         assert EXPERTS[0] in pair.sync._unproven

@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from skyasync.weight_sync.lent import in_words
 from skyasync.weight_sync.update import WeightSyncError
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import LAYER, SWAPPED, losing_a_bit, never_fails, running
 from tests.weight_sync.worker_faults import looks, update_with
 
@@ -27,7 +27,7 @@ async def pair(engines_session, request, tmp_path_factory):
 
 async def refusal(pair, fault):
     update = await pair.dispatch.publish_weights(0)
-    (answer,) = await pair.engine._core.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
+    (answer,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
     await pair.dispatch.release_weights(update)
     return answer
 
@@ -56,7 +56,7 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
 
 
 async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
-    names = await pair.engine._core.llm.collective_rpc(checked)
+    names = await pair.engine.llm.collective_rpc(checked)
     assert len(names[0]) == len(list(pair.dispatch._policy.model.model.named_parameters())) + 1  # the head
     assert not pair.sync._unproven
 
@@ -71,7 +71,7 @@ async def test_a_bit_lost_where_the_weights_lie_is_found_by_the_trainer_for_all_
 
 async def test_bytes_that_the_trainer_proves_are_not_digested_again_and_no_layer_is_asked_twice(pair):
     """One that comes late digests them: nobody looks at them when it reads."""
-    engine = pair.engine._core.llm
+    engine = pair.engine.llm
     update = await pair.dispatch.publish_weights(0)
     kept = await pair.dispatch.keep_weights(update)
     found = [(await engine.collective_rpc(looks, args=(in_words(each.info),)))[0] for each in (update, kept)]

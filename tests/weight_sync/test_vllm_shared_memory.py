@@ -10,13 +10,12 @@ import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
-from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.core import EngineDiedError
-from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.inference.backends.vllm.engine import EngineFailedError, VLLMEngine
+from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.engines.listed import listed
-from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs
+from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
+from tests.inference.listed import listed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -83,5 +82,5 @@ async def test_after_a_failed_update_nothing_is_computed_any_more(pair: tuple[Ll
     with pytest.raises(Exception, match="no-such-file"):
         await engine.update_weights(WeightUpdate(21, "shared_memory", {"path": "no-such-file.safetensors"}))
     for waiting in (in_flight, engine.score(PROBES), engine.resume()):
-        with pytest.raises(EngineDiedError, match="the update to version 21 failed"):
+        with pytest.raises(EngineFailedError, match="the update to version 21 failed"):
             await asyncio.wait_for(waiting, timeout=10)

@@ -15,7 +15,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from skyasync.engines.protocol import EngineDiedError
+from skyasync.inference.interface import EngineFailedError
 from skyasync.weight_sync import carry
 from skyasync.weight_sync.lent import Borrower, Lender
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
@@ -131,7 +131,7 @@ async def test_one_that_is_silent_counts_as_dead(monkeypatch: pytest.MonkeyPatch
         assert on_the_way.deaths == {there: "TimeoutError: it gave no answer within 0.5 s"}
         monkeypatch.setattr("skyasync.workers.across.TRIES", 1)
         update = await both.publish(rank_0.update(1))
-        with pytest.raises(EngineDiedError, match=r"^weights do not reach .* gave no answer within 0\.5 s$"):
+        with pytest.raises(EngineFailedError, match=r"^weights do not reach .* gave no answer within 0\.5 s$"):
             await update.on(there)
         assert (await update.on("rank 0's")).info == update.info, "the others have theirs"
         assert none_soon(lambda: [f"receiver {stopped}"] if lives(stopped) else []) == []
@@ -142,7 +142,7 @@ async def test_a_node_that_is_gone_fails_its_own_engines_alone(monkeypatch: pyte
         gone = "f" * (len(there) - 1) + "e"  # no node of this cluster
         both._nodes = lambda: [gone, there]
         update = await both.publish(rank_0.update(0))
-        with pytest.raises(EngineDiedError, match="weights do not reach the engines of node ffffffff: "):
+        with pytest.raises(EngineFailedError, match="weights do not reach the engines of node ffffffff: "):
             await update.on(gone)
         assert same(await read(update, there), 0)
 

@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.interface import EngineConfig
 from skyasync.workers import logits as logits_module
 from skyasync.workers import model as model_module
 from skyasync.workers.base import sequences_as_batch

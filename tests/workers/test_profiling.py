@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.observe.run_dir import RunDirectory
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 
 

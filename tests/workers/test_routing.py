@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from skyasync.config.schema import Config
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.pieces import continuation, join
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.errors import UserError
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.inflight import continuation, join
+from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.rollout.collate import collate
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
 from skyasync.routing import Routers

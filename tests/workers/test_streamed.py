@@ -15,7 +15,7 @@ from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
 from skyasync.workers.policy import PolicyWorker
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 from tests.plans.test_streamed import save_double
 from tests.workers.conftest import config_for, make_batch

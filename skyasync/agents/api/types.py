@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from skyasync.engines.protocol import SamplingParams
+from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.chat import Tools
 
 Message = dict[str, Any]  # as chat templates read it: content is text, the arguments of tool calls are values

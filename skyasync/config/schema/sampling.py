@@ -92,7 +92,7 @@ _OFF = SamplingConfig()
 def backend(cfg: Config) -> str:
     """The engine that ``generator.backend`` stands for."""
     if cfg.generator.engines:
-        from skyasync.engines.protocol import ENGINES
+        from skyasync.inference.interface import ENGINES
 
         about = ENGINES.builtins().get(cfg.generator.backend)
         return cfg.generator.backend if about and about.can["elsewhere"] else "vllm_server"
@@ -168,7 +168,7 @@ def _check_mirrored(sampling: SamplingConfig, reader: str) -> Iterator[str]:
 
 def _check_engine(cfg: Config, group: str, sampling: SamplingConfig) -> Iterator[str]:
     """Settings that the chosen engine does not have, and another one has."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     engine, others = backend(cfg), ENGINES.builtins()
     rare = {name for about in others.values() for name in about.can["sampling"]}
@@ -222,7 +222,7 @@ def _used(sampling: SamplingConfig, names: tuple[str, ...]) -> list[str]:
 
 
 def _check_bias(path: str, sampling: SamplingConfig) -> Iterator[str]:
-    from skyasync.engines.protocol import LARGEST_BIAS
+    from skyasync.inference.interface import LARGEST_BIAS
 
     for token, bias in sampling.logit_bias.items():
         if not str(token).isdecimal():

@@ -24,9 +24,11 @@ from skyasync.endpoint.door import ConnectionLimits
 from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
 from skyasync.endpoint.session import Session
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.compat.skyrl.endpoint import OpenEndpoint
 from skyasync.envs.base import Conversation
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown
+from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.rollout import types
 from skyasync.rollout.types import PromptId, TrajectoryId
 
@@ -166,7 +168,7 @@ class InferenceEngineClient:
     """The run's inference client, which also answers batches as SkyRL's does; everything else is the client's own.
 
     Args:
-        client: ``skyasync.engines.client.InferenceClient``.
+        client: ``skyasync.inference.client.InferenceClient``.
         tokenizer: gives the model's tokenizer.
         sampling: of the run, where a request says nothing.
         max_model_len: most tokens of a sequence.

@@ -1,0 +1,1 @@
+"""Inference engines by their library; ``skyasync.inference.interface`` has the table of them."""

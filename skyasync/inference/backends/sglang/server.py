@@ -1,0 +1,197 @@
+"""An SGLang server that somebody else has started; what all servers have in common is in ``inference.remote``.
+
+Its JSON is that of its own ``io_struct.py`` and ``http_server.py`` (0.5.23). Its log-probabilities are of the tempered
+distribution, after penalties and biases, and before top-k, top-p and min-p: those are not supported.
+
+Invariant: the server gets each name once. It ends by name, two seconds later, whatever a client hung up on, and would
+end a second request of that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from skyasync.errors import UserError
+from skyasync.inference.interface import (
+    BACKENDS,
+    EngineConfig,
+    FinishReason,
+    GenerationOutput,
+    PauseMode,
+    SamplingParams,
+)
+from skyasync.inference.remote import INFO, RemoteEngine, RemoteRequest
+from skyasync.weight_sync.shared_memory import not_here
+from skyasync.weight_sync.update import WeightUpdate
+
+GENERATE = "/generate"
+INTERVAL = 16  # tokens of a piece of an answer
+RESERVED = 5  # tokens that SGLang keeps free after a prompt
+ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_OFF = SamplingParams()
+
+
+class SGLangServerEngine(RemoteEngine):
+    kind = "SGLang"
+    how_to_start = "start it with: python -m sglang.launch_server --model-path MODEL --port PORT"
+    proves_weights = False  # it has no digests of what was sent: the probe runs after every sync
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._names = count()
+        self._open = asyncio.Event()  # requests may be sent
+        self._open.set()
+
+    @classmethod
+    def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
+        if "vllm_config" in info:
+            return f"generator.engines: {url} is a vLLM server: leave generator.backend at auto"
+        if "internal_states" not in info or "max_req_input_len" not in info:
+            return cls.foreign(url, "it does not say how it was started")
+        return cls.mismatch(
+            url,
+            config,
+            longest=int(info["max_req_input_len"]) + 1,
+            length=f"--context-length {config.max_model_len + RESERVED}",
+            kwargs=json.loads(info.get("json_model_override_args") or "{}"),
+            kwargs_flag="--json-model-override-args",
+            dtype=str(info.get("dtype")),
+        )
+
+    def _capacity(self, info: Mapping[str, Any]) -> int:
+        return int(info.get("max_total_num_tokens") or 0)
+
+    async def _cache_used(self) -> int | None:
+        loads = (await self._server.get("/v1/loads")).get("loads") or ()
+        return sum(int(load["num_used_tokens"]) for load in loads) if loads else None
+
+    async def _reset(self) -> None:
+        await self._server.post("/abort_request", {"abort_all": True})
+        await self._server.post("/continue_generation", {})
+        version = {"new_version": str(self.version), "abort_all_requests": False}
+        await self._server.post("/update_weight_version", version)
+
+    def _new_id(self) -> str:
+        return f"{self._run}-{next(self._names)}"
+
+    async def _generate(self, begun: RemoteRequest) -> GenerationOutput:
+        await self._open.wait()
+        begun.server_id = self._new_id()
+        body = {
+            "rid": begun.server_id,
+            "input_ids": begun.request.prompt_token_ids.tolist(),
+            "sampling_params": sampling_of(begun.request.sampling),
+            "return_logprob": True,
+            "extra_key": self._salt(begun.version),
+            "stream": True,
+        }
+        async for chunk in self._server.chunks(GENERATE, body):
+            meta = chunk["meta_info"]
+            new = int(meta["completion_tokens"]) - len(begun.tokens)
+            if new > 0:  # a chunk repeats earlier ones unless the server was started otherwise
+                found: Sequence[Sequence[Any]] = (meta.get("output_token_logprobs") or ())[-new:]
+                if len(found) != new:
+                    name = begun.request.request_id
+                    raise RuntimeError(f"{new} tokens of {name} have {len(found)} log-probabilities")
+                begun.receive([int(each[1]) for each in found], [float(each[0]) for each in found])
+            if end := meta.get("finish_reason"):
+                if end["type"] not in ENDS or end.get("status_code"):  # it was not cut, but could not be computed
+                    raise RuntimeError(f"{self._server.name} failed on request {begun.request.request_id}: {end}")
+                return self._ended(begun, ENDS[end["type"]], meta.get("weight_versions"))
+        raise self._server.failure("it ended an answer without a reason")
+
+    async def _abort(self, chosen: Collection[RemoteRequest]) -> None:
+        for begun in chosen:
+            await self._server.post("/abort_request", {"rid": begun.server_id})
+
+    async def _check_core(self) -> None:
+        await self._server.get(INFO)  # which asks its scheduler
+
+    async def _score(self, sequence: Sequence[int]) -> list[float] | None:
+        body = {
+            "rid": self._new_id(),
+            "input_ids": [int(token) for token in sequence],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": self._salt(self.version),
+        }
+        meta = (await self._server.post(GENERATE, body))["meta_info"]
+        found = meta.get("input_token_logprobs") or ()
+        if (meta.get("finish_reason") or {}).get("type") == "abort" or len(found) != len(sequence):
+            return None
+        return [float(each[0]) for each in found[1:]]
+
+    async def _pause(self, mode: PauseMode) -> None:
+        if mode == "wait":  # which it does not have
+            self._open.clear()
+            while sent := {begun.task for begun in self._begun.values() if begun.server_id and begun.task}:
+                await asyncio.wait(sent)
+                await asyncio.sleep(0)  # those who have waited for it remove it from the table
+        await self._server.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
+
+    async def _resume(self) -> None:
+        self._open.set()
+        await self._server.post("/continue_generation", {})
+
+    async def _load(self, update: WeightUpdate) -> None:
+        with _as_folder(Path(update.info["path"])) as folder:
+            body = {"model_path": str(folder), "weight_version": str(update.version), "flush_cache": False}
+            await self._server.post("/update_weights_from_disk", body)
+
+
+def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
+    """The fields of SGLang's ``SamplingParams``.
+
+    Raises:
+        UserError: naming what it lacks.
+    """
+    for name in BACKENDS["sglang_server"][1]["lacks"]:
+        if getattr(sampling, name) != getattr(_OFF, name) and not (name == "top_k" and sampling.top_k <= 0):
+            raise UserError(
+                f"{name}={getattr(sampling, name)!r} is not for SGLang servers: they do not have it, or their "
+                f"log-probabilities are of the distribution before it; remove it"
+            )
+    rare: dict[str, Any] = {
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
+    }
+    return {name: value for name, value in rare.items() if value} | {
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "sampling_seed": None if sampling.seed is None else sampling.seed % 2**31,
+        "stream_interval": INTERVAL,
+    }
+
+
+@contextmanager
+def _as_folder(file: Path) -> Iterator[Path]:
+    """The file in a folder of its own, next to it, as the server loads models.
+
+    Raises:
+        FileNotFoundError: if this machine does not have it.
+    """
+    if not file.exists():
+        raise not_here(str(file))
+    folder = file.with_suffix("")
+    link = folder / "model.safetensors"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        link.symlink_to(Path("..") / file.name)
+        yield folder
+    finally:
+        link.unlink(missing_ok=True)
+        folder.rmdir()

@@ -1,0 +1,459 @@
+"""The embedded engine: transformers' models under a decode loop of ours, in one thread.
+
+Invariant: the model, the decoder and every request belong to the engine's thread. The event loop only posts commands
+(``in_thread``), which run between two tokens: what one changes holds from the next token on, and a weight update, a
+pause or an abort needs no lock. Every request is answered once: with its output, or with the error that ended the
+engine.
+
+Why a loop of ours over the library's models and caches, and neither of its own cores: a prompt is computed once for
+all its samples, finished rows leave the batch, new requests join between two tokens, and the cache is not copied at
+every token. On one core, 0.45 M parameters, tokens per CPU second (``python -m benchmarks.embedded_engine``):
+
+    core                              64 requests    1024 requests    1024 in groups of 16
+    ``generate`` with hooks                 5,500            5,200                   5,200
+    continuous batching manager               510              570                     580
+    this engine                             6,400           10,900                  19,300
+
+| who waits                   | for what                      | woken by                                       |
+|-----------------------------|-------------------------------|------------------------------------------------|
+| reader of a ``Reply``       | an output of its rows         | ``_work`` as rows finish, ``abort``, a failure |
+| caller of ``pause("wait")`` | accepted requests to finish   | ``_work``, ``resume``, ``pause``, a failure    |
+| held requests               | ``resume``                    | the caller of ``pause``                        |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+
+from skyasync.errors import UserError, unknown
+from skyasync.heap import give_back, keep_freed
+from skyasync.inference.backends.transformers.adapted import AdaptedInPlace
+from skyasync.inference.backends.transformers.changed import ChangedInPlace
+from skyasync.inference.backends.transformers.decoder import Decoder, DecodingRow, cache_budget
+from skyasync.inference.backends.transformers.model import EmbeddedModel
+from skyasync.inference.backends.transformers.sampling import Words, stream_key, tokenised
+from skyasync.inference.interface import (
+    EngineConfig,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    PauseMode,
+    RequestFailedError,
+    Stopwatch,
+    refusal,
+)
+from skyasync.inference.stop_strings import StopStrings
+from skyasync.weight_sync.changed_weights import read_about
+from skyasync.weight_sync.lent import Borrower
+from skyasync.weight_sync.shared_memory import read_digests, read_weights, write_weights
+from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+KEPT_WORDS = 64  # lists of bad words whose tokens are kept
+
+
+def in_thread(
+    method: Callable[Concatenate[TransformersEngine, P], T],
+) -> Callable[Concatenate[TransformersEngine, P], Coroutine[Any, Any, T]]:
+    """The method runs in the engine's thread, between two tokens. Raises the error that ended the engine's work."""
+
+    def command(engine: TransformersEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if engine._failure is not None:
+            raise engine._failure
+        return method(engine, *args, **kwargs)
+
+    @wraps(method)
+    async def call(engine: TransformersEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if engine._thread is None:
+            raise RuntimeError("the engine is not running: it has not been started, or was shut down")
+        return await asyncio.wrap_future(engine._thread.submit(command, engine, *args, **kwargs))
+
+    return call
+
+
+class Reply:
+    """Where the outputs of one call go: an asyncio queue of lists, or of the error that ended the engine."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[list[GenerationOutput] | BaseException] = asyncio.Queue()
+
+    def send(self, message: list[GenerationOutput] | BaseException) -> None:
+        """Callable from any thread; a loop that has ended no longer listens."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, message)
+
+
+class TransformersEngine(InferenceEngine):
+    """An engine in this process, on one GPU or on CPU threads.
+
+    A response ends with ``finish_reason="length"`` at ``max_tokens`` or when prompt and response together have
+    ``max_model_len`` tokens, whichever comes first. A batch computes attention over its longest sequence:
+    sequences of very different lengths are better served by vLLM.
+    """
+
+    _model: EmbeddedModel  # this and the decoder are made by ``_load``
+    _decoder: Decoder
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._thread: ThreadPoolExecutor | None = None  # of one: commands and steps, one at a time
+        self._failure: BaseException | None = None  # ended all work, and is the answer to whatever is asked later
+        self._step_is_queued = False
+        self._borrower = Borrower()
+        self._whole = True  # it holds one version, and nothing of another
+        self._has = Held()
+        self._state: Literal["running", "draining", "paused"] = "running"
+        self._rows: dict[str, DecodingRow] = {}  # every request that has not been answered
+        self._held: list[DecodingRow] = []  # accepted while not running
+        self._drained: list[Future[None]] = []
+        self._stop_strings = WeakValueDictionary[tuple[tuple[str, ...], bool], StopStrings]()  # of running requests
+        self._tokenised_words: dict[tuple[str, ...], Words] = {}
+        self._busy_s = 0.0
+        self._paused = Stopwatch()
+
+    # -- lifecycle ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "transformers engine")
+        await self._load()
+
+    @in_thread
+    def _load(self) -> None:
+        config = self.config
+        if config.threads:
+            torch.set_num_threads(config.threads)  # holds for the calling thread
+        self._model = EmbeddedModel(config)
+        if self._model.device.type == "cpu":
+            keep_freed()  # after the weights, whose memory is given back when they are mapped
+        budget = cache_budget(self._model.device, config.kv_cache_gb, config.gpu_memory_utilization)
+        self._decoder = Decoder(
+            self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
+        )
+        self._changed, self._adapted = ChangedInPlace(self._model), AdaptedInPlace(self._model)
+
+    async def shutdown(self) -> None:
+        """End the thread; requests that still wait for an answer get an error."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            ended = RuntimeError("the engine was shut down before the request was answered")
+            await asyncio.get_running_loop().run_in_executor(thread, self._fail, ended)
+            await asyncio.to_thread(thread.shutdown)
+            for name in ("_model", "_decoder", "_changed", "_adapted"):  # free their memory
+                vars(self).pop(name, None)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all work, and answer everyone who waits with ``error``."""
+        self._failure = error
+        for reply in {id(row.owner): row.owner for row in self._rows.values()}.values():
+            reply.send(error)
+        self._rows.clear()
+        drained, self._drained = self._drained, []
+        for future in drained:
+            future.set_exception(error)
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Compute one token for every running request, and queue the next step after the commands that wait."""
+        self._step_is_queued = False
+        if not self._has_work:
+            return
+        try:
+            started = time.perf_counter()
+            rows = self._decoder.step()
+            self._busy_s += time.perf_counter() - started  # counted before anyone can know of the tokens
+            self._report(row for row in rows if row.streamed or row.finish_reason)
+            if self._state == "draining" and not self._decoder.busy:
+                self._enter("paused")
+        except BaseException as error:
+            self._fail(error)
+        self._queue_step()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._failure is None and self._state != "paused" and self._decoder.busy
+
+    def _queue_step(self) -> None:
+        thread = self._thread
+        if self._has_work and not self._step_is_queued and thread is not None:
+            self._step_is_queued = True
+            thread.submit(self._work)
+
+    def _report(self, rows: Iterable[DecodingRow]) -> None:
+        """Send the rows' outputs to their owners, one message each."""
+        messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
+        for row in rows:
+            output = row.progress() if row.streamed else row.output()
+            messages.setdefault(id(row.owner), (row.owner, []))[1].append(output)
+            if row.finish_reason:
+                del self._rows[row.request.request_id]
+        for reply, outputs in messages.values():
+            reply.send(outputs)
+
+    def _enter(self, state: Literal["running", "draining", "paused"]) -> None:
+        """Change the state, and release those who waited for the end of a drain."""
+        self._state = state
+        self._paused.switch(state == "paused")
+        if state != "draining":
+            drained, self._drained = self._drained, []
+            for future in drained:
+                future.set_result(None)
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], *, streamed: bool = False
+    ) -> AsyncGenerator[list[GenerationOutput], None]:
+        """Leaving the iteration early aborts what is unanswered.
+
+        Args:
+            streamed: give what is new of each request at every token; only its last output has a ``finish_reason``.
+
+        Raises:
+            UserError: if two have one id; none of ``requests`` is started then.
+        """
+        reply = Reply()
+        unanswered = {request.request_id for request in requests}
+        await self._submit(requests, reply, streamed)
+        try:
+            while unanswered:
+                message = await reply.queue.get()
+                if isinstance(message, BaseException):
+                    unanswered.clear()
+                    raise message
+                unanswered -= {output.request_id for output in message if output.finish_reason}
+                yield message
+        finally:
+            if unanswered and self._thread is not None:
+                self._thread.submit(self._abort, list(unanswered))
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
+        async with aclosing(self.generate([request], streamed=True)) as news:
+            async for outputs in news:
+                for output in outputs:
+                    yield output
+
+    @in_thread
+    def _submit(self, requests: Sequence[GenerationRequest], reply: Reply, streamed: bool) -> None:
+        """Accept the requests; one that can never be answered is answered with its error."""
+        rows: dict[str, DecodingRow] = {}
+        refused: list[GenerationOutput] = []
+        arrays = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
+        prompts = {key: array.tolist() for key, array in arrays.items()}  # one list for all samples of a prompt
+        for request in requests:
+            name = request.request_id
+            if name in rows or name in self._rows:
+                raise UserError(f"request id {name!r} is already that of an unanswered request")
+            try:
+                _check_request(request, self.config.max_model_len)
+                rows[name] = self._row(request, prompts[id(request.prompt_token_ids)], reply, streamed)
+            except Exception as error:
+                refused.append(refusal(request, error))
+        if refused:
+            reply.send(refused)
+        self._rows.update(rows)
+        if self._state == "running":
+            self._decoder.waiting.extend(rows.values())
+            self._queue_step()
+        else:
+            self._held += rows.values()
+
+    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply, streamed: bool) -> DecodingRow:
+        sampling = request.sampling
+        if min(prompt) < 0 or max(prompt) >= self._model.vocabulary:
+            raise RequestFailedError(
+                f"its prompt has tokens from {min(prompt)} to {max(prompt)}, the model's vocabulary has "
+                f"{self._model.vocabulary}"
+            )
+        self._refuse_unknown_tokens(request)
+        stop_ids = frozenset(sampling.stop_token_ids)
+        return DecodingRow(
+            request,
+            prompt,
+            key=stream_key(sampling.seed, self.config.seed, request.request_id),
+            limit=min(sampling.max_tokens, self.config.max_model_len - len(prompt)),
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
+            stop_strings=self._stops(request) if sampling.stop else None,
+            bad_words=self._bad_words(request) if sampling.bad_words else (),
+            streamed=streamed,
+            owner=reply,
+        )
+
+    def _stops(self, request: GenerationRequest) -> StopStrings:
+        tokenizer = self._tokenizer_for("stop strings", request)
+        key = (request.sampling.stop, request.sampling.skip_special_tokens)
+        found = self._stop_strings.get(key)
+        if found is None:
+            found = self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
+        return found
+
+    def _bad_words(self, request: GenerationRequest) -> Words:
+        tokenizer, words = self._tokenizer_for("bad words", request), request.sampling.bad_words
+        if words not in self._tokenised_words:
+            if len(self._tokenised_words) >= KEPT_WORDS:
+                self._tokenised_words.clear()
+            self._tokenised_words[words] = tokenised(
+                words, lambda text: tokenizer.encode(text, add_special_tokens=False)
+            )
+        return self._tokenised_words[words]
+
+    def _tokenizer_for(self, what: str, request: GenerationRequest) -> PreTrainedTokenizerBase:
+        if self._model.tokenizer is None:
+            raise RequestFailedError(f"it has {what}, but {self.config.model_path} has no tokenizer")
+        return self._model.tokenizer
+
+    def _refuse_unknown_tokens(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        named = {
+            "logit_bias": sampling.logit_bias,
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        for name, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.vocabulary:
+                raise RequestFailedError(
+                    f"{name} has tokens from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
+                    f"{self._model.vocabulary}"
+                )
+
+    @in_thread
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._abort(request_ids)
+
+    def _abort(self, ids: Sequence[str] | None) -> None:
+        chosen = None if ids is None else set(ids)
+        cut = self._decoder.abort(chosen)
+        for row in self._held:
+            if chosen is None or row.request.request_id in chosen:
+                row.finish_reason = "abort"
+                cut.append(row)
+        self._held = [row for row in self._held if row.finish_reason is None]
+        self._report(cut)
+
+    @in_thread
+    def progress(self) -> list[GenerationOutput]:
+        """Of requests whose owners get one answer; the owners of streamed ones get their tokens anyway."""
+        return [row.progress() for row in self._rows.values() if row.has_progress and not row.streamed]
+
+    @in_thread
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        for sequence in sequences:
+            if len(sequence) > self.config.max_model_len:
+                raise UserError(
+                    f"a sequence to be scored has {len(sequence)} tokens; max_model_len is {self.config.max_model_len}"
+                )
+        return self._model.score(sequences)
+
+    # -- control ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """A drain ("wait") that ``resume`` or another pause overtakes ends early."""
+        await asyncio.wrap_future(await self._pause(mode))
+
+    @in_thread
+    def _pause(self, mode: PauseMode) -> Future[None]:
+        """The future ends when no token is being computed any more."""
+        if mode not in ("keep", "abort", "wait"):
+            raise UserError(unknown("pause mode", mode, ["keep", "abort", "wait"]))
+        if mode == "abort":
+            self._abort(None)
+        done: Future[None] = Future()
+        self._drained.append(done)
+        self._enter("draining" if mode == "wait" and self._decoder.busy and self._state != "paused" else "paused")
+        return done
+
+    @in_thread
+    def resume(self) -> None:
+        self._enter("running")
+        held, self._held = self._held, []
+        self._decoder.waiting.extend(held)
+        self._queue_step()
+
+    @in_thread
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Needs no pause: the update happens between two tokens, and the cache is kept."""
+        if update.backend != "shared_memory":
+            raise UserError(
+                unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
+            )
+        self._has.receive(update)
+        self._whole = False
+        if "kinds" in update.info:
+            weights = self._borrower.read(update.info)
+            self._model.load_weights(weights, lent=True)
+            self._model.check_held(weights, update.info["digests"], lent=not update.info.get("late"))
+        else:
+            self._read(update.info["path"])
+        self._has.settle(update)
+        self._decoder.version = update.version
+        self._whole = True
+
+    @in_thread
+    def held_version(self) -> int:
+        return self._decoder.version if self._whole else -1
+
+    @in_thread
+    def hand_back(self, folder: str) -> str:
+        held = self._model.tensors()
+        return write_weights({name: held[name] for name in self._model.own_names()}, folder)
+
+    def _read(self, path: str) -> None:
+        """A file of adapters, of changes, or of all weights."""
+        about = read_about(path)
+        if about.adapter:
+            self._adapted.take(path)
+        elif not self._changed.take(path, about):
+            weights = read_weights(path)
+            self._model.load_weights(weights)
+            self._model.check_held(weights, read_digests(path))
+
+    @in_thread
+    def sleep(self) -> None:
+        if self._rows:
+            raise UserError(f"sleep needs an idle engine; {len(self._rows)} requests are unanswered")
+        self._decoder.free_cache()
+        give_back()
+
+    @in_thread
+    def wake(self, part: WakePart) -> None:
+        """Nothing to undo: the next request allocates its cache."""
+
+    async def stats(self) -> EngineStats:
+        if self._thread is None:
+            raise RuntimeError("the engine is not running: it has not been started, or was shut down")
+        return EngineStats(
+            running=self._decoder.running,
+            waiting=len(self._decoder.waiting) + len(self._held),
+            generated_tokens=self._decoder.generated_tokens,
+            busy_s=self._busy_s,
+            paused_s=self._paused.seconds,
+        )
+
+
+def _check_request(request: GenerationRequest, max_model_len: int) -> None:
+    """Raises ``RequestFailedError`` if this engine could never answer it."""
+    sampling, length = request.sampling, len(request.prompt_token_ids)
+    if length == 0:
+        raise RequestFailedError("its prompt is empty")
+    if length >= max_model_len:
+        room = f"which leaves no room for a response: max_model_len is {max_model_len}"
+        raise RequestFailedError(f"its prompt has {length} tokens, {room}")
+    if sampling.structured_outputs or sampling.repetition_detection:
+        raise RequestFailedError("structured_outputs and repetition_detection need generator.backend=vllm")

@@ -1,0 +1,284 @@
+"""A transformers model as the embedded engine uses it: prefill, decode one token, score, swap weights.
+
+Invariant: weights are changed only after every name and shape has been checked, so a refused update leaves the model
+as it was. They are copied into the live parameters, or, where they are lent, the parameters are what lies there. Tied
+weights stay tied because they are one parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import MethodType
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils.generic import TransformersKwargs
+
+from skyasync.arrays import Experts
+from skyasync.errors import UserError, unknown
+from skyasync.inference.backends.transformers.kv_cache import SlotCache
+from skyasync.inference.interface import EngineConfig
+from skyasync.model_config import load_config
+from skyasync.model_loading import ONE_AT_A_TIME
+from skyasync.routing import Routers
+from skyasync.weight_sync.digests import holds, refuse
+
+FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
+ANY = 1 << 40  # positions, where a model has no most
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **others: Unpack[TransformersKwargs],
+) -> tuple[Tensor, None]:
+    """SDPA, but a decoded token's query heads that share a key head are its query *positions*.
+
+    The library repeats keys and values for every query head instead, which for 9 heads over 3 takes 3 times as long.
+    """
+    n, heads, length, dim = query.shape
+    if length > 1 or heads == key.shape[1] or attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    query = query.view(n, key.shape[1], -1, dim)
+    out = nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+    return out.reshape(n, 1, heads, -1), None
+
+
+AttentionInterface.register("skyasync_grouped", grouped_attention)
+AttentionMaskInterface.register("skyasync_grouped", sdpa_mask)
+
+
+#: A CPU's library adds a product's terms in another order if a matrix has few rows, and attention if its columns do
+#: not fill the processor's vectors. With torch 2.13 on AVX-512 in float32, products of fewer than 12 rows that are no
+#: multiple of 4, and keys that are no multiple of 16, differ from those of larger sizes in the last bit. A few more
+#: rows and columns are computed, which nobody reads: an answer then does not depend, bitwise, on the requests that are
+#: computed with it. On a GPU, in bfloat16, and with more than two threads, this has not been tested.
+ENOUGH_ROWS, ROWS, COLUMNS = 12, 4, 16
+
+
+def even_rows(rows: int) -> int:
+    """How many rows are computed in place of so many."""
+    return rows if rows >= ENOUGH_ROWS else -(-rows // ROWS) * ROWS
+
+
+def even_columns(columns: int) -> int:
+    """How many positions are attended to in place of so many."""
+    return -(-columns // COLUMNS) * COLUMNS
+
+
+def multiply_by_onednn(model: nn.Module) -> None:
+    """Linear layers in float32 on a CPU use oneDNN instead of MKL. A layer reads its weight when it is called.
+
+    SmolLM2-135M on two cores of an AMD EPYC (torch 2.13): 32 rows take 0.73 of the time with two threads, 0.95 with
+    one, and fewer sizes are odd (``even_rows``). The operator is the one that torch's own compiler emits.
+    """
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
+            module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
+
+
+def _linear(layer: nn.Linear, rows: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
+    return product
+
+
+class EmbeddedModel:
+    """Not thread-safe: one thread loads and uses it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        auto = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if config.dtype != "auto" and config.dtype not in _DTYPES:
+            raise UserError(unknown("dtype", config.dtype, ["auto", *_DTYPES]))
+        with ONE_AT_A_TIME:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                config.model_path,
+                config=load_config(config.model_path, config.extra.get("config_kwargs", {})),
+                dtype=_DTYPES.get(config.dtype, auto),
+                use_safetensors=True,
+                attn_implementation="skyasync_grouped",
+            )
+        self._model = model.to(self.device).eval().requires_grad_(False)
+        multiply_by_onednn(self._model)
+        self._routers: Routers | None = None
+        if config.extra.get("routed_experts"):
+            self._routers = Routers(self._model)
+            self._routers.record()
+        self._lent = False  # weights lie in memory that is not the model's own
+        _refuse_what_the_cache_cannot_hold(self._model.config, config)
+        self.tokenizer = _tokenizer(config.model_path)
+        self.dtype: torch.dtype = self._model.dtype
+        self._positions: int = getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or ANY
+        self.eos_ids = self._eos_ids()
+        self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
+        """Logits after each prompt ``[prompts, vocabulary]`` and the prompts' cache, columns 0 to length - 1."""
+        tokens = self._right_padded(prompts)
+        last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
+        ends, which = last.unique(return_inverse=True)
+        while len(prompts) * len(ends) < even_rows(len(prompts) * len(ends)):
+            ends = torch.cat([ends, ends[-1:]])
+        cache = DynamicCache()
+        logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=ends).logits
+        return logits[torch.arange(len(prompts), device=self.device), which], cache
+
+    def decode(self, tokens: Tensor, lengths: Tensor, width: int, cache: SlotCache) -> Tensor:
+        """Logits ``[rows, vocabulary]`` after one more token per running slot.
+
+        Args:
+            tokens: ``[rows]``, the newest token of each slot.
+            lengths: ``[rows]``, how many tokens of each slot are in the cache: the newest one's position.
+            width: the largest of ``lengths``, plus 1.
+        """
+        rows = len(tokens)
+        unused = (0, min(even_rows(rows), cache.slots) - rows)  # slots, and columns, that nobody has
+        tokens, lengths = nn.functional.pad(tokens, unused), nn.functional.pad(lengths, unused)
+        width = min(even_columns(width), cache.columns)
+        hidden = torch.arange(width, device=self.device) > lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device)
+        return self._model(
+            input_ids=tokens[:, None],
+            position_ids=lengths[:, None],
+            attention_mask=mask.masked_fill_(hidden, -torch.inf)[:, None, None],
+            past_key_values=cache.at(lengths, width),
+            use_cache=True,
+        ).logits[:rows, -1]
+
+    def chosen(self) -> Experts | None:
+        """The experts of every token of the last forward pass, padding included; None where nobody asks for them."""
+        return None if self._routers is None else self._routers.chosen()
+
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token after the first, temperature 1, in float32; one list per sequence."""
+        scores: list[list[float]] = [[] for _ in sequences]
+        order = sorted((i for i in range(len(sequences)) if len(sequences[i]) > 1), key=lambda i: len(sequences[i]))
+        while order:
+            count = max(1, FORWARD_TOKENS // len(sequences[order[-1]]))
+            batch, order = order[-count:], order[:-count]
+            for i, row in zip(batch, self._score([sequences[i] for i in batch]), strict=True):
+                scores[i] = row[: len(sequences[i]) - 1].tolist()
+        return scores
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor], *, lent: bool = False) -> None:
+        """Copy ``weights`` into the model. Of tied names any one suffices.
+
+        Args:
+            lent: they stay where they are, and are computed with there: nothing is copied that is of the model's dtype
+                and on its device.
+
+        Raises:
+            UserError: names that are missing, unexpected, or of another shape; nothing has been changed then.
+        """
+        state = self._model.state_dict(keep_vars=True)
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            aliases.setdefault(tensor.data_ptr(), []).append(name)
+        missing = [names[0] for names in aliases.values() if not any(n in weights for n in names)]
+        unexpected = [name for name in weights if name not in state]
+        if missing or unexpected:
+            raise UserError(f"weight update refused: missing {missing}, unexpected {unexpected}")
+        shapes = [
+            f"{n} is {list(w.shape)}, not {list(state[n].shape)}"
+            for n, w in weights.items()
+            if w.shape != state[n].shape
+        ]
+        if shapes:
+            raise UserError(f"weight update refused: {'; '.join(shapes)}")
+        for names in aliases.values():
+            held, new = state[names[0]], next(weights[name] for name in names if name in weights)
+            if lent and (held.dtype, held.device) == (new.dtype, new.device):
+                for name in names:
+                    state[name].data = new
+            else:
+                if self._lent:  # which cannot be written to
+                    own = torch.empty_like(held)
+                    for name in names:
+                        state[name].data = own
+                held.copy_(new)
+        self._lent = lent
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The living parameters and saved buffers, a tied one under each of its names."""
+        return dict(self._model.state_dict())
+
+    def own_names(self) -> list[str]:
+        """Names of parameters and saved buffers, a tied one once."""
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        return [name for name, _ in named if name in self._model.state_dict()]
+
+    def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str], *, lent: bool = False) -> None:
+        """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name.
+
+        Args:
+            lent: what lies where it is lent is known to be what was sent.
+        """
+        state = self._model.state_dict()
+        wrong = [
+            name
+            for name, sent in digests.items()
+            if not (lent and state[name].is_set_to(weights[name])) and not holds(state[name], weights[name], sent)
+        ]
+        refuse(wrong, "the transformers engine holds")
+
+    def _score(self, sequences: list[Sequence[int]]) -> Tensor:
+        tokens = self._right_padded(sequences)
+        logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+        chosen = logits.gather(2, tokens[:, 1:, None])[..., 0]
+        return (chosen - logits.logsumexp(dim=2)).cpu()
+
+    def _right_padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """``[sequences, longest]``. Causal attention keeps the padding, which comes after, from mattering."""
+        longest = max(map(len, sequences))
+        length = max(longest, min(even_columns(longest), self._positions))
+        return torch.tensor([[*s, *[0] * (length - len(s))] for s in sequences], device=self.device)
+
+    def _eos_ids(self) -> frozenset[int]:
+        """Every token that any of the model's files calls the end of a sequence (chat models disagree)."""
+        found: set[int] = set()
+        for owner in (self._model.config, self._model.generation_config, self.tokenizer):
+            ids = getattr(owner, "eos_token_id", None)
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return frozenset(found)
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer, if there is one: only stop strings need it."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _refuse_what_the_cache_cannot_hold(model_config: PreTrainedConfig, config: EngineConfig) -> None:
+    text = model_config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    window = getattr(text, "sliding_window", None) or config.max_model_len
+    if kinds - {"full_attention", "sliding_attention"} or window < config.max_model_len:
+        raise UserError(
+            f"the transformers engine computes full attention only; this model has {sorted(kinds)} with a window "
+            f"of {window} tokens and max_model_len is {config.max_model_len}: use generator.backend=vllm"
+        )

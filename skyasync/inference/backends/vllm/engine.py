@@ -1,0 +1,520 @@
+"""vLLM as an engine: ``AsyncLLM`` in this process, its core in a child process.
+
+Invariant: a token's version is the one that vLLM's core sent along with it. The core changes its version only while it
+is paused, between two steps, so a stamp cannot be off by a token. No caller waits for a core that has ended or whose
+weights are broken, and no process of it outlives this one (``process_guard``).
+
+A request that has begun keeps its cache over a weight update: its later tokens read keys and values of the former
+weights, which is what "keep" means. Nothing else does: a request that has no token yet is started over, and the prefix
+cache is salted with the version, so that no prompt finds the blocks of an older one.
+
+| who waits                | for what                      | woken by                                             |
+|--------------------------|-------------------------------|------------------------------------------------------|
+| ``generate``, ``stream`` | outputs of the core           | the core; its end (vLLM's monitor raises)            |
+| ``score``                | the same, and for ``resume``  | the same                                             |
+| control calls            | the core's answer, each other | the core; its end (looked for every half second)     |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from skyasync.arrays import Ints, floats, ints
+from skyasync.errors import MissingVLLMError
+from skyasync.inference.backends.vllm import adapter
+from skyasync.inference.backends.vllm.options import check_options
+from skyasync.inference.backends.vllm.process_guard import ProcessGuard
+from skyasync.inference.backends.vllm.setup import (
+    alike,
+    check_adapters,
+    engine_arguments,
+    prepare_environment,
+    sampling_parameters,
+    scoring_parameters,
+)
+from skyasync.inference.interface import (
+    EngineConfig,
+    EngineFailedError,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    NotSupportedError,
+    PauseMode,
+    RequestFailedError,
+    Stopwatch,
+    refusal,
+)
+from skyasync.together import not_halfway
+from skyasync.weight_sync.changed_weights import read_about
+from skyasync.weight_sync.cuda_ipc import own_part
+from skyasync.weight_sync.lent import in_words
+from skyasync.weight_sync.update import Held, WakePart, WeightUpdate, is_whole
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
+
+T = TypeVar("T")
+POLL_S = 0.5  # how often a call checks whether the core is alive
+SHUTDOWN_S = 1.0  # for vLLM to end by itself; the guard ends the rest
+NO_SLEEP = "vLLM has no sleep mode on a CPU: use generator.backend=transformers there"
+VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
+_starting = threading.Lock()  # the environment belongs to the process: one engine starts at a time
+
+
+class VLLMEngine(InferenceEngine):
+    """``config.extra``: ``cpu_bind`` (cores for the threads, CPU), ``sleep_mode`` (allow ``sleep``, GPU),
+    ``engine_index`` (place among the engines: each draws from random numbers of its own, and has a place in the
+    weight syncs by nccl and cuda_ipc), ``one_per_prompt`` (requests of one call that differ in their id alone are one
+    request for vLLM, of which it draws n samples).
+
+    Attributes:
+        version: salts the prefix cache: a prompt finds only blocks of its own version.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.version = config.version
+        self.cpu = True
+        self._llm: AsyncLLM | None = None
+        self._guard: ProcessGuard | None = None
+        self._adapter: LoRARequest | None = None  # that requests are computed with
+        self._end = "it was not started"  # why it cannot be asked; empty while it can
+        self._in_flight: dict[str, set[str]] = {}  # request as vLLM knows it -> those of ours that want its samples
+        self._restarting: set[str] = set()
+        self._scores = 0
+        self._finished_tokens = 0
+        self._reported: dict[str, int] = {}  # tokens of unanswered requests that ``progress`` has given
+        self._busy, self._paused = Stopwatch(), Stopwatch()
+        self._control = asyncio.Lock()
+        self._group: dict[str, Any] = {}  # the rendezvous of the NCCL group that it is in
+        self._held = Held()
+        self._unproven: list[str] | None = None  # weights that nobody could compare yet; None before the first
+        self._asleep = False  # as a whole or in part: nothing is scheduled
+
+    # -- lifecycle ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        try:
+            await asyncio.to_thread(self._load)
+            await self.call(self.llm.get_supported_tasks())  # vLLM remembers them; see ``outputs``
+            await self.call(self.llm.update_weight_version(str(self.version)))
+        except BaseException:
+            await self.shutdown()
+            raise
+
+    def _load(self) -> None:
+        with _starting:
+            prepare_environment(self.config)
+            try:
+                from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.platforms import current_platform
+                from vllm.v1.engine.async_llm import AsyncLLM
+            except ModuleNotFoundError as error:
+                raise MissingVLLMError from error
+            self.cpu = current_platform.is_cpu()
+            check_options(self.config.extra.get("engine_kwargs", {}))
+            check_adapters(self.config)
+            arguments = AsyncEngineArgs(**engine_arguments(self.config, cpu=self.cpu))
+            self._guard = ProcessGuard()
+            with self._guard.marking():
+                self._llm = AsyncLLM.from_engine_args(arguments)
+            self._guard.note_shared_memory()
+            self._end = ""
+
+    async def shutdown(self) -> None:
+        """End all processes; requests that still wait for an answer get ``EngineFailedError``. Safe to call twice."""
+        llm, guard = self._llm, self._guard
+        self._give_up("it was shut down")
+        self._llm = self._guard = None
+        if llm is not None:
+            if llm.output_handler is not None:  # it would log the core's end as a failure
+                llm.output_handler.cancel()
+            await asyncio.to_thread(llm.shutdown, timeout=SHUTDOWN_S)
+        if guard is not None:
+            await asyncio.to_thread(guard.close)
+
+    def _give_up(self, reason: str) -> None:
+        """From now on every call raises, and so does every request in flight."""
+        self._end = reason
+        if self._llm is not None:
+            self._llm.output_processor.propagate_error(self._failure())
+
+    def _failure(self) -> EngineFailedError:
+        return EngineFailedError(f"the vLLM engine of {self.config.model_path} is not running: {self._end}")
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises ``EngineFailedError`` if there is none to be asked."""
+        if self._llm is None or self._end:
+            raise self._failure()
+        return self._llm
+
+    @property
+    def process_mark(self) -> str:
+        """What its processes can be found by: ``process_guard.guarded(mark)``."""
+        if self._guard is None:
+            raise self._failure()
+        return self._guard.mark
+
+    async def call(self, answer: Awaitable[T]) -> T:
+        """Await an answer of the core. vLLM itself would wait for ever for one that has ended."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(answer)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=POLL_S)
+                if not task.done() and self.llm.errored:
+                    raise EngineDeadError
+            return task.result()
+        except EngineDeadError as error:
+            self._end = self._end or "its process died (its own messages say why)"
+            raise self._failure() from error
+        finally:
+            task.cancel()
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        finished: list[GenerationOutput] = []
+        failures: list[EngineFailedError] = []
+        arrived = asyncio.Event()
+
+        async def answer(bundle: list[GenerationRequest]) -> None:
+            try:
+                finished.extend(await self._answer(bundle))
+            except EngineFailedError as error:
+                failures.append(error)
+            except Exception as error:
+                why = error.__cause__ if isinstance(error.__cause__, Exception) else error  # vLLM wraps what it raises
+                finished.extend(refusal(request, why) for request in bundle)
+            arrived.set()
+
+        bundles = alike(requests) if self.config.extra.get("one_per_prompt") else [[r] for r in requests]
+        tasks = [asyncio.create_task(answer(bundle)) for bundle in bundles]
+        unanswered = len(requests)
+        try:
+            while unanswered:
+                await arrived.wait()
+                arrived.clear()
+                if failures:
+                    raise failures[0]
+                batch = finished.copy()
+                finished.clear()
+                unanswered -= len(batch)
+                yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _answer(self, bundle: list[GenerationRequest]) -> list[GenerationOutput]:
+        """One output for each of the requests, which are alike."""
+        wanted = {request.request_id for request in bundle}
+        (output,) = [found async for found in self._outputs(bundle[0], wanted, streaming=False)]
+        answers = []
+        for request, completion in zip(bundle, output.outputs, strict=True):
+            answer = _answered(request, completion, versions_of(completion))
+            answers.append(answer if request.request_id in wanted else replace(answer, finish_reason="abort"))
+        return answers
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
+        sent = 0
+        async for output in self._outputs(request, {request.request_id}, streaming=True):
+            if output.finished:
+                versions = versions_of(output.outputs[0])
+            else:  # vLLM reports them with the last output only
+                processor = self.llm.output_processor
+                versions = _versions_so_far(processor.request_states[processor.external_req_ids[request.request_id][0]])
+            yield _answered(request, output.outputs[0], versions[sent:])
+            sent = len(versions)
+
+    async def _outputs(
+        self, request: GenerationRequest, wanted: set[str], *, streaming: bool
+    ) -> AsyncIterator[RequestOutput]:
+        """vLLM's outputs, with a sample for each of ``wanted``; what a weight update found without a token is started
+        over. ``abort`` takes names out of ``wanted``, and ends the request when none is left."""
+        parameters = sampling_parameters(request.sampling, streaming=streaming, samples=len(wanted))
+        name, prompt = request.request_id, request.prompt_token_ids.tolist()
+        self._in_flight[name] = wanted
+        self._watch()
+        try:
+            finished = False
+            while not finished:
+                async for output in self.outputs(name, prompt, parameters):
+                    finished = output.finished and name not in self._restarting
+                    if finished:
+                        self._finished_tokens += sum(len(versions_of(completion)) for completion in output.outputs)
+                    if finished or not output.finished:
+                        yield output
+                self._restarting.discard(name)
+        finally:
+            self._in_flight.pop(name, None)
+            self._reported.pop(name, None)
+            self._restarting.discard(name)
+            self._watch()
+
+    async def outputs(self, name: str, tokens: list[int], parameters: SamplingParams) -> AsyncIterator[RequestOutput]:
+        """vLLM's outputs for one prompt.
+
+        vLLM registers the request before its first suspension (it knows its supported tasks by then), so that no weight
+        update comes between the reading of ``version`` and ``_restart_unbegun``.
+        """
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        prompt = tokens_input(tokens, cache_salt=f"version {self.version}")
+        try:
+            async for output in self.llm.generate(prompt, parameters, name, lora_request=self._adapter):
+                yield output
+        except EngineDeadError as error:
+            self._end = self._end or "its process died (its own messages say why)"
+            raise self._failure() from error
+        except Exception:
+            if self._end or self.llm.errored:
+                raise self._failure() from None
+            raise
+
+    def states(self) -> list[Any]:
+        """vLLM's records of the requests it holds (``RequestState``)."""
+        return list(self._llm.output_processor.request_states.values()) if self._llm else []
+
+    def begun_tokens(self) -> list[int]:
+        """For each request that has tokens, how many."""
+        return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
+
+    async def progress(self) -> list[GenerationOutput]:
+        """Requests of several samples (``one_per_prompt``) are left out."""
+        await self.call(self.llm.is_sleeping())  # the core is alive, and between two steps
+        new = []
+        for state in self.states():
+            name = state.external_req_id
+            if state.weight_version_starts and state.parent_req is None and name in self._in_flight:
+                tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
+                first = self._reported.get(name, 0)
+                self._reported[name] = len(tokens)
+                if len(tokens) > first:
+                    versions = _versions_so_far(state)[first:]
+                    new.append(GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), versions))
+        return new
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
+        return await asyncio.gather(*(self._score(sequence) for sequence in sequences))
+
+    async def _score(self, sequence: Sequence[int]) -> list[float]:
+        if len(sequence) < 2:
+            return []
+        prompt = [int(token) for token in sequence]  # also of an array, whose numbers the core cannot read
+        while True:  # until neither a weight update nor pause("abort") has cut it
+            self._scores += 1
+            scores: Any = None
+            async for output in self.outputs(f"score-{self._scores}", prompt, scoring_parameters()):
+                scores = output.prompt_logprobs
+            if scores and len(scores) == len(sequence):  # the entry of the first token is empty
+                return list(scores.logprobs)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        names = []
+        for name, wanted in self._in_flight.items():
+            given_up = wanted if request_ids is None else wanted.intersection(request_ids)
+            if given_up:
+                wanted -= set(given_up)
+                names += [] if wanted else [name]
+        self._restarting.difference_update(names)
+        await self.call(self.llm.abort(names))
+
+    # -- control ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        async with self._control:
+            await self._pause(mode)
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._resume()
+
+    async def _pause(self, mode: PauseMode) -> None:
+        # Not clear_cache, which would throw away the kept requests' cache and compute it anew. And not
+        # AsyncLLM.pause_generation, which sleeps for 20 ms more: the stamps do not need it.
+        await self.call(self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        self._paused.switch(True)
+        self._watch()
+
+    async def _resume(self) -> None:
+        await self.call(self.llm.resume_generation())
+        self._paused.switch(False)
+        self._watch()
+
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str]:
+        """An engine that is not paused is paused ("keep") for the update.
+
+        By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine that is asleep but for
+        its weights; one that comes late is given all of them, as by ``shared_memory``.
+
+        An update that fails may leave layers without weights: the engine gives up, and every call raises.
+
+        Raises:
+            ValueError: for a backend other than the one the engine was started with.
+            WeightMismatchError: for changes of weights that the engine does not hold; it goes on as before.
+        """
+        own = self.config.weight_sync_backend
+        if update.backend not in ((own, "shared_memory") if own == "cuda_ipc" else (own,)):
+            raise ValueError(
+                f"the engine was started for weight sync by {own!r}, and cannot take an update by {update.backend!r}"
+            )
+        self._held.receive(update)
+        async with self._control:
+            was_paused = self._paused.on or self._asleep
+            if not was_paused:
+                await self._pause("keep")
+            try:
+                unproven = await not_halfway(self._transfer(update))  # vLLM takes no other before this one has ended
+            except asyncio.CancelledError:
+                if not was_paused:
+                    await self._resume()
+                raise
+            except Exception as error:
+                self._give_up(f"the update to version {update.version} failed: {error}")
+                raise
+            if is_whole(update):
+                self.version = update.version
+                self._held.settle(update)
+                await self._restart_unbegun()
+            if not was_paused:
+                await self._resume()
+            return unproven
+
+    async def _transfer(self, update: WeightUpdate) -> Sequence[str]:
+        """Which weights could never be compared with what was sent, by any of the workers."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = update.info
+        if "kinds" in info:
+            info = in_words(info)
+        elif update.backend == "shared_memory" and (await asyncio.to_thread(read_about, info["path"])).adapter:
+            await self._load_adapter(info["path"], update.version)
+            return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
+        if update.backend == "nccl":
+            await self._join_group(info)
+            info = info["parameters"]
+        elif update.backend == "cuda_ipc":
+            info = own_part(info, self.config.extra.get("engine_index", 0))
+        await self.call(self.llm.start_weight_update())
+        await self.call(self.llm.update_weights(WeightTransferUpdateRequest(info)))
+        version = str(update.version) if is_whole(update) else None
+        await self.call(self.llm.finish_weight_update(weight_version=version))
+        if update.backend == "shared_memory" and self._unproven != []:  # what was right once stays so, or is an error
+            ranks: list[list[str]] = await self.call(self.llm.collective_rpc("unproven"))
+            self._unproven = sorted({name for names in ranks for name in names})
+        return self._unproven or []
+
+    async def _load_adapter(self, path: str, version: int) -> None:
+        """From now on requests are computed with a file's adapter; the scheduler is paused. See ``adapter``."""
+        folder = await asyncio.to_thread(adapter.make_folder, path)
+        await self.call(adapter.load(self.llm, folder, path))
+        self._adapter = adapter.requested()
+        await self.call(self.llm.update_weight_version(str(version)))
+
+    async def _join_group(self, info: dict[str, Any]) -> None:
+        """Meet the trainer in its NCCL group, before the first update in it."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        from skyasync.weight_sync.nccl import worker_info
+
+        if info["rendezvous"] != self._group:
+            if self._group:  # whoever else was in it may be dead
+                self._group = {}
+                await self.call(self.llm.collective_rpc("shutdown_weight_transfer_engine"))
+            index = self.config.extra.get("engine_index", 0)
+            request = WeightTransferInitRequest(worker_info(info, index, self.config.tensor_parallel_size))
+            await self.call(self.llm.init_weight_transfer_engine(request))
+            self._group = info["rendezvous"]
+
+    async def _restart_unbegun(self) -> None:
+        """Have the requests that vLLM holds without a token computed from the start, by the new weights."""
+        names = [state.external_req_id for state in self.states() if not state.weight_version_starts]
+        self._restarting.update(self._in_flight.keys() & names)
+        await self.call(self.llm.abort(names))
+
+    async def sleep(self) -> None:
+        """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
+        if self.cpu:
+            raise NotSupportedError(NO_SLEEP)
+        await self.call(self.llm.sleep(level=2, mode="wait"))
+        self._asleep = True
+
+    async def wake(self, part: WakePart) -> None:
+        """vLLM schedules again when it is awake as a whole."""
+        if self.cpu:
+            raise NotSupportedError(NO_SLEEP)
+        await self.call(self.llm.wake_up([VLLM_TAGS[part]]))
+        self._asleep = self._asleep and part != "cache"
+
+    # -- watching -----------------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        """``running`` requests have a token; those that wait for their first one are ``waiting``."""
+        begun, cache_tokens = self.begun_tokens(), 0
+        if self._llm is not None:
+            cache = self._llm.vllm_config.cache_config
+            cache_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+        return EngineStats(
+            running=len(begun),
+            waiting=max(sum(map(len, self._in_flight.values())) - len(begun), 0),
+            generated_tokens=self._finished_tokens + sum(begun),
+            busy_s=self._busy.seconds,
+            paused_s=self._paused.seconds,
+            cache_tokens=cache_tokens,
+            cache_used=self._cache_used() if cache_tokens else None,
+        )
+
+    def _cache_used(self) -> int:
+        """How many tokens requests take that have begun; a shared prompt counts once if vLLM shares it."""
+        shared = self.llm.vllm_config.cache_config.enable_prefix_caching
+        prompts: dict[object, int] = {}
+        for state in self.states():
+            if state.weight_version_starts:
+                owner = tuple(state.prompt_token_ids or ()) if shared else (state.parent_req or state).external_req_id
+                prompts[owner] = state.prompt_len
+        return sum(prompts.values()) + sum(self.begun_tokens())
+
+    def _watch(self) -> None:
+        self._busy.switch(bool(self._in_flight) and not self._paused.on)
+
+
+def _answered(request: GenerationRequest, completion: CompletionOutput, versions: Ints) -> GenerationOutput:
+    reason: Any = completion.finish_reason
+    logprobs: Any = completion.logprobs  # flat, as they were asked for
+    if reason not in ("stop", "length", "abort", "repetition", None):
+        raise RequestFailedError(f"vLLM says {reason}")
+    return GenerationOutput(
+        request_id=request.request_id,
+        token_ids=ints(completion.token_ids),
+        logprobs=floats(logprobs.logprobs),
+        versions=versions,
+        finish_reason="length" if reason == "repetition" else reason,
+    )
+
+
+def _versions_so_far(state: RequestState) -> Ints:
+    assert state.detokenizer is not None  # vLLM counts the tokens of a request by it
+    versions, starts = zip(*state.weight_version_starts, strict=True)
+    ends = [*starts[1:], state.detokenizer.num_output_tokens()]
+    return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
+
+
+def versions_of(completion: CompletionOutput) -> Ints:
+    """The version of each token of a finished sample."""
+    spans = completion.weight_versions or []
+    return np.repeat(ints([int(span.version) for span in spans]), ints([span.end - span.start for span in spans]))

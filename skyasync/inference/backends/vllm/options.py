@@ -1,0 +1,176 @@
+"""vLLM's own engine arguments, as ``generator.engine_kwargs`` gives them.
+
+Invariant: an argument that a run has a key of its own for is rejected before anything starts, without vLLM. All others
+are checked where vLLM is imported anyway: by its own classes, when an engine starts, before its model loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from skyasync.config.model_files import config_file, read_shape
+from skyasync.config.schema import Config
+from skyasync.errors import UserError, nearest
+
+KEY = "generator.engine_kwargs"
+CPU_BLOCK = 32  # tokens of a cache block in which vLLM's attention on a CPU computes
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+#: Argument -> the key to use instead, or why it is not supported.
+RESERVED = {
+    "model": "use trainer.policy.model.path",
+    "dtype": "use generator.dtype",
+    "seed": "use trainer.seed",
+    "max_model_len": "use generator.max_model_len",
+    "max_num_seqs": "use generator.max_num_seqs",
+    "max_num_batched_tokens": "use generator.max_num_batched_tokens",
+    "gpu_memory_utilization": "use generator.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "use generator.kv_cache_gb on a CPU, generator.gpu_memory_utilization on a GPU",
+    "tensor_parallel_size": "use generator.inference_engine_tensor_parallel_size",
+    "data_parallel_size": "use generator.num_inference_engines, which are that many replicas",
+    "hf_overrides": "use trainer.policy.model.config_kwargs, which the trained model follows too",
+    "enable_sleep_mode": "use trainer.placement.colocate_all",
+    "weight_transfer_config": "use generator.weight_sync_backend",
+    "logprobs_mode": "training needs the log-probabilities of what was sampled from",
+    "worker_extension_cls": "the weight sync has its own",
+    "distributed_executor_backend": "an engine's workers are children of its process",
+    "trust_remote_code": "no code of a model's folder is run",
+}
+
+#: Values that vLLM takes and a run cannot use.
+REJECTED: dict[tuple[str, object], str] = {
+    ("load_format", "dummy"): "the engine would compute with random weights until the first weight sync",
+}
+
+
+def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
+    """What a run cannot leave to vLLM, a line each."""
+    for name, value in options.items():
+        if reason := RESERVED.get(name):
+            yield f"{KEY}.{name} is not taken: {reason}"
+        elif isinstance(value, str) and (name, value) in REJECTED:
+            yield f"{KEY}.{name}={value!r} is not taken: {REJECTED[name, value]}"
+
+
+def cpu_limits(cfg: Config) -> Iterator[str]:
+    """What vLLM's CPU engine does not have, or ends at, a line each."""
+    options, model = cfg.generator.engine_kwargs, cfg.trainer.policy.model
+    stages = options.get("pipeline_parallel_size", 1)
+    if isinstance(stages, int) and stages > 1:
+        yield (
+            f"{KEY}.pipeline_parallel_size={stages} needs GPUs: on a CPU vLLM has no pipelines; "
+            f"generator.inference_engine_tensor_parallel_size={stages} divides an engine there"
+        )
+    if options.get("enable_chunked_prefill"):
+        yield (
+            f"{KEY}.enable_chunked_prefill=true needs GPUs: vLLM's CPU engine ends at the first "
+            f"request with a seed whose prompt is computed in chunks; remove it"
+        )
+    size = options.get("block_size")
+    if isinstance(size, int) and size % CPU_BLOCK:
+        yield (
+            f"{KEY}.block_size={size} needs GPUs: vLLM's attention on a CPU takes multiples of {CPU_BLOCK}: set "
+            f"{KEY}.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or leave it out"
+        )
+    file = config_file(model.path) if cfg.trainer.policy.lora.sync == "adapter" else None
+    if file is not None and cfg.trainer.policy.lora.rank:
+        shape = {**read_shape(file, f"trainer.policy.model.path={model.path}"), **model.config_kwargs}
+        for name in EXPERTS:
+            if isinstance(count := shape.get(name), int) and count > 0:
+                why = f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
+                yield no_adapters(model.path, why)
+
+
+def no_adapters(model: str, why: str) -> str:
+    return (
+        f"trainer.policy.lora.sync=adapter cannot be had with generator.backend=vllm and {model}: {why}; "
+        f"set trainer.policy.lora.sync=merged"
+    )
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Raises UserError for the first wrong name, type or choice, with the nearest right one. Imports vLLM."""
+    if not options:
+        return
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {name: kind for name, kind in _fields(AsyncEngineArgs).items() if not name.startswith("_")}
+    for name, value in options.items():
+        if name not in known:
+            hint = _did_you_mean(name, set(known) - set(RESERVED))
+            raise UserError(f"{KEY}.{name} is no argument of vLLM's AsyncEngineArgs{hint}")
+        _check_value(f"{KEY}.{name}", name, value, known[name])
+
+
+def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401  (a type)
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    groups: list[Any] = [part for part in (*parts, *_NAMED.get(name, tuple)()) if is_dataclass(part)]
+    if isinstance(value, dict) and groups:
+        known = _fields(groups[0])
+        for key, item in value.items():
+            if key not in known:
+                raise UserError(f"{path}.{key} is no setting of vLLM's{_did_you_mean(str(key), known)}")
+            _check_value(f"{path}.{key}", str(key), item, known[key])
+        return
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    choices += [choice for choice in _NAMED.get(name, tuple)() if isinstance(choice, str)]
+    plain = [part for part in parts if get_origin(part) is not Literal]
+    if set(plain) <= {str, NoneType} and isinstance(value, str) and choices and value not in choices:
+        hint = _did_you_mean(value, map(str, choices)) or f": it is one of {', '.join(map(str, choices))}"
+        raise UserError(f"{path}={value!r} is no choice of vLLM's{hint}")
+    allowed = {*plain, *map(type, choices), *([int] if float in plain else [])}
+    if set(plain) <= {bool, int, float, str, NoneType} and type(value) not in allowed:
+        shown = kind.__name__ if isinstance(kind, type) else kind
+        raise UserError(f"{path}={value!r} must be {shown}, found {type(value).__name__}")
+
+
+def _did_you_mean(name: str, known: Any) -> str:  # noqa: ANN401  (texts)
+    close = " or ".join(nearest(name, set(known)))
+    return f": did you mean {close}?" if close else ""
+
+
+@cache
+def _fields(group: Any) -> dict[str, Any]:  # noqa: ANN401  (a dataclass of vLLM's)
+    """Field -> its type; a type that is written as a text allows everything."""
+    return {each.name: object if isinstance(each.type, str) else each.type for each in fields(group)}
+
+
+def _speculative() -> tuple[Any, ...]:
+    from vllm.config import SpeculativeConfig
+
+    return (SpeculativeConfig,)
+
+
+def _quantizations() -> tuple[Any, ...]:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    return tuple(QUANTIZATION_METHODS)
+
+
+#: Arguments that are annotated as a plain dictionary or text: the class, or the choices.
+_NAMED: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "speculative_config": _speculative,
+    "quantization": _quantizations,
+}
+
+
+def without_adapters(architectures: Iterable[str]) -> str:
+    """The first of these models that vLLM computes no adapters of; "" if none is known. Imports vLLM and the models."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    for name in architectures:
+        model = ModelRegistry.models.get(name)
+        if model is not None and not supports_lora(model.load_model_cls()):
+            return name
+    return ""
+
+
+def devices(options: Mapping[str, object], tensor_parallel: int) -> int:
+    """How many devices an engine takes: pipeline stages, each over so many."""
+    stages = options.get("pipeline_parallel_size", 1)
+    return tensor_parallel * stages if isinstance(stages, int) else tensor_parallel

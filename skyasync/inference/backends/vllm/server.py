@@ -1,0 +1,142 @@
+"""A vLLM server that somebody else has started; what all servers have in common is in ``inference.remote``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from skyasync.inference.backends.vllm.setup import sampling_fields
+from skyasync.inference.interface import EngineConfig, FinishReason, GenerationOutput, PauseMode
+from skyasync.inference.remote import RemoteEngine, RemoteRequest
+from skyasync.weight_sync.update import WeightUpdate
+
+BACKEND = "shared_memory"
+EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
+GENERATE = "/inference/v1/generate"
+PREFIX = "generate-tokens-"  # which the server puts before the name of a request
+ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}
+
+#: What vLLM's server is started with besides its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
+ARGUMENTS = {
+    "--enable-scale-out": "",
+    "--worker-extension-cls": EXTENSION,
+    "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+    "--logprobs-mode": "processed_logprobs",
+    "--stream-interval": "16",
+    "--middleware": "skyasync.inference.origin_check.AccessMiddleware",
+}
+#: On a CPU; a request with a seed whose prompt is computed in chunks ends vLLM's CPU engine.
+ON_CPU = {"--enforce-eager": "", "--no-enable-chunked-prefill": "", "--dtype": "float32"}
+
+
+class VLLMServerEngine(RemoteEngine):
+    kind = "vLLM"
+    how_to_start = "start it with: skyasync serve MODEL --port PORT"
+    core_failures = ("EngineDead", "EngineCore encountered")
+    info_query = {"config_format": "json"}  # noqa: RUF012  (a class variable of the base)
+
+    @classmethod
+    def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
+        settings = info.get("vllm_config")
+        if not isinstance(settings, Mapping):
+            if "internal_states" in info:
+                return f"generator.engines: {url} is an SGLang server: set generator.backend=sglang_server"
+            return cls.foreign(url, "it does not say how it was started")
+        model = settings.get("model_config") or {}
+        transfer = (settings.get("weight_transfer_config") or {}).get("backend")
+        extension = (settings.get("parallel_config") or {}).get("worker_extension_cls")
+        if transfer != BACKEND or extension != EXTENSION:
+            return f"generator.engines: {url} takes no weights from this run (backend {transfer}); {cls.how_to_start}"
+        if model.get("logprobs_mode") != ARGUMENTS["--logprobs-mode"]:
+            return (
+                f"generator.engines: {url} reports {model.get('logprobs_mode')}, and training needs the "
+                f"log-probabilities of what was sampled from (--logprobs-mode processed_logprobs); {cls.how_to_start}"
+            )
+        return cls.mismatch(
+            url,
+            config,
+            longest=int(model.get("max_model_len") or 0),
+            length=f"--max-model-len {config.max_model_len}",
+            kwargs=model.get("hf_overrides") or {},
+            kwargs_flag="--hf-overrides",
+            dtype=str(model.get("dtype")).removeprefix("torch."),
+        )
+
+    def _capacity(self, info: Mapping[str, Any]) -> int:
+        cache = info["vllm_config"].get("cache_config") or {}
+        return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
+
+    async def _cache_used(self) -> int | None:
+        share = cache_share(await self._server.text("/metrics"))
+        return None if share is None else int(share * self._cache_tokens)
+
+    async def _reset(self) -> None:
+        await self._server.post("/abort_requests", {})
+        await self._server.post("/resume")
+        await self._server.post("/update_weight_version", {"new_version": str(self.version)})
+
+    async def _generate(self, begun: RemoteRequest) -> GenerationOutput:
+        request = begun.request
+        body = {
+            "request_id": request.request_id,
+            "token_ids": request.prompt_token_ids.tolist(),
+            "sampling_params": sampling_fields(request.sampling, json=True),
+            "cache_salt": self._salt(begun.version),
+            "stream": True,
+        }
+        async for chunk in self._server.chunks(GENERATE, body):
+            for choice in chunk["choices"]:
+                receive(begun, choice)
+                if end := choice.get("finish_reason"):
+                    if end not in ENDS:
+                        raise RuntimeError(f"{self._server.name} failed on request {request.request_id}: {end}")
+                    return self._ended(begun, ENDS[end], choice.get("weight_versions"))
+        raise self._server.failure("it ended an answer without a reason")
+
+    async def _abort(self, chosen: Collection[RemoteRequest]) -> None:
+        names = [PREFIX + begun.request.request_id for begun in chosen]
+        await self._server.post("/abort_requests", {"request_ids": names})
+
+    async def _check_core(self) -> None:
+        await self._server.get("/is_paused")
+
+    async def _score(self, sequence: Sequence[int]) -> list[float] | None:
+        body = {
+            "token_ids": [int(token) for token in sequence],
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
+            "cache_salt": self._salt(self.version),
+        }
+        found = (await self._server.post(GENERATE, body)).get("prompt_logprobs")
+        if not found or len(found) != len(sequence):
+            return None
+        return [float(each[str(int(token))]["logprob"]) for each, token in zip(found[1:], sequence[1:], strict=True)]
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self._server.post("/pause", mode=mode, clear_cache="false")
+
+    async def _resume(self) -> None:
+        await self._server.post("/resume")
+
+    async def _load(self, update: WeightUpdate) -> list[str]:
+        await self._server.post("/start_weight_update")
+        await self._server.post("/update_weights", {"update_info": update.info})
+        await self._server.post("/finish_weight_update", {"weight_version": str(update.version)})
+        try:
+            answer = await self._server.post("/collective_rpc", {"method": "unproven"})
+        except RuntimeError:  # started without what it takes to say so
+            return ["the server does not say"]
+        return sorted({name for names in answer["results"] for name in names})
+
+
+def receive(begun: RemoteRequest, choice: Mapping[str, Any]) -> None:
+    """A piece of an answer."""
+    content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
+    begun.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
+
+
+def cache_share(metrics: str) -> float | None:
+    """How much of the cache is taken, by the text of ``/metrics``: the mean of its engines; None if it does not say."""
+    found = [float(value) for value in re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)]
+    return sum(found) / len(found) if found else None

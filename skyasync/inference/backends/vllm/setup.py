@@ -1,0 +1,183 @@
+"""How vLLM is started: environment, engine arguments, sampling parameters.
+
+Invariant: nothing is fetched from a network that the model's path does not name, no code of a model's
+repository is run, and importing this module does not import vLLM (its environment must be set before).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from skyasync.config.model_files import config_file, read_json
+from skyasync.errors import UserError
+from skyasync.inference.backends.vllm.adapter import lora_arguments
+from skyasync.inference.backends.vllm.options import devices, no_adapters, without_adapters
+from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
+from skyasync.model_config import overrides_of
+
+if TYPE_CHECKING:
+    import vllm
+
+WORKER_EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
+MIN_BATCHED_TOKENS = 8192  # per step, prompts included; enough for a group's prompts at once
+
+
+def prepare_environment(config: EngineConfig) -> None:
+    """Set what vLLM reads from the environment. For the process as a whole: one engine per process.
+
+    On a CPU ``config.extra["cpu_bind"]`` pins the engine's threads to cores ("0", "0-3"; vLLM's syntax).
+    Without it they are not pinned: vLLM's own choice would put every engine of a machine on the same core.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy this process's threads' locks
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.extra.get("cpu_bind", "nobind")
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GB only, and stronger than the engine's argument
+    workers = devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size)
+    if config.threads:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // workers))  # per worker
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raises UserError if vLLM computes no adapters of the model, and is to be sent some. Imports vLLM then."""
+    file = config_file(config.model_path) if config.extra.get("adapter_rank") else None
+    shape = {**read_json(file, config.model_path), **config.extra.get("config_kwargs", {})} if file else {}
+    if name := without_adapters(shape.get("architectures") or ()):
+        raise UserError(no_adapters(config.model_path, f"vLLM has no adapters for {name}"))
+
+
+def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``AsyncEngineArgs``."""
+    arguments: dict[str, Any] = {
+        "model": config.model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_num_batched_tokens": batched_tokens(config),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "seed": engine_seed(config.seed, config.extra.get("engine_index", 0)),
+        "trust_remote_code": False,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": config.weight_sync_backend},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
+        "hf_overrides": overrides_of(config.model_path, config.extra.get("config_kwargs", {})),
+    }
+    if rank := config.extra.get("adapter_rank", 0):
+        arguments |= lora_arguments(rank, config.model_path)
+    if devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size) > 1:
+        # Within a placement group vLLM would choose its Ray executor, which refuses the engine's bundle of several
+        # GPUs. The engine's actor has them all, so that its workers can be plain children of it.
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | (_cpu_arguments(config) if cpu else {}) | config.extra.get("engine_kwargs", {})
+
+
+def engine_seed(seed: int, index: int) -> int:
+    """What an engine draws from: for the first the run's seed, for the others numbers unlike those of any run.
+
+    vLLM's generator is the engine's, not the request's: engines of one seed give the k-th request the same samples.
+    """
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
+
+
+def _cpu_arguments(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "dtype": "float32" if config.dtype == "auto" else config.dtype,
+        "enforce_eager": True,
+        "enable_sleep_mode": False,
+        "kv_cache_memory_bytes": int(config.kv_cache_gb * 1024**3),
+        # A request with a seed whose prompt is computed in chunks ends vLLM's CPU engine (its random
+        # generators cannot be set back): prompts are computed whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_model_len, batched_tokens(config)),
+    }
+
+
+def batched_tokens(config: EngineConfig) -> int:
+    """Tokens per step; left alone vLLM's ``AsyncLLM`` takes 2,048 on most devices, fewer than the requests it runs."""
+    return config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
+
+
+def sampling_fields(sampling: SamplingParams, *, json: bool = False) -> dict[str, Any]:
+    """The fields of vLLM's ``SamplingParams``, with the log-probability of each sampled token and as little text as
+    possible."""
+    rare: dict[str, Any] = {
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "bad_words": list(sampling.bad_words),
+        "logit_bias": {str(token) if json else token: bias for token, bias in sampling.logit_bias.items()},
+        "allowed_token_ids": list(sampling.allowed_token_ids),
+        "structured_outputs": sampling.structured_outputs,
+        "repetition_detection": sampling.repetition_detection,
+    }
+    return {name: value for name, value in rare.items() if value} | {
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "include_stop_str_in_output": sampling.include_stop_str_in_output,
+        "ignore_eos": sampling.ignore_eos,
+        "skip_special_tokens": sampling.skip_special_tokens,
+        "seed": sampling.seed,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+    }
+
+
+def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: int = 1) -> vllm.SamplingParams:
+    """vLLM's form of ours."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
+
+    fields = sampling_fields(sampling)
+    for name, kind in (
+        ("structured_outputs", StructuredOutputsParams),
+        ("repetition_detection", RepetitionDetectionParams),
+    ):
+        if name in fields:
+            fields[name] = kind(**fields[name])
+    output_kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
+    return VLLMSamplingParams(n=samples, flat_logprobs=True, output_kind=output_kind, **fields)
+
+
+def scoring_parameters() -> vllm.SamplingParams:
+    """For the log-probabilities of a prompt; vLLM then computes it anew, without the prefix cache."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMSamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def alike(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
+    """The requests in bundles of equal prompt and sampling; one with a seed of its own stands alone."""
+    bundles: list[list[GenerationRequest]] = []
+    open_ones: dict[bytes, list[list[GenerationRequest]]] = {}
+    for request in requests:
+        candidates = open_ones.setdefault(request.prompt_token_ids.tobytes(), [])
+        bundle = next((b for b in candidates if b[0].sampling == request.sampling), None)
+        if bundle is None or request.sampling.seed is not None:
+            bundle = []
+            bundles.append(bundle)
+            candidates.append(bundle)
+        bundle.append(request)
+    return bundles

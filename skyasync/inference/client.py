@@ -1,0 +1,386 @@
+"""One client in front of several engines: it routes, batches calls, and owns every wait.
+
+Invariant: each request is answered exactly once or raises; one that no engine answers in time raises ``TimeoutError``
+with its id. Requests made in one turn of the event loop travel to their engine in one message.
+
+A request that ``cut`` has ended early, or whose engine has failed, continues here: prompt and tokens so far are sent as
+a new request, which the engines start with the weights they have then. Its caller gets one answer, with the pieces
+joined (``inflight``).
+
+An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late (``EnginePool.fail``).
+With a failure handler nothing is asked of it any more, and its requests continue at the others from the tokens known of
+them (``poll``); without others they wait for its replacement. Otherwise, and for every other error, the requests that
+the engine had raise the error.
+
+While every engine is full (``router``) requests wait here, in order. The queue moves when a request ends, an engine is
+admitted, or one reports room (``poll``).
+
+| who waits                | for what                       | woken by                                               |
+|--------------------------|--------------------------------|--------------------------------------------------------|
+| ``generate``             | its request's future           | ``_send`` (answer, error), a failure, or the timeout   |
+| a queued request         | the future, as above           | ``_advance``, ``give_up``, or its timeout              |
+| ``_send`` (a task each)  | the engine's stream of answers | the engine; its failure fails the futures              |
+| a call of all engines    | every healthy engine's answer  | the engines; a failure                                 |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from skyasync.arrays import TURN_TOKENS
+from skyasync.inference.inflight import InflightRequest, InflightTable, continuation, join
+from skyasync.inference.interface import (
+    EngineFailedError,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    PauseMode,
+    RequestFailedError,
+)
+from skyasync.inference.pool import EnginePool, LostWork
+from skyasync.inference.stop_strings import cut_at_stop_string
+from skyasync.weight_sync.update import WakePart, WeightUpdate
+
+
+class Outgoing(NamedTuple):
+    """What an engine is sent in one turn of the event loop."""
+
+    requests: list[InflightRequest]
+    abandoned: list[str]  # requests whose answers nobody waits for any more: the engine need not compute them
+
+
+class InferenceClient:
+    """Router to the engine that would finish first (``router``); a session stays where it began.
+
+    Args:
+        engines: at least one; they hold the same weights.
+        request_timeout_s: how long a request may go unanswered, pauses of the engines included.
+        tokenizer: gives the model's; needed where requests with stop strings are cut.
+        start_at_once: engines that load at the same time, in order; 0 is all. Engines that share a device measure its
+            free memory when they load, and must do so one after the other.
+
+    Attributes:
+        pool: the engines, and which of them are healthy.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        request_timeout_s: float = 600.0,
+        tokenizer: Callable[[], Any] | None = None,
+        start_at_once: int = 0,
+    ) -> None:
+        if not engines:
+            raise ValueError("an inference client needs at least one engine")
+        self.request_timeout_s = request_timeout_s
+        self.pool = EnginePool(engines, self)
+        self._start_at_once = start_at_once or len(engines)
+        self._tokenizer = tokenizer
+        self._outbox: dict[int, Outgoing] = {}  # engine -> of this turn
+        self._queue: dict[InflightRequest, None] = {}  # those that have no engine yet, in order
+        self._polling = [asyncio.Lock() for _ in engines]
+        self._inflight = InflightTable()
+        self._cut: set[str] = set()  # the engines' ids of what has been ended early, and continues
+        self._paused = False
+        self._cutting = False  # from a cut to the end of its pause
+
+    @property
+    def engines(self) -> list[InferenceEngine]:
+        return self.pool.engines
+
+    @property
+    def proves_weights(self) -> bool:
+        """Whether every engine compares what it holds with digests of what was sent."""
+        return all(engine.proves_weights for engine in self.engines)
+
+    async def start(self) -> None:
+        for first in range(0, len(self.engines), self._start_at_once):
+            wave = self.engines[first : first + self._start_at_once]
+            await asyncio.gather(*(engine.start() for engine in wave))
+        try:
+            async with asyncio.timeout(self.request_timeout_s):
+                for load, stats in zip(self.pool.router.loads, await self.stats(), strict=True):
+                    load.capacity = stats.cache_tokens
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"all engines have started, but one did not answer a request for its state within "
+                f"{self.request_timeout_s:g} s (generator.request_timeout_s); their logs are in the run's folder"
+            ) from error
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Answer one request, and have what is ended early continued.
+
+        Raises:
+            TimeoutError: naming the request, after ``request_timeout_s``.
+            ValueError: if a request with this id is in flight already.
+            RequestFailedError: if this request cannot be answered; the engines continue.
+            Exception: whatever the engine raised, with its traceback.
+        """
+        return await self._finish(request, await self._ask(request, request.request_id))
+
+    async def go_on(self, request: GenerationRequest, begun: GenerationOutput) -> GenerationOutput:
+        """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``). As ``generate``."""
+        if begun.finish_reason or len(begun.token_ids) >= request.sampling.max_tokens:
+            return replace(begun, request_id=request.request_id, finish_reason=begun.finish_reason or "length")
+        self._cut.add(request.request_id)
+        return await self._finish(request, replace(begun, request_id=request.request_id, finish_reason="abort"))
+
+    async def _finish(self, request: GenerationRequest, answer: GenerationOutput) -> GenerationOutput:
+        try:
+            while answer.finish_reason == "abort" and answer.request_id in self._cut:
+                self._cut.discard(answer.request_id)
+                self._inflight.before[request.request_id] = answer
+                joined = join(answer, await self._ask(continuation(request, answer), request.request_id))
+                answer = cut_at_stop_string(request, joined, len(answer.token_ids), self._tokenizer)
+        finally:
+            self._inflight.before.pop(request.request_id, None)
+        self._cut.discard(answer.request_id)
+        return replace(answer, request_id=request.request_id)
+
+    async def _ask(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
+        """An engine's answer to a request or to its continuation."""
+        name = request.request_id
+        if name in self._inflight:
+            raise ValueError(f"request {name} is in flight already: its id must be its own")
+        if self.pool.end is not None:
+            raise self.pool.end
+        loop = asyncio.get_running_loop()
+        inflight = InflightRequest(request, caller_id, loop.create_future())
+        if self._queue or not self._route(inflight):
+            self._queue[inflight] = None
+        self._inflight[name] = inflight
+        if self._cutting:  # it may arrive before the engine ends all requests, or after
+            self._cut.add(name)
+        try:
+            async with asyncio.timeout(self.request_timeout_s) as timer:
+                return await inflight.future
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise TimeoutError(
+                f"request {name} was not answered within {self.request_timeout_s:g} s (generator.request_timeout_s)"
+            ) from error
+        finally:
+            del self._inflight[name]
+            self._queue.pop(inflight, None)
+            if inflight.charge is not None:
+                if inflight.abandoned:
+                    self._outgoing(inflight.charge.engine).abandoned.append(name)
+                    self._inflight.leaving.add(name)
+                self.pool.router.ended(inflight.charge, inflight.answer, loop.time())
+            if self._queue:
+                self._advance()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (all of them: None) for good, also if they had been cut."""
+        if request_ids is not None:
+            callers = set(request_ids)
+            request_ids = [name for name, inflight in self._inflight.items() if inflight.caller_id in callers]
+        ended = list(self._inflight if request_ids is None else request_ids)
+        self._cut.difference_update(ended)
+        for inflight in [self._inflight[name] for name in ended]:
+            if inflight.engine is None and not inflight.future.done():
+                inflight.future.set_result(inflight.so_far)
+        await self.pool.all("abort", request_ids)
+
+    async def progress(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
+        """What the healthy engines have of these unanswered requests (of all: None), by their ids."""
+        await asyncio.gather(*(self.poll(index) for index in self.pool.healthy))
+        return self._inflight.so_far(request_ids)
+
+    async def poll(self, index: int) -> None:
+        """Ask an engine for its progress and keep it: a heartbeat, and what its requests continue from."""
+        async with self._polling[index]:
+            asked, leaving = self._inflight.at(index), set(self._inflight.leaving)
+            try:
+                answer = await self.pool.ask(index, self.engines[index].progress())
+            except BaseException:
+                for inflight in (*asked.values(), *self._inflight.at(index).values()):
+                    inflight.forget()  # progress may have been lost on its way
+                raise
+            self._inflight.receive(asked, answer[0] if answer else (), leaving)
+        if self.pool.router.loads[index].capacity and answer:
+            stats = await self.pool.ask(index, self.engines[index].stats())
+            if stats:
+                self.pool.router.reported(index, stats[0])
+                self._advance()
+
+    # ---------------------------------------------------------------- all engines
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Per healthy engine, the log-probability of each token after the first."""
+        return list((await self.pool.all("score", sequences)).values())
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        self._paused = True
+        await self.pool.all("pause", mode)
+
+    async def cut(self) -> None:
+        """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
+        self._cut.update(self._inflight)
+        self._cutting = True
+        await self.pause("abort")
+
+    async def resume(self) -> None:
+        self._paused = self._cutting = False
+        await self.pool.all("resume")
+
+    async def update_weights(self, update: WeightUpdate) -> list[str]:
+        """As ``InferenceEngine.update_weights``, of all engines."""
+        self.pool.router.forget_prompts()
+        if "members" in update.info:  # both ends meet in a group
+            await self.pool.all_or_none(update.info["members"], "update_weights", update)
+            return []
+        answers = await self.pool.all("update_weights", update)
+        return sorted({name for unproven in answers.values() for name in unproven or ()})
+
+    async def held_versions(self) -> dict[int, int]:
+        """Per healthy engine, by its place, of a backend that ``hands_back``; -1 if unknown."""
+        return await self.pool.all("held_version")
+
+    async def hand_back(self, index: int, folder: str) -> str | None:
+        """A file of the weights that an engine computes with, which the caller removes; None if it fails."""
+        answer = await self.pool.ask(index, self.engines[index].hand_back(folder))
+        return answer[0] if answer else None
+
+    async def sleep(self) -> None:
+        await self.pool.all("sleep")
+
+    async def wake(self, part: WakePart) -> None:
+        await self.pool.all("wake", part)
+
+    async def stats(self) -> list[EngineStats]:
+        """Per engine, by its place; nothing but zeros for one that has failed."""
+        found = await self.pool.all("stats")
+        return [found.get(i, EngineStats(gone=load.left)) for i, load in enumerate(self.pool.router.loads)]
+
+    async def shutdown(self) -> None:
+        await asyncio.sleep(0)  # a ``_send`` that is cancelled before it begins would answer nobody
+        calls = self.pool.calls
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
+        self._fail_all(_shareable(asyncio.CancelledError()))  # what had no engine
+
+    # ---------------------------------------------------------------- failures, and engines that come and go
+
+    def recover_requests(self, index: int) -> LostWork:
+        """An engine has failed or left: what it had continues elsewhere."""
+        self._outbox.pop(index, None)
+        lost = [inflight for inflight in self._inflight.at(index).values() if not inflight.future.done()]
+        answers = [inflight.so_far for inflight in lost]
+        for inflight, answer in zip(lost, answers, strict=True):
+            self._cut.add(answer.request_id)
+            inflight.future.set_result(answer)
+        return LostWork(len(lost), sum(len(answer.token_ids) for answer in answers))
+
+    async def admit(self, index: int, engine: InferenceEngine) -> None:
+        """This engine, which holds the weights of the others, takes the place of the failed one."""
+        paused = False
+        while paused != self._paused:
+            paused = self._paused
+            await (engine.pause("keep") if paused else engine.resume())
+        self.pool.admit(index, engine)
+        self._advance()
+
+    async def join(self, engine: InferenceEngine) -> int:
+        """As ``admit``, in a place of its own, whose number is returned."""
+        capacity = (await engine.stats()).cache_tokens
+        index = self.pool.add(engine)
+        self._polling.append(asyncio.Lock())
+        self.pool.router.loads[index].capacity = capacity
+        await self.admit(index, engine)
+        return index
+
+    async def let_go(self, index: int, patience_s: float) -> int:
+        """This engine gets nothing any more, and what it has continues at the others; the number of such requests."""
+        load = self.pool.router.loads[index]
+        load.healthy, load.left = False, True
+        leaving = self._inflight.at(index)
+        self._cut.update(leaving)
+        with contextlib.suppress(Exception):  # if it fails meanwhile, or hangs: from what is known of them
+            async with asyncio.timeout(patience_s):
+                await self.engines[index].abort(list(leaving))
+                await asyncio.gather(*(asyncio.wait({inflight.future}) for inflight in leaving.values()))
+        self.recover_requests(index)
+        return len(leaving)
+
+    def give_up(self, error: BaseException) -> None:
+        """No engine will answer any more: every request and call raises this."""
+        self.pool.end = error
+        self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for inflight in self._inflight.values():
+            if not inflight.future.done():
+                inflight.future.set_exception(error)
+
+    # ---------------------------------------------------------------- sending
+
+    def _route(self, inflight: InflightRequest) -> bool:
+        """Send it to an engine in the next turn, with all others of this one; False if none can take it."""
+        inflight.charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time())
+        if inflight.charge is None:
+            return False
+        self._outgoing(inflight.charge.engine).requests.append(inflight)
+        return True
+
+    def _advance(self) -> None:
+        """Send the first of the queue, for as long as there is an engine for it."""
+        while self._queue:
+            inflight = next(iter(self._queue))
+            if not inflight.future.done() and not self._route(inflight):
+                return
+            del self._queue[inflight]
+
+    def _outgoing(self, index: int) -> Outgoing:
+        if index not in self._outbox:
+            self._outbox[index] = Outgoing([], [])
+            self.pool.track(index, asyncio.get_running_loop().create_task(self._send(index)))
+        return self._outbox[index]
+
+    async def _send(self, index: int) -> None:
+        requests, abandoned = self._outbox.pop(index)
+        engine = self.engines[index]
+        waiting = {inflight.request.request_id: inflight for inflight in requests if not inflight.future.done()}
+        try:
+            if abandoned:
+                with contextlib.suppress(Exception):  # the error of a failed engine goes to those who still wait
+                    await engine.abort(abandoned)
+                self._inflight.leaving.difference_update(abandoned)
+            if not waiting:
+                return
+            async for outputs in engine.generate([inflight.request for inflight in waiting.values()]):
+                tokens = 0
+                for output in outputs:
+                    future = waiting.pop(output.request_id).future
+                    if not future.done():  # its caller may have been cancelled
+                        if output.finish_reason == "error":
+                            future.set_exception(RequestFailedError(output.error))
+                        else:
+                            future.set_result(output)
+                    tokens += len(output.token_ids)
+                    if tokens >= TURN_TOKENS:  # let the callers, and others, have their turn
+                        tokens = 0
+                        await asyncio.sleep(0)
+            if waiting:
+                raise RuntimeError(f"engine {index} ended without answering {', '.join(sorted(waiting)[:5])}")
+        except BaseException as error:
+            if isinstance(error, EngineFailedError) and self.pool.fail(index, error, asyncio.current_task()):
+                return
+            for inflight in waiting.values():
+                if not inflight.future.done():
+                    inflight.future.set_exception(_shareable(error))
+            if not isinstance(error, Exception):
+                raise
+
+
+def _shareable(error: BaseException) -> BaseException:
+    return RuntimeError("the inference client was shut down") if isinstance(error, asyncio.CancelledError) else error

@@ -1,0 +1,186 @@
+"""Engines that join and leave a run while it continues, as a file in its folder says.
+
+```
+ a line is added   ──▶ made, started ──▶ given the others' weights, proven by digests ──▶ takes requests
+ a line is removed ──▶ gets no request any more ──▶ what it has continues at the others ──▶ shut down
+```
+
+Invariant: the file lists the engines by their names, one per line: a server's address, or the number of one of the
+run's own. An error of a joining engine or of the file does not end the run: it is logged in a line. The last healthy
+engine does not leave. An engine that joined fails and is replaced as the others are (``supervisor``).
+
+| who waits  | for what                              | woken by                                                     |
+|------------|---------------------------------------|--------------------------------------------------------------|
+| ``_watch`` | a change of the file                  | the clock, every ``interval_s``                              |
+| ``_join``  | its engine's start, the end of a sync | the engine; the sync; ``limit_s`` from its start on          |
+| ``_leave`` | its requests' answers so far          | the engine; ``LEAVING_S``, then what is known of them is used |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.errors import headline
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import InferenceEngine
+from skyasync.inference.supervisor import EngineSupervisor, Weights, ended_on_error
+from skyasync.together import within
+
+log = logging.getLogger(__name__)
+
+FILE = "engines.txt"
+HEAD = "# The engines of this run, one a line: one that is added joins, one that is taken away leaves.\n"
+RETRY_S = 30.0  # until a server that could not join is asked again
+LEAVING_S = 30.0
+
+MakeEngine = Callable[[str], Awaitable[InferenceEngine]]
+
+
+class ElasticEngines(TrainerCallback):
+    """Makes the engines those of the file, from the beginning of training to ``close``.
+
+    Args:
+        make: an engine by its name, not started; what it raises is why it cannot join.
+        names: of the client's engines, in order.
+        file: written if it does not exist.
+        interval_s: how often it is looked at.
+        limit_s: how long a joining engine may take to get its weights.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        weights: Weights,
+        supervisor: EngineSupervisor,
+        make: MakeEngine,
+        names: Sequence[str],
+        file: Path,
+        *,
+        interval_s: float,
+        limit_s: float,
+    ) -> None:
+        self.joined = self.left = 0
+        self._client, self._weights, self._supervisor, self._make = client, weights, supervisor, make
+        self._file, self._interval_s, self._limit_s = file, interval_s, limit_s
+        self._indexes = {name.rstrip("/"): index for index, name in enumerate(names)}
+        self._servers = any(map(is_server, names))
+        self._rejected: dict[str, float] = {}  # name -> when it may be asked again
+        self._logged: set[str] = set()
+        self._text = ""
+        self._watching: asyncio.Task[None] | None = None
+
+    def on_train_begin(self, trainer: Watched) -> None:
+        if self._watching is None:
+            if not self._file.exists():  # else it was changed before a controller was restarted
+                write_engine_list(self._file, list(self._indexes))
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        if self.joined or self.left:
+            metrics |= {"engines/joined": float(self.joined), "engines/left": float(self.left)}
+            metrics["engines/living"] = float(len(self._client.pool.healthy))
+
+    async def close(self) -> None:
+        """No engine joins or leaves any more; those that are joining are ended."""
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self._file.unlink(missing_ok=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                text = self._file.read_text(encoding="utf-8")
+            except (OSError, ValueError):
+                continue
+            if text != self._text:
+                self._text = text
+                self._rejected.clear()
+                self._logged.clear()
+            if names := read_engine_list(text):  # an empty file may be half written
+                for name in [name for name in names if name not in self._indexes]:
+                    await self._join(name)
+                for name in [name for name in self._indexes if name not in names]:
+                    await self._leave(name)
+
+    async def _join(self, name: str) -> None:
+        began = self._now()
+        if problem := wrong_name(name, servers=self._servers):
+            self._warn(f"{self._file.name}: {problem}")
+            return
+        if began < self._rejected.get(name, 0.0):
+            return
+        try:
+            async with ended_on_error(await self._make(name)) as engine:
+                await engine.start()
+                async with (
+                    within(self._limit_s, f"the first weight sync of engine {name}"),
+                    self._weights.between_syncs() as update,
+                ):
+                    await engine.update_weights(update)
+                    index = await self._client.join(engine)
+        except Exception as error:
+            self._rejected[name] = self._now() + RETRY_S if is_server(name) else float("inf")
+            again = "asked again" if is_server(name) else f"left out until {self._file.name} changes"
+            self._warn(f"engine {name} could not join and is {again}: {headline(error)}")
+            return
+        self._indexes[name] = index
+        self._supervisor.watch(index)
+        self.joined += 1
+        took = self._now() - began
+        log.info("engine %s has joined after %.1f s, with the weights of version %d", name, took, update.version)
+
+    async def _leave(self, name: str) -> None:
+        index = self._indexes[name]
+        if not [other for other in self._client.pool.healthy if other != index]:
+            self._warn(f"engine {name} stays: it is the last one that lives")
+            return
+        self._supervisor.forget(index)
+        moved = await self._client.let_go(index, LEAVING_S)
+        del self._indexes[name]
+        self.left += 1
+        log.info("engine %s has left; %d requests go on at the others", name, moved)
+        await asyncio.gather(self._client.engines[index].shutdown(), return_exceptions=True)
+
+    def _warn(self, line: str) -> None:
+        """Once, until the file changes."""
+        if line not in self._logged:
+            self._logged.add(line)
+            log.warning("%s", line)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def read_engine_list(text: str) -> list[str]:
+    """The names in a file, each once."""
+    lines = (line.partition("#")[0].strip().rstrip("/") for line in text.splitlines())
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def write_engine_list(file: Path, names: Sequence[str]) -> None:
+    """Atomically: a reader finds the old or the new file."""
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.write_text(HEAD + "".join(f"{name}\n" for name in names), encoding="utf-8")
+    unfinished.replace(file)
+
+
+def is_server(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def wrong_name(name: str, *, servers: bool) -> str:
+    """What is wrong with the name of an engine that shall join; empty if nothing is."""
+    if servers and not is_server(name):
+        return f"{name!r} is not the address of a server, as the run's engines are (http://host:port)"
+    if not servers and (is_server(name) or not re.fullmatch(r"\w[\w.-]*", name)):
+        return f"{name!r} is not the number of an engine: this run starts its engines itself"
+    return ""

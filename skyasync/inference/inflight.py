@@ -1,0 +1,145 @@
+"""Requests in flight, and answers that are made of several pieces: a request that was cut continues as a new one.
+
+Invariant: the joined pieces are what one engine would have given without the cut: no token is lost or repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from skyasync.arrays import joined_experts
+from skyasync.inference.interface import GenerationOutput, GenerationRequest
+from skyasync.inference.router import Charge
+
+
+@dataclass(eq=False)
+class InflightRequest:
+    """A request at an engine.
+
+    Args:
+        caller_id: the id of the request that it is a piece of.
+
+    Attributes:
+        charge: where it is; None while it waits for an engine.
+    """
+
+    request: GenerationRequest
+    caller_id: str
+    future: asyncio.Future[GenerationOutput]
+    charge: Charge | None = None
+    _received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
+
+    @property
+    def engine(self) -> int | None:
+        return self.charge.engine if self.charge else None
+
+    @property
+    def abandoned(self) -> bool:
+        """Its caller no longer waits, and there is no answer."""
+        return not self.future.done() or self.future.cancelled()
+
+    @property
+    def answer(self) -> GenerationOutput | None:
+        """None if there is none, or an error."""
+        return None if self.abandoned or self.future.exception() else self.future.result()
+
+    def receive(self, progress: GenerationOutput) -> None:
+        """The engine reports new tokens, each once and in order."""
+        if self._received is not None:
+            self._received.append(progress)
+
+    def forget(self) -> None:
+        """Progress may have been missed: nothing is known of it."""
+        self._received = None
+
+    @property
+    def so_far(self) -> GenerationOutput:
+        """The answer as if it had been cut after what is known of it."""
+        received = self._received or []
+        if not received:
+            return GenerationOutput(self.request.request_id, finish_reason="abort")
+        whole = GenerationOutput(
+            self.request.request_id,
+            np.concatenate([each.token_ids for each in received]),
+            np.concatenate([each.logprobs for each in received]),
+            np.concatenate([each.versions for each in received]),
+            "abort",
+            joined_experts(each.experts for each in received),
+        )
+        self._received = [whole]  # so that frequent calls join it once
+        return whole
+
+
+class InflightTable(dict[str, InflightRequest]):
+    """The requests that wait for an answer, by the ids that the engines know.
+
+    Attributes:
+        before: by the caller's id, all earlier pieces of what continues.
+        leaving: ids that were abandoned, and that their engine may still know.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[str, GenerationOutput] = {}
+        self.leaving: set[str] = set()
+
+    def at(self, engine: int) -> dict[str, InflightRequest]:
+        return {name: request for name, request in self.items() if request.engine == engine}
+
+    def receive(
+        self,
+        asked: Mapping[str, InflightRequest],
+        progress: Iterable[GenerationOutput],
+        leaving: Collection[str] = (),
+    ) -> None:
+        """An engine's progress; ``asked`` and ``leaving``: what it had when it was asked for it."""
+        for each in progress:
+            request = self.get(each.request_id)
+            if request is None:  # answered meanwhile
+                continue
+            known = asked.get(each.request_id)
+            if known is request or (known is None and each.request_id not in leaving):  # it may have begun meanwhile
+                request.receive(each)
+            else:  # it may be that of another one of the same name
+                request.forget()
+
+    def so_far(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
+        """What is known of these requests (None: of all), by their callers' ids."""
+        found = {r.caller_id: r.so_far for r in self.values() if request_ids is None or r.caller_id in request_ids}
+        return found | {name: join(before, found[name]) for name, before in self.before.items() if name in found}
+
+
+def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
+    """The request for what ``answer`` lacks. A new id (and seed) gives it a random stream of its own."""
+    done, sampling = len(answer.token_ids), request.sampling
+    return replace(
+        request,
+        request_id=f"{request.request_id}+{done}",
+        prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
+        sampling=replace(
+            sampling,
+            max_tokens=sampling.max_tokens - done,
+            min_tokens=max(sampling.min_tokens - done, 0),
+            seed=None if sampling.seed is None else hash((sampling.seed, done)) % 2**62,
+        ),
+    )
+
+
+def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
+    """Both pieces as one, with the id and the end of the second.
+
+    Experts that both report are those of the first: its tokens were computed with them.
+    """
+    again = 0 if answer.experts is None else len(answer.experts)
+    return GenerationOutput(
+        more.request_id,
+        np.concatenate([answer.token_ids, more.token_ids]),
+        np.concatenate([answer.logprobs, more.logprobs]),
+        np.concatenate([answer.versions, more.versions]),
+        more.finish_reason,
+        joined_experts([answer.experts, None if more.experts is None else more.experts[again:]]),
+    )

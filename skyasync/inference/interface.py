@@ -1,0 +1,492 @@
+"""The engine interface: requests, answers, the base class of engines and the table of backends.
+
+Invariant: a request is answered exactly once, with one behaviour log-probability and one policy version
+per generated token. Versions are stamped by the engine, at the token, and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf, nextafter
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal, cast
+
+import numpy as np
+
+from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints
+from skyasync.config.keys import Key, Keys
+from skyasync.config.schema.sampling import INT32, SamplingConfig
+from skyasync.errors import UserError
+from skyasync.registry import About, Registry, resolve_reference
+from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+PauseMode = Literal["keep", "abort", "wait"]
+
+
+#: What the numbers of ``SamplingParams`` may be, by their names: the bounds of the settings (of lists, of each member).
+LIMITS: dict[str, Key] = {
+    "max_tokens" if key.name == "max_generate_length" else key.name: key
+    for key in Keys.of(SamplingConfig)
+    if key.bounds()
+}
+_PLAIN: list[tuple[str, Any, float, float]] = [
+    (name, key.type, nextafter(key.above or 0.0, inf) if key.low is None else key.low, key.high or 0.0)
+    for name, key in LIMITS.items()
+]
+LARGEST_BIAS = 100
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one response; the names and meanings are those of vLLM's ``SamplingParams``.
+
+    ``top_k <= 0`` is off, and so is an empty list. Log-probabilities are reported of the distribution that was really
+    sampled from: after bans, bias, penalties, temperature, min-p, top-k and top-p. ``temperature = 0`` is greedy
+    (log-probabilities then are those of the untempered, unfiltered distribution).
+
+    ``include_stop_str_in_output`` and ``skip_special_tokens`` are about the text that is made of the response: its
+    tokens always hold the stop string. ``structured_outputs`` and ``repetition_detection`` (the fields of vLLM's
+    classes of these names) are for vLLM only.
+
+    Whoever says a list, one text, None, or tokens as JSON has them says the same: it is stored in one form, which can
+    be compared and be a key.
+
+    Invariant: the numbers are within ``LIMITS``, so that no engine meets one that its int32 or float32 cannot hold.
+
+    Raises:
+        TypeError: naming the field, where its members are not texts or tokens, or its value is no number.
+        ValueError: naming the field, where a number is out of its bounds or a text is no Unicode.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = True
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    structured_outputs: dict[str, Any] = field(default_factory=dict)
+    repetition_detection: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        settle = object.__setattr__  # the class is frozen for everybody else
+        for name in ("stop", "bad_words"):
+            settle(self, name, _members(name, getattr(self, name), str))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            settle(self, name, _members(name, getattr(self, name), Integral))
+        bias = self.logit_bias or {}
+        settle(self, "logit_bias", {int(token): float(value) for token, value in bias.items()})
+        for token, value in self.logit_bias.items():
+            if not (0 <= token <= INT32 and abs(value) <= LARGEST_BIAS):
+                problem = f"a token's id and a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
+                raise ValueError(f"logit_bias has {token}: {value}, which is not {problem}")
+        for name, plain, low, high in _PLAIN:  # what most requests have is seen at once
+            value = getattr(self, name)
+            kind = type(value)
+            if not (low <= value <= high if kind is plain else kind is tuple and not value):
+                _check_number(name, LIMITS[name], value)
+
+
+def _check_number(name: str, limits: Key, value: object) -> None:
+    if isinstance(value, tuple):
+        for member in value:
+            _check_number(name, limits, member)
+        return
+    if value is None and name == "seed":
+        return
+    kind = Real if limits.type is float else Integral
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r:.100}, not a {'' if kind is Real else 'whole '}number")
+    if not limits.allows(cast(float, value)):
+        raise ValueError(f"{name} is {value!r:.100}, not {limits.bounds()}")
+
+
+def _members(name: str, said: str | Iterable[object] | None, kind: type) -> tuple[Any, ...]:
+    members: tuple[Any, ...] = (said,) if isinstance(said, str) else tuple(said or ())
+    if not all(isinstance(member, kind) for member in members):
+        raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {said!r:.200}")
+    if kind is str and not all(_is_unicode(member) for member in members):
+        raise ValueError(f"{name} has half of a surrogate pair, which is no character")
+    return members if kind is str else tuple(int(member) for member in members)
+
+
+def _is_unicode(text: Any) -> bool:  # noqa: ANN401  (a text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its cache.
+
+    The prompt is int32 ``[tokens]``; lists become that.
+    """
+
+    request_id: str
+    prompt_token_ids: Ints
+    sampling: SamplingParams
+    session_id: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))
+
+
+@dataclass(eq=False)
+class GenerationOutput:
+    """The response to one request: three arrays of the same length, int32, float32 and int32; lists become that.
+
+    With ``finish_reason == "abort"`` they hold what had been generated before the request was cut.
+    A token that ended the response (end-of-sequence, stop token) is part of it.
+
+    ``experts``, from an engine that is asked for them: of each token that it has computed, from the prompt's first to
+    the last but one of the response; in ``progress`` of those that are new.
+
+    With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says why; the engine and
+    all other requests go on. The client makes a ``RequestFailedError`` of it.
+    """
+
+    request_id: str
+    token_ids: Ints = field(default_factory=lambda: NO_INTS)
+    logprobs: Floats = field(default_factory=lambda: NO_FLOATS)
+    versions: Ints = field(default_factory=lambda: NO_INTS)
+    finish_reason: FinishReason | None = None
+    experts: Experts | None = None
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
+
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., GenerationOutput], tuple[str, bytes, FinishReason | None, Experts | None, str]]:
+        """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
+        parts = (self.token_ids, self.logprobs, self.versions)
+        packed = b"".join(part.tobytes() for part in parts)
+        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error)
+
+    def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
+        """The same, ended behind its first ``count`` tokens."""
+        known = None if self.experts is None else self.experts[: len(self.experts) + count - len(self.token_ids)]
+        tokens, logprobs, versions = self.token_ids[:count], self.logprobs[:count], self.versions[:count]
+        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known)
+
+
+def _unpacked(
+    request_id: str, packed: bytes, finish_reason: FinishReason | None, experts: Experts | None, error: str
+) -> GenerationOutput:
+    token_ids, logprobs, versions = np.frombuffer(packed, dtype=np.int32).reshape(3, -1)
+    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason, experts, error)
+
+
+class RequestFailedError(UserError):
+    """One request cannot be answered, through no fault of the engine, which goes on with the others."""
+
+
+def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
+    """The answer to a request that cannot be answered."""
+    why = str(error) if isinstance(error, RequestFailedError) else f"{type(error).__name__}: {error}"
+    name = request.request_id
+    return GenerationOutput(name, finish_reason="error", error=f"request {name!r} cannot be answered: {why:.1000}")
+
+
+class EngineFailedError(TakerDiedError):
+    """The engine can answer nothing any more; whatever it was computing is lost."""
+
+
+@dataclass
+class EngineStats:
+    """Counters since start: ``busy_s`` is wall time with at least one request running. ``cache_tokens``: those that its
+    cache holds, 0 where there is no such number. ``cache_used``: how many of them running requests take now; None where
+    nobody knows. ``gone``: the engine has left, and others are counted without it."""
+
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    busy_s: float = 0.0
+    paused_s: float = 0.0
+    cache_tokens: int = 0
+    gone: bool = False
+    cache_used: int | None = None
+
+
+class Stopwatch:
+    """Seconds for which it was switched on; reading it does not stop it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    @property
+    def on(self) -> bool:
+        return self._since is not None
+
+    @property
+    def seconds(self) -> float:
+        since = self._since  # another thread may switch it
+        return self._seconds + (time.perf_counter() - since if since is not None else 0.0)
+
+    def switch(self, on: bool) -> None:
+        if on != self.on:
+            self._seconds, self._since = self.seconds, (time.perf_counter() if on else None)
+
+
+class NotSupportedError(UserError):
+    """The engine does not have what was called."""
+
+
+class InferenceEngine:
+    """One engine: the base class of all backends and of the handles that stand for engines in other processes.
+
+    A backend overrides ``REQUIRED``; what else it does not override is not supported. All methods may be called at any
+    time from one event loop; none blocks it.
+
+    Attributes:
+        config: what it was made with.
+        proves_weights: it compares the weights it holds with digests of what was sent.
+        restartable: ``successor`` makes a replacement after a failure.
+    """
+
+    proves_weights: ClassVar[bool] = True
+    restartable: ClassVar[bool] = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @property
+    def node(self) -> str:
+        """Ray's id of the node that it runs on; empty if unknown."""
+        return ""
+
+    def set_threads(self, threads: int) -> None:
+        """CPU threads of the engine; call before ``start``."""
+
+    async def start(self) -> None:
+        """Load the model. Raises what loading raised."""
+        raise self.unsupported("start")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        """Answer each request once, in lists, as they finish.
+
+        What it raises fails all of them. An error of one request is that request's answer (``finish_reason="error"``).
+        """
+        raise self.unsupported("generate")
+
+    async def progress(self) -> list[GenerationOutput]:
+        """New tokens of unanswered requests since the last call, between two steps; also a heartbeat.
+
+        ``finish_reason`` is None. The final answer repeats these tokens. Requests may be left out; by default all are.
+        """
+        await self.stats()
+        return []
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token after the first under the current weights, temperature 1."""
+        raise self.unsupported("score")
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop computing tokens: keep requests with their cache, abort them, or wait until they finish.
+
+        New requests are accepted while paused and start after ``resume``.
+        """
+        raise self.unsupported("pause")
+
+    async def resume(self) -> None:
+        """Continue with the kept and the new requests."""
+        raise self.unsupported("resume")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (all of them: None) with ``finish_reason="abort"``; unknown ids are ignored."""
+        raise self.unsupported("abort")
+
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
+        """Fetch and load the weights; tokens computed afterwards carry ``update.version``.
+
+        Returns the weights that could not be compared with what was sent, for the probe to run after every sync; None
+        means none. The caller has paused the engine or knows that it is idle.
+        """
+        raise self.unsupported("update_weights")
+
+    async def held_version(self) -> int:
+        """The policy version of its weights; -1 if unknown."""
+        raise self.unsupported("held_version")
+
+    async def hand_back(self, folder: str) -> str:
+        """Write its weights to a file of ``folder``, which the caller removes; its path."""
+        raise self.unsupported("hand_back")
+
+    async def sleep(self) -> None:
+        """Free the memory of cache and, where possible, weights. Only when idle."""
+        raise self.unsupported("sleep")
+
+    async def wake(self, part: WakePart) -> None:
+        """Undo ``sleep`` in two steps: room for the weights and, after their update, for the cache."""
+        raise self.unsupported("wake")
+
+    async def stats(self) -> EngineStats:
+        raise self.unsupported("stats")
+
+    async def shutdown(self) -> None:
+        """Release everything the engine holds. Safe to call twice."""
+
+    def kill(self) -> None:
+        """End it at once, also if it does not answer. Safe to call twice."""
+
+    def successor(self) -> InferenceEngine:
+        """A replacement after a failure, not started: same configuration, same place."""
+        raise self.unsupported("successor")
+
+    def unsupported(self, what: str) -> NotSupportedError:
+        return NotSupportedError(f"{type(self).__name__} does not support {what}")
+
+
+#: Methods that every backend overrides.
+REQUIRED = ("start", "generate", "score", "pause", "resume", "abort", "update_weights", "stats", "shutdown")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is started with.
+
+    Args:
+        model_path: a Hugging Face folder or name, weights as safetensors.
+        dtype: "auto", "float32" or "bfloat16"; auto is float32 on a CPU.
+        threads: CPU threads for this engine; 0 leaves the library's default.
+        max_num_batched_tokens: per step, prompts included; 0 is the engine's own choice.
+        version: the policy version of the weights in ``model_path``.
+    """
+
+    model_path: str
+    dtype: str = "auto"
+    max_model_len: int = 1024
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 0
+    threads: int = 0
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.8
+    seed: int = 0
+    version: int = 0
+    weight_sync_backend: str = "shared_memory"
+    kv_cache_gb: float = 1.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+#: What an engine can do, as configuration asks it: name -> default. Engines of users set class attributes.
+CAPABILITIES: dict[str, Any] = {
+    "tensor_parallel": False,  # one engine may take several GPUs
+    "weight_sync": ("shared_memory",),  # how weights may reach it
+    "computes_on_lent_weights": False,  # it maps weights in the machine's shared memory and computes on them
+    "reads_lent_weights": False,  # it copies weights out of the machine's shared memory
+    "loads_as_files": False,  # it wants weights by the names of the model's files, not of transformers' parameters
+    "takes_changes": False,  # it accepts a delta of weights
+    "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
+    "forgets_asleep": False,  # ``sleep`` drops its weights
+    "hands_back": False,  # it has ``held_version`` and ``hand_back``
+    "returns_experts": False,  # it reports the experts that a mixture's routers chose
+    "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
+    "sampling": (),  # settings of generator.sampling_params that not every engine has
+    "lacks": (),  # settings of generator.sampling_params that other engines have
+    "elsewhere": False,  # a server of generator.engines, which the run does not start
+    "options": "",  # module:function that says what is wrong with generator.engine_kwargs; "" takes none
+    "cpu_limits": "",  # module:function(configuration) that says what it cannot do without GPUs
+    "extra": "",  # the extra of this library that installs what it needs
+}
+
+#: Backend -> its class and its capabilities. Configuration reads them before torch or vLLM is imported.
+BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformers": (
+        "skyasync.inference.backends.transformers.engine:TransformersEngine",
+        {
+            "computes_on_lent_weights": True,
+            "takes_changes": True,
+            "takes_adapters": ("layers", "head"),
+            "returns_experts": True,
+            "hands_back": True,
+            "sleeps_on": ("cpu", "gpu"),
+        },
+    ),
+    "vllm": (
+        "skyasync.inference.backends.vllm.engine:VLLMEngine",
+        {
+            "tensor_parallel": True,
+            "weight_sync": ("shared_memory", "nccl", "cuda_ipc"),
+            "reads_lent_weights": True,
+            "loads_as_files": True,
+            "takes_changes": True,
+            "takes_adapters": ("layers",),
+            "forgets_asleep": True,
+            "sleeps_on": ("gpu",),
+            "sampling": ("structured_outputs", "repetition_detection"),
+            "options": "skyasync.inference.backends.vllm.options:reserved_options",
+            "cpu_limits": "skyasync.inference.backends.vllm.options:cpu_limits",
+            "extra": "vllm",
+        },
+    ),
+    "vllm_server": (
+        "skyasync.inference.backends.vllm.server:VLLMServerEngine",
+        {
+            "elsewhere": True,
+            "loads_as_files": True,
+            "takes_changes": True,
+            "sampling": ("structured_outputs", "repetition_detection"),
+        },
+    ),
+    "sglang_server": (
+        "skyasync.inference.backends.sglang.server:SGLangServerEngine",
+        {
+            "elsewhere": True,
+            "loads_as_files": True,
+            "lacks": (
+                "top_p",
+                "top_k",
+                "min_p",
+                "bad_words",
+                "allowed_token_ids",
+                "structured_outputs",
+                "repetition_detection",
+            ),
+        },
+    ),
+}
+
+
+class EngineRegistry(Registry):
+    """``BACKENDS`` and the engines of users, which may be any class with the methods of ``REQUIRED``."""
+
+    @cached_property
+    def _builtins(self) -> dict[str, tuple[str, About]]:
+        return {name: (cls, About(can={**CAPABILITIES, **own})) for name, (cls, own) in BACKENDS.items()}
+
+    def __missing__(self, name: str) -> Any:  # noqa: ANN401  (a class)
+        if name not in BACKENDS:
+            return super().__missing__(name)
+        reference, own = BACKENDS[name]
+        return self.register(name, **own)(resolve_reference(reference, kind="engine"))
+
+    def make(self, backend: str, config: EngineConfig) -> InferenceEngine:
+        """An engine, not started; a class that does not subclass ``InferenceEngine`` gets its defaults."""
+        found: Any = self.find(backend)
+        if isinstance(found, type) and not issubclass(found, InferenceEngine):
+            found = type(found.__name__, (found, InferenceEngine), {})
+        engine: InferenceEngine = found(config)
+        return engine
+
+
+ENGINES = EngineRegistry("engine", capabilities=CAPABILITIES)

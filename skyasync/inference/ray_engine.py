@@ -1,0 +1,222 @@
+"""An engine in a Ray actor, called like a local one.
+
+Invariant: nothing here blocks the caller's event loop; the actor runs from the engine's making to ``shutdown`` and ends
+with the process that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import ray
+
+from skyasync.errors import UserError
+from skyasync.inference.interface import (
+    ENGINES,
+    EngineConfig,
+    EngineFailedError,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+)
+from skyasync.processes.identity import Identity
+from skyasync.weight_sync.update import WeightUpdate
+
+log = logging.getLogger(__name__)
+
+#: The user's terminal shows the run's progress, not that of every library's loading.
+QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+#: Calls that an engine's process serves at once. Requests at a paused engine are calls too: if they could take all
+#: places, the call that resumes the engine would find none.
+CALLS = 1_000_000
+
+MESSAGE_TOKENS = 2**18  # 3 MB
+SHUTDOWN_S = 20.0
+
+
+class _EngineActor:
+    """The process of an engine, which loads the engine's libraries."""
+
+    def __init__(self, backend: str, user_engines: dict[str, Any]) -> None:
+        for name, value in QUIET.items():  # before the engine's libraries are imported, here and in its processes
+            os.environ.setdefault(name, value)
+        ENGINES.update(user_engines)
+        self._backend = backend
+        ENGINES.find(backend)  # imports it, while the caller does other things
+        self._engine: InferenceEngine
+
+    async def start(self, config: EngineConfig) -> Identity:
+        self._engine = ENGINES.make(self._backend, config)
+        await self._engine.start()
+        return Identity.mine()
+
+    async def call(self, method: str, *args: object) -> object:
+        return await getattr(self._engine, method)(*args)
+
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        async for outputs in self._engine.generate(requests):
+            for message in messages(outputs):
+                yield message
+
+
+def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOutput]]:
+    """The outputs in order, in lists of about ``MESSAGE_TOKENS``: reading a message blocks the reader's event loop."""
+    message: list[GenerationOutput] = []
+    tokens = 0
+    for output in outputs:
+        message.append(output)
+        tokens += len(output.token_ids)
+        if tokens >= MESSAGE_TOKENS:
+            yield message
+            message, tokens = [], 0
+    if message:
+        yield message
+
+
+class RayEngine(InferenceEngine):
+    """Making one starts its process, so Ray must be up. Methods of ``REMOTE`` are those of the engine there.
+
+    Args:
+        options: Ray's actor options (resources, placement); an attribute too.
+        start_timeout_s: how long the model may take to load.
+    """
+
+    restartable: ClassVar[bool] = True
+
+    def __init__(
+        self, backend: str, config: EngineConfig, options: dict[str, Any] | None = None, start_timeout_s: float = 300.0
+    ) -> None:
+        super().__init__(config)
+        self.backend = backend
+        self._start_timeout_s = start_timeout_s
+        self._start_was_called = False
+        self._process: Identity | None = None
+        self.options = options or {}
+        actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self.options)
+        self._actor: Any = actor_class.remote(backend, ENGINES.user_parts())
+
+    def set_threads(self, threads: int) -> None:
+        self.config = replace(self.config, threads=threads)
+
+    async def start(self) -> None:
+        self._start_was_called = True
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                self._process = await self._remote("start", self.config)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the {self.backend} engine did not start within {self._start_timeout_s:g} s "
+                f"(generator.engine_start_timeout_s)"
+            ) from error
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        actor = self._running_actor()
+        with _actor_failures():
+            async for reference in actor.generate.options(num_returns="streaming").remote(list(requests)):
+                yield await reference
+
+    async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
+        update = await update.on(self.node)
+        unproven: Sequence[str] | None = await self._remote("call", "update_weights", update)
+        return unproven
+
+    @property
+    def node(self) -> str:
+        return self._process.node if self._process is not None else ""
+
+    async def _remote(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the actor's method returns)
+        actor = self._running_actor()
+        with _actor_failures():
+            return await getattr(actor, method).remote(*args)
+
+    def _running_actor(self) -> Any:  # noqa: ANN401  (Ray's handle)
+        """Raises EngineFailedError after ``kill`` and ``shutdown``: a call of all engines may have begun before."""
+        if self._actor is None:
+            raise EngineFailedError(f"the {self.backend} engine has been ended")
+        return self._actor
+
+    async def shutdown(self) -> None:
+        """Let the engine release what it holds, then end its process in any case."""
+        if self._actor is None:
+            return
+        actor, self._actor = self._actor, None
+        if self._start_was_called:  # else it holds nothing, and may still be importing
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(SHUTDOWN_S):
+                    await actor.call.remote("shutdown")
+        ray.kill(actor)
+
+    def kill(self) -> None:
+        """End its process and all that it started, also if it does not answer any more. Safe to call twice."""
+        if self._actor is not None:
+            actor, self._actor = self._actor, None
+            ray.kill(actor)
+        if self._process is not None:
+            self._process.end()
+
+    def successor(self) -> RayEngine:
+        return RayEngine(self.backend, self.config, self.options, self._start_timeout_s)
+
+    @property
+    def ended(self) -> bool:
+        """Its resources are free."""
+        return self._actor is None
+
+    @staticmethod
+    def one_more(engines: Sequence[InferenceEngine], devices: int, *, may_grow: bool = False) -> RayEngine:
+        """Another engine like these, with the resources of one that has left, or where Ray has room. Blocks.
+
+        Args:
+            devices: GPUs of an engine; 0 without GPUs, where engines share the cores.
+            may_grow: where Ray has no room it is asked all the same, until the engine's start times out: Ray's
+                autoscaler may add a node.
+
+        Raises:
+            UserError: if Ray has not so many, and will not have.
+        """
+        ours = [engine for engine in engines if isinstance(engine, RayEngine)]
+        taken = [id(engine.options) for engine in ours if not engine.ended]
+        free = [engine.options for engine in ours if id(engine.options) not in taken]
+        options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
+        available = ray.available_resources().get("GPU", 0.0)
+        first = ours[0]
+        if not free and available < devices:
+            lacking = f"another engine takes {devices} GPUs, and Ray has {available:g} that are free"
+            if not may_grow:
+                raise UserError(lacking)
+            log.warning(
+                "%s: it waits for a node, at most %g s (generator.engine_start_timeout_s)",
+                lacking,
+                first._start_timeout_s,
+            )
+        config = replace(first.config, extra={**first.config.extra, "engine_index": len(engines)})
+        return RayEngine(first.backend, config, options, first._start_timeout_s)
+
+
+@contextlib.contextmanager
+def _actor_failures() -> Iterator[None]:
+    """Ray has several errors for an actor that has ended."""
+    try:
+        yield
+    except ray.exceptions.RayActorError as error:
+        raise EngineFailedError(str(error)) from error
+
+
+def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def call(self: RayEngine, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
+        return await self._remote("call", name, *args)
+
+    call.__name__, call.__doc__ = name, getattr(InferenceEngine, name).__doc__
+    return call
+
+
+REMOTE = ("progress", "score", "pause", "resume", "abort", "held_version", "hand_back", "sleep", "wake", "stats")
+for _name in REMOTE:
+    setattr(RayEngine, _name, _call_of(_name))

@@ -1,0 +1,560 @@
+"""Servers that somebody else has started, as engines: what does not depend on whose server it is.
+
+Invariant: a token's version is the one that the server's core stamped it with. A stamp that this run did not set is
+a failure: the server was restarted, or another run uses it. A server that cannot be reached, or that ends in the middle
+of an answer, is ``EngineFailedError``; one that refuses is an error in its own words. A server is left as it was found,
+but for its weights.
+
+Requests that have begun keep their cache over an update, those without a token are sent again, and prompts are salted
+with the version, so that none finds blocks that other weights have computed.
+
+| who waits               | for what               | woken by                                                     |
+|-------------------------|------------------------|--------------------------------------------------------------|
+| ``generate``, ``score`` | the server's answer    | the server; a broken connection (``EngineFailedError``)        |
+| control calls           | the same, each other   | the same                                                     |
+| ``start``               | the server             | the server; ``engine_start_timeout_s``                       |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import aiohttp
+import numpy as np
+
+from skyasync.arrays import Ints, floats, ints
+from skyasync.errors import UserError
+from skyasync.inference.interface import (
+    ENGINES,
+    EngineConfig,
+    EngineFailedError,
+    EngineStats,
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    PauseMode,
+    RequestFailedError,
+    Stopwatch,
+    refusal,
+)
+from skyasync.inference.origin_check import KEY_VARIABLE
+from skyasync.model_config import overrides_of
+from skyasync.together import within
+from skyasync.weight_sync.update import Held, WeightSyncError, WeightUpdate
+
+INFO = "/server_info"  # the route by which vLLM and SGLang describe themselves
+ANSWER_S = 30.0  # the first time it is asked, a server inspects its machine, for seconds
+CONNECT_S = 10.0
+KEEPALIVE_S = 2.0  # of an idle connection; the server closes it after five, and must not do so under a request
+LONGEST_LINE = 2**25  # bytes; a token of a chunk takes about 80
+RETRY_S = 1.0  # between two attempts to find a server that has to come back
+
+
+class ServerConnection:
+    """Args: kind: whose server it is, in messages. url: ``http://host:port``. key: sent if not empty; it stands in no
+    message. core_failures: words of a refusal by which the server says that its core has ended."""
+
+    def __init__(self, kind: str, url: str, key: str = "", core_failures: Sequence[str] = ()) -> None:
+        self.url, self._key, self._core_failures = url.rstrip("/"), key, core_failures
+        self.name = f"the {kind} server {self.url}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, route: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:  # noqa: ANN401  (JSON)
+        async with self._request("POST", route, json=body, params=query) as response:
+            return await response.json(content_type=None)
+
+    async def get(self, route: str, **query: str) -> Any:  # noqa: ANN401  (JSON)
+        async with self._request("GET", route, params=query) as response:
+            return await response.json(content_type=None)
+
+    async def text(self, route: str) -> str:
+        """An answer that is no JSON; empty if there is no such route."""
+        try:
+            async with self._request("GET", route) as response:
+                return await response.text()
+        except RuntimeError:
+            return ""
+
+    async def chunks(self, route: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The pieces of a streamed answer. Leaving the iteration early has the server end the request."""
+        async with self._request("POST", route, json=body) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise self._refusal(route, chunk)
+                yield chunk
+        raise self.failure("the connection closed in the middle of a streamed response")
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def failure(self, why: object) -> EngineFailedError:
+        found = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
+        return EngineFailedError(f"{self.name} does not answer: {found}")
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        route: str,
+        **content: Any,  # noqa: ANN401  (of aiohttp)
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sent once. Raises what the server answers with a status of an error."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                read_bufsize=LONGEST_LINE,
+            )
+        try:
+            async with self._session.request(method, self.url + route, **content) as response:
+                if response.status >= 400:
+                    text = await response.text()
+                    try:
+                        found = json.loads(text)
+                    except ValueError:
+                        found = text
+                    raise self._refusal(route, found, response.status)
+                yield response
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise self.failure(error) from error
+
+    def _refusal(self, route: str, answer: object, status: int = 0) -> Exception:
+        inner = answer.get("error", answer) if isinstance(answer, dict) else answer
+        text = str(inner.get("message", inner) if isinstance(inner, dict) else inner).strip()
+        line = f"{self.name}{route} answers{f' {status}' if status else ''}: {text[:400]}"
+        return (EngineFailedError if any(words in text for words in self._core_failures) else RuntimeError)(line)
+
+
+@dataclass(eq=False)
+class RemoteRequest:
+    """A request at the server, and what has come of it.
+
+    Args:
+        version: of the server's weights when it was sent.
+
+    Attributes:
+        certain: how many tokens are surely of that version, once an update may have come.
+        left: why it was given up before it had a token: to be sent ``again``, or ``ended``.
+        task: reads its answer.
+        server_id: its name at the server, where that is not its own; empty before it is sent.
+    """
+
+    request: GenerationRequest
+    version: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reported: int = 0
+    certain: int | None = None
+    left: Literal["", "again", "ended"] = ""
+    task: asyncio.Task[GenerationOutput] | None = None
+    server_id: str = ""
+
+    def leave(self, why: Literal["again", "ended"]) -> None:
+        """Hang up, which makes the server end it."""
+        self.left = why
+        if self.task is not None:
+            self.task.cancel()
+
+    def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """What is new of its answer."""
+        if len(logprobs) != len(tokens):
+            raise RuntimeError(
+                f"{len(tokens)} tokens of {self.request.request_id} have {len(logprobs)} log-probabilities"
+            )
+        self.tokens += tokens
+        self.logprobs += logprobs
+
+    def progress(self) -> GenerationOutput | None:
+        """What has come since the last call and is surely of the version that it was sent under."""
+        first, last = self.reported, len(self.tokens) if self.certain is None else self.certain
+        if last <= first:
+            return None
+        self.reported = last
+        return GenerationOutput(
+            self.request.request_id,
+            ints(self.tokens[first:last]),
+            floats(self.logprobs[first:last]),
+            np.full(last - first, self.version, dtype=np.int32),
+        )
+
+
+def versions_of(spans: Sequence[Mapping[str, Any]] | None, count: int) -> Ints | None:
+    """The version of each of ``count`` tokens; None if the server has weights that no run gave a version to."""
+    found = [int(s["version"]) if str(s["version"]).isdecimal() else None for s in spans or ()]
+    lengths = [span["end"] - span["start"] for span in spans or ()]
+    if sum(lengths) < count or None in found:
+        return None
+    return np.repeat(ints([version or 0 for version in found]), ints(lengths))[:count]
+
+
+class RemoteEngine(InferenceEngine):
+    """``config.extra``: ``url``; ``key``, if it wants one; ``start_s``: how long its start may take; ``returns``: it
+    has failed, and may stay away until then. A kind of server overrides what raises "not supported"."""
+
+    kind: ClassVar[str]  # whose server it is, in messages
+    how_to_start: ClassVar[str]  # one that can be an engine
+    core_failures: ClassVar[Sequence[str]] = ()
+    info_query: ClassVar[Mapping[str, str]] = {}
+    restartable: ClassVar[bool] = True
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.version = config.version
+        extra = config.extra
+        self._server = ServerConnection(self.kind, extra["url"], extra.get("key", ""), self.core_failures)
+        self._run = uuid4().hex  # whose versions these are: the server may have served others
+        self._begun: dict[str, RemoteRequest] = {}
+        self._tasks: set[asyncio.Task[GenerationOutput]] = set()
+        self._finished_tokens = self._cache_tokens = 0
+        self._busy, self._paused = Stopwatch(), Stopwatch()
+        self._control = asyncio.Lock()
+        self._held = Held()
+        self._closing: asyncio.Future[None] | None = None
+
+    # -- what a kind of server does in a way of its own ---------------------------------------------------
+
+    @classmethod
+    def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
+        """What keeps a server from being an engine, by its own description; empty if nothing does.
+
+        Args:
+            config: what an engine of the run's own would be started with.
+        """
+        raise NotImplementedError
+
+    def _capacity(self, info: Mapping[str, Any]) -> int:
+        """Tokens that its cache holds; 0 if it does not say."""
+        return 0
+
+    async def _cache_used(self) -> int | None:
+        """Tokens of its cache that running requests take; None if it does not say."""
+        return None
+
+    async def _reset(self) -> None:
+        """End a pause and requests that an earlier run may have left, and set ``version``."""
+        raise self.unsupported("start")
+
+    async def _generate(self, begun: RemoteRequest) -> GenerationOutput:
+        """Send a request, and receive its answer (``begun.receive``) to its end (``_ended``)."""
+        raise self.unsupported("generate")
+
+    async def _abort(self, chosen: Collection[RemoteRequest]) -> None:
+        raise self.unsupported("abort")
+
+    async def _check_core(self) -> None:
+        """Raises EngineFailedError unless the server's core is between two steps."""
+        raise self.unsupported("progress")
+
+    async def _score(self, sequence: Sequence[int]) -> list[float] | None:
+        """Log-probabilities of each token after the first; None if it was cut before the server had them."""
+        raise self.unsupported("score")
+
+    async def _pause(self, mode: PauseMode) -> None:
+        raise self.unsupported("pause")
+
+    async def _resume(self) -> None:
+        raise self.unsupported("resume")
+
+    async def _load(self, update: WeightUpdate) -> list[str] | None:
+        """Have it take the weights, paused as it is, and stamp their version."""
+        raise self.unsupported("update_weights")
+
+    # -- lifecycle ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Check it, and reset what an earlier run may have left: a pause, requests."""
+        url = self.config.extra["url"]
+        async with within(
+            self.config.extra["start_s"], f"the start of engine {url}", "generator.engine_start_timeout_s"
+        ):
+            info = await self._info()
+            if problem := self.complaint(self._server.url, info, self.config):
+                raise UserError(problem)
+            self._cache_tokens = self._capacity(info)
+            await self._reset()
+
+    async def _info(self) -> dict[str, Any]:
+        """Its own description; a successor waits for it."""
+        while True:
+            try:
+                info: dict[str, Any] = await self._server.get(INFO, **self.info_query)
+                return info
+            except EngineFailedError as error:
+                if not self.config.extra.get("returns"):
+                    raise UserError(f"generator.engines: {error}") from error
+                await asyncio.sleep(RETRY_S)
+
+    async def shutdown(self) -> None:
+        """The server continues; what this run has asked of it does not."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._paused.on:
+            with contextlib.suppress(Exception):
+                await self._resume()
+        await self._server.close()
+
+    def kill(self) -> None:
+        """Hang up. The server itself belongs to somebody else."""
+        for task in list(self._tasks):
+            task.cancel()
+        self._closing = asyncio.ensure_future(self._server.close())
+
+    def successor(self) -> Self:
+        """The same address, once a server answers there again."""
+        extra = {**self.config.extra, "returns": True}
+        return type(self)(replace(self.config, version=self.version, extra=extra))
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+        finished: asyncio.Queue[asyncio.Task[GenerationOutput]] = asyncio.Queue()
+        mine = [asyncio.create_task(self._answer(request)) for request in requests]
+        self._tasks.update(mine)
+        for task in mine:
+            task.add_done_callback(finished.put_nowait)
+        unanswered = len(mine)
+        try:
+            while unanswered:
+                done = [await finished.get()]
+                while not finished.empty():
+                    done.append(finished.get_nowait())
+                unanswered -= len(done)
+                yield [task.result() for task in done]
+        finally:
+            for task in mine:
+                task.cancel()
+                self._tasks.discard(task)
+                if task.done() and not task.cancelled():
+                    task.exception()  # it may be one of many that a server's failure has ended
+
+    async def _answer(self, request: GenerationRequest) -> GenerationOutput:
+        """What the server refuses is an error of that request alone. A request without a token is sent again after a
+        weight update."""
+        name = request.request_id
+        try:
+            while True:
+                begun = self._begun[name] = RemoteRequest(request, self.version)
+                self._watch()
+                begun.task = asyncio.create_task(self._generate(begun))
+                try:
+                    await asyncio.wait({begun.task})
+                    if not begun.left:
+                        return begun.task.result()
+                    if begun.left == "ended":
+                        return GenerationOutput(name, finish_reason="abort")
+                finally:
+                    begun.task.cancel()
+                    del self._begun[name]
+                    self._watch()
+        except EngineFailedError:
+            raise
+        except Exception as error:
+            return refusal(request, RequestFailedError(str(error)))
+
+    def _ended(self, begun: RemoteRequest, reason: FinishReason, spans: Any) -> GenerationOutput:  # noqa: ANN401  (JSON)
+        """The whole answer.
+
+        Args:
+            spans: by the server, of which version its tokens are.
+        """
+        name, count = begun.request.request_id, len(begun.tokens)
+        versions = versions_of(spans, count)
+        if versions is None:
+            raise self._server.failure(
+                "it reports a weight version that this run never sent: it was restarted, or another run uses it"
+            )
+        self._finished_tokens += count
+        return GenerationOutput(name, ints(begun.tokens), floats(begun.logprobs), versions, reason)
+
+    def _salt(self, version: int) -> str:
+        """Keeps a prompt from finding blocks that other weights have computed."""
+        return f"run {self._run} version {version}"
+
+    async def progress(self) -> list[GenerationOutput]:
+        """Of a request that an update found running, only the tokens from before it."""
+        await self._check_core()
+        return [news for begun in self._begun.values() if (news := begun.progress())]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
+
+        async def scored(sequence: Sequence[int]) -> list[float]:
+            while len(sequence) > 1:  # until neither a weight update nor pause("abort") has cut it
+                if (scores := await self._score(sequence)) is not None:
+                    return scores
+            return []
+
+        return await asyncio.gather(*map(scored, sequences))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        names = set(self._begun if request_ids is None else request_ids)
+        chosen = [begun for name, begun in self._begun.items() if name in names]
+        for begun in chosen:
+            if not begun.tokens:
+                begun.leave("ended")
+        if at_the_server := [begun for begun in chosen if begun.tokens]:
+            await self._abort(at_the_server)
+
+    # -- control ------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        async with self._control:
+            await self._set_paused(mode)
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._set_paused(None)
+
+    async def _set_paused(self, mode: PauseMode | None) -> None:
+        await (self._resume() if mode is None else self._pause(mode))
+        self._paused.switch(mode is not None)
+        self._watch()
+
+    async def update_weights(self, update: WeightUpdate) -> list[str] | None:
+        """A server that is not paused is paused ("keep") for the update."""
+        if update.backend != "shared_memory":
+            raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
+        self._held.receive(update)
+        async with self._control:
+            was_paused = self._paused.on
+            if not was_paused:
+                await self._set_paused("keep")
+            unproven = await self._transfer(update)
+            self.version = update.version
+            self._held.settle(update)
+            for begun in self._begun.values():
+                if not begun.tokens:
+                    begun.leave("again")
+                elif begun.certain is None:
+                    begun.certain = len(begun.tokens)
+            if not was_paused:
+                await self._set_paused(None)
+            return unproven
+
+    async def _transfer(self, update: WeightUpdate) -> list[str] | None:
+        """Raises WeightSyncError if the server is healthy and has not taken them: layers may lack their weights."""
+        try:
+            return await self._load(update)
+        except (EngineFailedError, RuntimeError) as error:  # some hang up on what they did not foresee
+            await self._check_core()
+            raise WeightSyncError(
+                f"{self._server.name} has refused the weights of version {update.version} (its own log says why) and "
+                f"must be started anew: {error}"
+            ) from error
+
+    # -- watching -----------------------------------------------------------------------------------------
+
+    async def stats(self) -> EngineStats:
+        counts = [len(begun.tokens) for begun in self._begun.values()]
+        running = sum(map(bool, counts))
+        return EngineStats(
+            running=running,
+            waiting=len(counts) - running,
+            generated_tokens=self._finished_tokens + sum(counts),
+            busy_s=self._busy.seconds,
+            paused_s=self._paused.seconds,
+            cache_tokens=self._cache_tokens,
+            cache_used=await self._cache_used() if self._cache_tokens else None,
+        )
+
+    def _watch(self) -> None:
+        self._busy.switch(bool(self._begun) and not self._paused.on)
+
+    # -- checks before the start --------------------------------------------------------------------------
+
+    @classmethod
+    def foreign(cls, url: str, found: str) -> str:
+        return f"generator.engines: {url} is no {cls.kind} server ({found}); {cls.how_to_start}"
+
+    @staticmethod
+    def mismatch(
+        url: str,
+        config: EngineConfig,
+        *,
+        longest: int,
+        length: str,
+        kwargs: Mapping[str, Any],
+        kwargs_flag: str,
+        dtype: str,
+    ) -> str:
+        """The first setting in which the server differs from the run; empty if none does.
+
+        Args:
+            longest: tokens of a sequence at the server; ``length``: what it has to be started with.
+            kwargs: how it was told to change the model's configuration, by ``kwargs_flag``.
+        """
+        if longest < config.max_model_len:
+            return (
+                f"generator.engines: {url} has room for {longest} tokens per sequence, and generator.max_model_len="
+                f"{config.max_model_len} needs more: start it with {length}, or set generator.max_model_len={longest}"
+            )
+        wanted = overrides_of(config.model_path, config.extra.get("config_kwargs", {}))
+        if wanted != kwargs:
+            return (
+                f"generator.engines: {url} was started with {kwargs_flag} {json.dumps(kwargs)}, and "
+                f"trainer.policy.model.config_kwargs come to {json.dumps(wanted)}: start it with that"
+            )
+        if "auto" not in (dtype, config.dtype) and config.dtype != dtype:
+            return (
+                f"generator.engines: {url} computes in {dtype}, and generator.dtype is {config.dtype}: start it with "
+                f"--dtype {config.dtype}, or set generator.dtype={dtype}"
+            )
+        return ""
+
+
+def check_servers(
+    urls: list[str], config: EngineConfig, weight_sync_dir: str = "", backend: str = "vllm_server"
+) -> None:
+    """Raises UserError, in one line, for the first server that does not answer or cannot be an engine. Blocks."""
+    engine: type[RemoteEngine] = ENGINES.find(backend)
+    if weight_sync_dir and not os.access(weight_sync_dir, os.W_OK):
+        raise UserError(f"generator.weight_sync_dir={weight_sync_dir} is no folder that can be written to")
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            raise UserError(f"generator.engines: {url!r} is not the address of a server, such as http://127.0.0.1:8000")
+        if problem := engine.complaint(url, _server_info(engine, url), config):
+            raise UserError(problem)
+
+
+def _server_info(engine: type[RemoteEngine], url: str) -> dict[str, Any]:
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    question = urllib.request.Request(f"{url.rstrip('/')}{INFO}?config_format=json", headers=headers)
+    try:
+        with urllib.request.urlopen(question, timeout=ANSWER_S) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            what = "rejected the key in" if key else "needs a key: set"
+            raise UserError(
+                f"generator.engines: {url} {what} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
+            ) from None
+        raise UserError(engine.foreign(url, f"{INFO} answers {error.code}")) from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(f"generator.engines: {url} does not answer ({reason}); {engine.how_to_start}") from None
+    except ValueError:
+        raise UserError(engine.foreign(url, f"{INFO} is not JSON")) from None
+    return dict(found) if isinstance(found, dict) else {}

@@ -1,0 +1,76 @@
+"""Stop strings in a response that is generated token by token, or in several pieces.
+
+Invariant: only text that the newest token added can complete a stop string, so a match is found exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from skyasync.errors import UserError
+from skyasync.inference.interface import GenerationOutput, GenerationRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for an incomplete character
+_CONTEXT = 8  # tokens decoded before the longest possible match, so that it is decoded as in its place
+
+
+class StopStrings:
+    """The stop strings of one request. Most tokens are ruled out by their own text, without decoding others."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._strings = [s for s in strings if s]
+        self._ends = {s[-1] for s in self._strings}
+        self._window = max((len(s.encode()) for s in self._strings), default=0) + _CONTEXT
+        self._may_end: dict[int, bool] = {}
+
+    def completed_by_last(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of ``tokens`` (a response so far) ends or contains the end of a stop string."""
+        last = tokens[-1]
+        if last not in self._may_end:
+            text = self._decode([last])
+            self._may_end[last] = _INCOMPLETE in text or any(end in text for end in self._ends)
+        if not self._may_end[last]:
+            return False
+        window = list(tokens[-self._window :])
+        text = self._decode(window)
+        before = len(self._decode(window[:-1]).rstrip(_INCOMPLETE))
+        return any(text.find(s, max(0, before - len(s) + 1)) >= 0 for s in self._strings)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def cut_at_stop_string(
+    request: GenerationRequest, answer: GenerationOutput, seen: int, tokenizer: Callable[[], Any] | None
+) -> GenerationOutput:
+    """The answer up to the first stop string that ends after its first ``seen`` tokens.
+
+    A stop string that begins in one piece of an answer and ends in the next is seen by no engine.
+
+    Args:
+        tokenizer: gives the model's.
+    """
+    sampling = request.sampling
+    if not sampling.stop:
+        return answer
+    if tokenizer is None:
+        raise UserError(
+            f"request {request.request_id} has stop strings and was cut by a weight sync or an engine's death: the "
+            f"inference client needs the model's tokenizer to find one that spans the cut, or set "
+            f"trainer.partial_rollout=keep and generator.max_engine_restarts=0"
+        )
+    tokens: Sequence[int] = answer.token_ids.tolist()
+    stops = StopStrings(tokenizer(), sampling.stop, sampling.skip_special_tokens)
+    for count in range(max(seen, sampling.min_tokens) + 1, len(tokens) + 1):
+        if stops.completed_by_last(tokens[:count]):
+            return answer.until(count, "stop")
+    return answer

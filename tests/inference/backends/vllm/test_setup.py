@@ -1,0 +1,40 @@
+"""How vLLM is started, as far as its arguments say it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from skyasync.inference.backends.vllm.setup import engine_arguments, prepare_environment
+from skyasync.inference.interface import EngineConfig
+
+
+def test_an_engine_over_several_devices_starts_its_workers_itself() -> None:
+    """Not by Ray, whose executor refuses a bundle of several GPUs; one device is left to vLLM, on a GPU one process."""
+    assert (
+        engine_arguments(EngineConfig("m", tensor_parallel_size=2), cpu=False)["distributed_executor_backend"] == "mp"
+    )
+    assert "distributed_executor_backend" not in engine_arguments(EngineConfig("m"), cpu=False)
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_tokens_per_step_are_said_and_never_left_to_vllm(cpu: bool) -> None:
+    def told(**settings: int) -> int:
+        return engine_arguments(EngineConfig("m", **settings), cpu=cpu)["max_num_batched_tokens"]
+
+    assert told() == 8192
+    assert told(max_num_seqs=10_000) == 10_000
+    assert told(max_num_batched_tokens=4096) == 4096
+    long = told(max_model_len=20_000)
+    assert long == (20_000 if cpu else 8192), "vLLM computes prompts whole on a CPU"
+
+
+@pytest.mark.parametrize(("threads", "workers", "each"), [(8, 1, "8"), (8, 4, "2"), (2, 4, "1")])
+def test_the_workers_of_an_engine_divide_its_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int, workers: int, each: str
+) -> None:
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_WORKER_MULTIPROC_METHOD"):
+        monkeypatch.setenv(name, "before")
+    prepare_environment(EngineConfig("m", threads=threads, tensor_parallel_size=workers))
+    assert os.environ["OMP_NUM_THREADS"] == each

@@ -1,0 +1,162 @@
+"""Requests that the client cuts and continues: nothing lost, nothing twice, each piece under its own weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.inflight import continuation
+from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.update import WeightUpdate
+from tests.inference.listed import Listed, listed
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 120
+COUNT = 64
+
+
+@pytest.fixture
+async def client(untied_model: str) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient([TransformersEngine(EngineConfig(untied_model, threads=1, max_model_len=200))], 60)
+    await client.start()
+    yield client
+    await client.shutdown()
+
+
+def requests(count: int = COUNT) -> list[GenerationRequest]:
+    sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    return [GenerationRequest(f"r{i}", [1 + i, 2, 3], sampling) for i in range(count)]
+
+
+async def until_all_run(client: InferenceClient, tokens: int) -> None:
+    """Wait until the engine has made so many tokens."""
+    while (await client.stats())[0].generated_tokens < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def answers_with_cuts(client: InferenceClient, model: str, cuts: int) -> list[Listed]:
+    path = write_weights(AutoModelForCausalLM.from_pretrained(model).state_dict())
+    tasks = [asyncio.create_task(client.generate(request)) for request in requests()]
+    for version in range(1, cuts + 1):
+        await until_all_run(client, version * 15 * COUNT)
+        await client.cut()
+        await client.update_weights(WeightUpdate(version, "shared_memory", {"path": path}))
+        await client.resume()
+    answers = await asyncio.gather(*tasks)
+    remove_weights(path)
+    return [listed(answer) for answer in answers]
+
+
+async def test_64_requests_cut_three_times_are_answered_whole(client: InferenceClient, untied_model: str) -> None:
+    answers = await answers_with_cuts(client, untied_model, cuts=3)
+    assert [answer.request_id for answer in answers] == [request.request_id for request in requests()]
+    for answer in answers:
+        assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == LENGTH
+        assert answer.finish_reason == "length"
+        assert answer.versions == sorted(answer.versions)
+        assert set(answer.versions) == {0, 1, 2, 3}
+    (stats,) = await client.stats()
+    assert stats.generated_tokens == LENGTH * COUNT, "nothing is sampled twice"
+    assert stats.running == stats.waiting == 0
+
+
+async def test_an_abort_on_purpose_ends_a_request_for_good(client: InferenceClient) -> None:
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await until_all_run(client, 5)
+    await client.abort(["r0"])
+    answer = await task
+    assert answer.finish_reason == "abort"
+    assert 5 <= len(answer.token_ids) < LENGTH
+
+
+async def test_an_abort_on_purpose_finds_a_request_that_was_cut(client: InferenceClient) -> None:
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await until_all_run(client, 5)
+    await client.cut()
+    await client.resume()
+    await until_all_run(client, 20)
+    await client.abort(["r0"])
+    answer = await task
+    assert answer.finish_reason == "abort"
+    assert 20 <= len(answer.token_ids) < LENGTH
+
+
+async def test_requests_made_while_cut_start_after_resume(client: InferenceClient) -> None:
+    await client.cut()
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    await client.resume()
+    assert len((await task).token_ids) == LENGTH
+
+
+async def test_a_stop_string_that_spans_cuts_ends_the_response_where_it_would_without_them(
+    client: InferenceClient, untied_model: str
+) -> None:
+    """Greedy, so that the same tokens come again; each response has 24 characters of its own as its stop string."""
+    tokenizer = AutoTokenizer.from_pretrained(untied_model)
+    client._tokenizer = lambda: tokenizer
+    greedy = SamplingParams(max_tokens=LENGTH, min_tokens=40, ignore_eos=True, temperature=0.0)
+    prompts = {f"s{i}": [1 + i, 2, 3 + i] for i in range(16)}
+    free = await asyncio.gather(*(client.generate(GenerationRequest(n, p, greedy)) for n, p in prompts.items()))
+    stops = [tokenizer.decode(answer.token_ids[50 : 50 + 24]) for answer in free]
+    asked = [
+        GenerationRequest(name, prompt, replace(greedy, stop=(stop,)))
+        for (name, prompt), stop in zip(prompts.items(), stops, strict=True)
+    ]
+    whole = await asyncio.gather(*map(client.generate, asked))
+    assert any(40 < len(answer.token_ids) < LENGTH for answer in whole)
+    before, tasks = (await client.stats())[0].generated_tokens, [asyncio.create_task(client.generate(r)) for r in asked]
+    for cut in range(1, 12):
+        await until_all_run(client, before + cut * 6 * len(asked))
+        await client.cut()
+        await client.resume()
+    for answer, expected in zip(await asyncio.gather(*tasks), whole, strict=True):
+        assert (answer.token_ids.tolist(), answer.finish_reason) == (
+            expected.token_ids.tolist(),
+            expected.finish_reason,
+        )
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert len(answer.versions) == len(answer.token_ids)
+
+
+def test_a_continuation_asks_for_what_is_missing_under_a_stream_of_its_own() -> None:
+    sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7)
+    request = GenerationRequest("r", [1, 2], sampling, session_id="s")
+    more = continuation(request, GenerationOutput("r", [5, 6, 7], [0.0] * 3, [0] * 3, "abort"))
+    assert (more.request_id, more.prompt_token_ids.tolist(), more.session_id) == ("r+3", [1, 2, 5, 6, 7], "s")
+    assert (more.sampling.max_tokens, more.sampling.min_tokens) == (7, 1)
+    seeds = {continuation(request, GenerationOutput("r", [5] * n)).sampling.seed for n in range(10)}
+    assert len(seeds) == 10 and 7 not in seeds
+
+
+async def test_news_are_told_once_and_the_answer_is_whole(client: InferenceClient) -> None:
+    (engine,) = client.engines
+    told: dict[str, list[tuple[int, float, int]]] = {request.request_id: [] for request in requests(8)}
+    tasks = [asyncio.create_task(client.generate(request)) for request in requests(8)]
+    while not all(task.done() for task in tasks):
+        for output in map(listed, await engine.progress()):
+            assert output.finish_reason is None
+            told[output.request_id] += zip(output.token_ids, output.logprobs, output.versions, strict=True)
+    for answer in map(listed, await asyncio.gather(*tasks)):
+        whole = list(zip(answer.token_ids, answer.logprobs, answer.versions, strict=True))
+        assert len(whole) == LENGTH
+        assert 0 < len(told[answer.request_id]) < LENGTH, "what ends is told by its answer"
+        assert whole[: len(told[answer.request_id])] == told[answer.request_id]
+
+
+async def test_a_paused_engine_answers_too(client: InferenceClient) -> None:
+    task = asyncio.create_task(client.generate(requests(1)[0]))
+    await until_all_run(client, 5)
+    await client.pause("keep")
+    assert len((await client.progress())["r0"].token_ids) >= 5
+    await client.resume()
+    assert len((await task).token_ids) == LENGTH

@@ -1,0 +1,39 @@
+"""News of requests that go on while an engine is asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from skyasync.inference.inflight import InflightRequest, InflightTable
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, SamplingParams
+
+
+def piece(name: str) -> InflightRequest:
+    return InflightRequest(
+        GenerationRequest(name, [1], SamplingParams()), name, asyncio.get_running_loop().create_future(), 0
+    )
+
+
+def told(name: str, *tokens: int) -> GenerationOutput:
+    return GenerationOutput(name, list(tokens), [0.0] * len(tokens), [0] * len(tokens))
+
+
+async def test_what_began_while_an_engine_was_asked_is_heard_of_from_its_first_token() -> None:
+    """Whoever streams has engines asked often: what they tell of the others must not get lost for that."""
+    unanswered = InflightTable()
+    old = unanswered["old"] = piece("old")
+    asked = unanswered.at(0)
+    unanswered["new"] = piece("new")
+    unanswered.receive(asked, [told("old", 5), told("new", 6), told("gone", 7)])
+    unanswered.receive(unanswered.at(0), [told("new", 8)])
+    assert old.so_far.token_ids.tolist() == [5]
+    assert unanswered.so_far(["new"])["new"].token_ids.tolist() == [6, 8]
+
+
+async def test_news_that_may_be_those_of_an_earlier_request_of_the_same_name_are_not_believed() -> None:
+    for asked, leaving in (({"a": piece("a")}, set[str]()), ({}, {"a"})):
+        unanswered = InflightTable()
+        unanswered["a"] = piece("a")
+        unanswered.receive(asked, [told("a", 5)], leaving)
+        unanswered.receive(unanswered.at(0), [told("a", 6)])
+        assert not len(unanswered["a"].so_far.token_ids)

@@ -1,0 +1,58 @@
+"""Pages of a browser, and others without the key, at a server that takes weights; without one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyasync.inference.origin_check import KEY_VARIABLE, AccessMiddleware, foreign_origin, names_the_loopback
+
+KEY = "k" * 20
+
+
+def test_what_names_the_loopback() -> None:
+    assert all(map(names_the_loopback, ("127.0.0.1", "127.0.0.1:80", "[::1]:80", "localhost", "127.9.9.9:1")))
+    others = ("", "evil.example", "10.0.0.1", "localhost.evil.example", "[::1", "127.0.0.1.evil.example:80")
+    assert not any(map(names_the_loopback, others))
+
+
+def test_an_origin_that_is_no_address_is_a_stranger() -> None:
+    assert "the Origin header is 'http://['" in foreign_origin("127.0.0.1", "http://[", loopback=True)
+
+
+def asked(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = "http", **headers: str) -> int:
+    """The status of an answer; 0 if the application was asked."""
+    said: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        said.append({"status": 0})
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    given = {"host": "127.0.0.1:8000"} | headers
+    scope = {
+        "type": kind, "path": path, "server": (server, 8000),
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+    }  # fmt: skip
+    asyncio.run(AccessMiddleware(app)(scope, None, send))
+    return int(said[0].get("status", said[0].get("code", 0)))
+
+
+def test_without_a_key_the_loopback_is_open_to_all_but_pages() -> None:
+    assert asked() == asked(host="localhost:8000") == asked("::1", host="[::1]:8000") == 0
+    assert asked(origin="http://127.0.0.1:8000") == 0
+    assert asked(origin="https://evil.example") == asked(origin="null") == 403
+    assert asked(host="evil.example") == 403
+    assert asked("10.0.0.1", host="gpu-7:8000") == 0, "its name is the network's affair"
+    assert asked("10.0.0.1", host="gpu-7:8000", origin="https://evil.example") == 403
+    assert asked(kind="websocket", origin="https://evil.example") == 1008
+
+
+@pytest.mark.parametrize("wrong", ["", KEY, f"Bearer {KEY[1:]}", f"Bearer {KEY}x", "Bearer ", "bearer é"])
+def test_with_a_key_nothing_is_reached_without_it(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    assert asked(authorization=wrong) == asked(authorization=wrong, path="/health/../pause") == 401
+    assert asked(authorization=f"Bearer {KEY}") == asked(path="/health") == 0

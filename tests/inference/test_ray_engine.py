@@ -1,0 +1,77 @@
+"""An engine in a Ray actor: its process stays answerable, however many requests wait in it."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from skyasync.errors import UserError
+from skyasync.inference.interface import EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
+from skyasync.inference.ray_engine import RayEngine
+from skyasync.weight_sync.update import WeightUpdate
+
+REQUESTS = 1_100  # each a call of its own; Ray's own limit of an actor's calls at once is 1,000
+
+
+@pytest.mark.slow
+async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None, tied_model: str) -> None:
+    async def answer(number: int) -> int:
+        request = GenerationRequest(str(number), [1, 2], SamplingParams(max_tokens=1))
+        return sum([len(outputs) async for outputs in engine.generate([request])])
+
+    engine = RayEngine("transformers", EngineConfig(tied_model, max_model_len=16, threads=1))
+    await engine.start()
+    try:
+        await engine.pause("keep")
+        answers = [asyncio.create_task(answer(number)) for number in range(REQUESTS)]
+        async with asyncio.timeout(60):
+            while (await engine.stats()).waiting < REQUESTS:
+                pass  # asking gives them the turn
+            await engine.resume()
+            assert await asyncio.gather(*answers) == [1] * REQUESTS
+        with pytest.raises(UserError, match="takes 1000 GPUs, and Ray has"):
+            RayEngine.one_more([engine], 1000)
+        RayEngine.one_more([engine], 1000, may_grow=True).kill()  # it waits for a node
+    finally:
+        await engine.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill", "shutdown"])
+async def test_every_call_of_an_engine_that_was_ended_is_that_of_a_dead_one(ray_session: None, end: str) -> None:
+    """Whoever asks all engines may have taken this one up before it was ended: it waits for its turn to be heard."""
+
+    async def generate() -> None:
+        async for _ in engine.generate([GenerationRequest("r", [1], SamplingParams())]):
+            pass
+
+    engine = RayEngine("transformers", EngineConfig("no model is loaded", max_model_len=16))
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "start": engine.start,
+        "generate": generate,
+        "progress": engine.progress,
+        "score": lambda: engine.score([[1, 2]]),
+        "pause": engine.pause,
+        "resume": engine.resume,
+        "abort": engine.abort,
+        "update_weights": lambda: engine.update_weights(WeightUpdate(1, "shared_memory", {})),
+        "held_version": engine.held_version,
+        "hand_back": lambda: engine.hand_back("nowhere"),
+        "sleep": engine.sleep,
+        "wake": lambda: engine.wake("weights"),
+        "stats": engine.stats,
+    }
+    own = {name for name, method in vars(RayEngine).items() if not name.startswith("_") and _is_asked(method)}
+    assert calls.keys() == own - {"shutdown"}
+    if end == "kill":
+        engine.kill()
+    await engine.shutdown()
+    for name, call in calls.items():
+        with pytest.raises(EngineFailedError, match="the transformers engine has been ended"):
+            await call()
+            pytest.fail(f"{name} was answered")
+
+
+def _is_asked(method: object) -> bool:
+    return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)

@@ -1,0 +1,424 @@
+"""Engines that die at any moment: every request is answered once, whole, by whoever lives (on virtual time)."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import (
+    EngineFailedError,
+    EngineStats,
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
+from skyasync.inference.supervisor import EngineSupervisor
+from skyasync.simulate.clock import run_virtual
+from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from tests.virtual_time import virtual_time
+
+START_S = 3.0
+PROMPT = 4
+
+
+class Machine:
+    """Engines that write one token a second, each the position it stands at, and what they were asked to compute."""
+
+    def __init__(self) -> None:
+        self.computed: dict[str, list[int]] = {}  # caller's request -> positions that an engine told or answered
+        self.killed = self.made = 0
+        self.broken_starts = 0
+
+
+class Engine(InferenceEngine):
+    restartable = True
+
+    def __init__(self, machine: Machine, version: int = 0) -> None:
+        self.machine, self.version = machine, version
+        machine.made += 1
+        self.gone, self.wire = asyncio.Event(), asyncio.Lock()
+        self.hung = self.told = False
+        self.running = asyncio.Event()
+        self.running.set()
+        self.rows: dict[str, dict] = {}
+        self.calls: list[str] = []
+
+    def successor(self) -> Engine:
+        return Engine(self.machine)
+
+    def kill(self) -> None:
+        self.machine.killed += 1
+        self.gone.set()
+
+    async def start(self) -> None:
+        await self.here()
+        await asyncio.sleep(START_S)
+        if self.machine.broken_starts:
+            self.machine.broken_starts -= 1
+            raise EngineFailedError("it died while it loaded")
+
+    async def here(self) -> None:
+        if self.gone.is_set():
+            raise EngineFailedError("the actor died")
+        if self.hung:
+            await self.gone.wait()
+            raise EngineFailedError("the actor died")
+        async with self.wire:  # what is said first arrives first
+            await asyncio.sleep(0.01)
+
+    async def call(self, name: str) -> None:
+        self.calls.append(name)
+        await self.here()
+        if self.hung or self.gone.is_set():
+            await self.here()
+
+    async def generate(self, requests):
+        await self.here()
+        for request in requests:
+            assert request.request_id not in self.rows
+            self.rows[request.request_id] = {"request": request, "tokens": [], "versions": [], "told": 0, "end": None}
+        mine = [request.request_id for request in requests]
+        while mine:
+            ending = asyncio.create_task(self.gone.wait())
+            await asyncio.wait({ending}, timeout=1.0)
+            ending.cancel()
+            await self.here()
+            await self.running.wait()
+            done = []
+            for name in mine:
+                row = self.rows[name]
+                if row["end"] is None:
+                    row["tokens"].append(len(row["request"].prompt_token_ids) + len(row["tokens"]))
+                    row["versions"].append(self.version)
+                    if len(row["tokens"]) == row["request"].sampling.max_tokens:
+                        row["end"] = "length"
+                if row["end"]:
+                    done.append(self.output(self.rows.pop(name), 0))
+            mine = [name for name in mine if name in self.rows]
+            if done:
+                yield done
+
+    def output(self, row, start):
+        tokens = row["tokens"][start:]
+        return GenerationOutput(
+            row["request"].request_id, tokens, [-0.5] * len(tokens), row["versions"][start:], row["end"]
+        )
+
+    async def progress(self):
+        await self.call("progress")
+        news = []
+        for row in self.rows.values():
+            if row["end"] is None and len(row["tokens"]) > row["told"]:
+                news.append(self.output(row, row["told"]))
+                row["told"] = len(row["tokens"])
+        return news
+
+    async def pause(self, mode="keep"):
+        await self.call(f"pause {mode}")
+        if mode == "abort":
+            self.end(None)  # what is cut is reported; what comes behind it computes on, which nobody minds here
+        else:
+            self.running.clear()
+
+    async def resume(self):
+        await self.call("resume")
+        self.running.set()
+
+    async def abort(self, ids=None):
+        await self.call("abort")
+        self.end(ids)
+
+    def end(self, ids):
+        for name, row in self.rows.items():
+            if ids is None or name in ids:
+                row["end"] = "abort"
+
+    async def update_weights(self, update):
+        await self.call(f"update {update.version}")
+        await asyncio.sleep(0.5)
+        await self.here()
+        self.version = update.version
+
+    async def score(self, sequences):
+        await self.call("score")
+        return [[0.0] for _ in sequences]
+
+    async def stats(self):
+        await self.call("stats")
+        return EngineStats(generated_tokens=7)
+
+    async def shutdown(self):
+        self.gone.set()
+
+
+class Weights:
+    def __init__(self) -> None:
+        self.version, self.turn, self.fault = 0, asyncio.Lock(), None
+
+    @asynccontextmanager
+    async def between_syncs(self):
+        async with self.turn:
+            if self.fault:
+                raise self.fault
+            yield WeightUpdate(self.version, "shared_memory", {})
+
+
+class Run:
+    """Two engines (or as many as asked), a client, and who replaces the dead."""
+
+    def __init__(self, engines: int = 2, restarts: int = 100, timeout_s: float = 600.0) -> None:
+        self.machine, self.weights = Machine(), Weights()
+        self.client = InferenceClient([Engine(self.machine) for _ in range(engines)], timeout_s)
+        self.supervisor = EngineSupervisor(
+            self.client, self.weights, max_restarts=restarts, heartbeat_s=2.0, heartbeat_timeout_s=5.0, limit_s=60.0
+        )
+
+    async def __aenter__(self) -> Run:
+        self.supervisor.begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.supervisor.close()
+        await self.client.shutdown()
+
+    def kill(self, index: int) -> None:
+        self.client.engines[index].gone.set()
+
+    def hang(self, index: int) -> None:
+        self.client.engines[index].hung = True
+
+    async def sync(self, mode: str = "keep") -> None:
+        async with self.weights.turn:
+            await (self.client.cut() if mode == "recompute" else self.client.pause("keep"))
+            self.weights.version += 1
+            await self.client.update_weights(WeightUpdate(self.weights.version, "shared_memory", {}))
+        await self.client.resume()
+
+
+def ask(run: Run, count: int, tokens: int = 12) -> list[asyncio.Task[GenerationOutput]]:
+    sampling = SamplingParams(max_tokens=tokens)
+    requests = [GenerationRequest(f"r{i}", [1] * PROMPT, sampling) for i in range(count)]
+    return [asyncio.create_task(run.client.generate(request)) for request in requests]
+
+
+def check(answers: list[GenerationOutput], tokens: int = 12) -> None:
+    assert [answer.request_id for answer in answers] == [f"r{i}" for i in range(len(answers))]
+    for answer in answers:
+        assert answer.token_ids.tolist() == list(range(PROMPT, PROMPT + tokens)), "each position once, in order"
+        assert answer.versions.tolist() == sorted(answer.versions.tolist())
+        assert len(answer.logprobs) == tokens and answer.finish_reason == "length"
+
+
+@virtual_time
+async def test_requests_of_a_dead_engine_go_on_at_the_other_from_the_tokens_that_are_known() -> None:
+    async with Run() as run:
+        tasks = ask(run, 4)
+        await asyncio.sleep(7.5)
+        before = asyncio.get_running_loop().time()
+        run.kill(1)
+        check(await asyncio.gather(*tasks))
+        took = asyncio.get_running_loop().time() - before
+    assert took < 12, "a death costs what was made since the last heartbeat, not the whole answer"
+
+
+@virtual_time
+async def test_a_request_without_an_engine_waits_for_the_one_that_is_started() -> None:
+    async with Run(engines=1) as run:
+        tasks = ask(run, 3)
+        await asyncio.sleep(4.5)
+        run.kill(0)
+        check(await asyncio.gather(*tasks))
+        assert (run.supervisor.failures, run.supervisor.restarts, run.machine.made, run.machine.killed) == (1, 1, 2, 1)
+
+
+@virtual_time
+async def test_without_an_engine_the_requests_own_limit_holds() -> None:
+    async with Run(engines=1, timeout_s=2.0) as run:
+        (task,) = ask(run, 1)
+        await asyncio.sleep(0.5)
+        run.kill(0)
+        with pytest.raises(TimeoutError, match="request_timeout_s"):
+            await task
+
+
+@virtual_time
+async def test_an_engine_that_hangs_is_dead_after_the_limit_and_its_process_is_ended() -> None:
+    async with Run() as run:
+        tasks = ask(run, 4, tokens=20)
+        await asyncio.sleep(3.5)
+        old = run.client.engines[0]
+        run.hang(0)
+        check(await asyncio.gather(*tasks), tokens=20)
+        await asyncio.sleep(10)
+        assert old.gone.is_set()
+        assert run.client.engines[0] is not old and run.supervisor.restarts == 1
+
+
+@pytest.mark.parametrize("end", ["kill", "hang"])
+@virtual_time
+async def test_an_engine_that_dies_in_a_sync_is_left_out_of_it_and_gets_the_new_version_afterwards(end: str) -> None:
+    async with Run() as run:
+        tasks = ask(run, 4, tokens=30)
+        await asyncio.sleep(3.3)
+        sync = asyncio.create_task(run.sync())
+        await asyncio.sleep(0.2)
+        getattr(run, end)(1)
+        await sync
+        check(await asyncio.gather(*tasks), tokens=30)
+        await asyncio.sleep(10)
+        assert [engine.version for engine in run.client.engines] == [1, 1]
+        assert "update 1" in run.client.engines[1].calls
+
+
+@virtual_time
+async def test_a_newcomer_that_comes_while_the_others_are_paused_is_paused_too() -> None:
+    async with Run() as run:
+        run.kill(1)
+        await asyncio.sleep(2.5)  # a heartbeat has found it
+        await run.client.pause("keep")
+        await asyncio.sleep(10)
+        assert not run.client.engines[1].running.is_set()
+        await run.client.resume()
+        assert run.client.engines[1].running.is_set()
+
+
+@virtual_time
+async def test_when_all_restarts_are_used_the_run_ends_with_the_error_of_the_death() -> None:
+    async with Run(restarts=2) as run:
+        tasks = ask(run, 2, tokens=99)
+        for _ in range(3):
+            await asyncio.sleep(8.5)
+            run.kill(1)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(error) for error in found] == ["the actor died"] * 2
+        assert "generator.max_engine_restarts" in found[0].__notes__[-1]
+        with pytest.raises(EngineFailedError, match="the actor died"):
+            await run.client.pause("keep")
+
+
+@virtual_time
+async def test_restarts_are_counted_by_the_hour() -> None:
+    async with Run(restarts=1) as run:
+        for _ in range(3):
+            run.kill(1)
+            await asyncio.sleep(3700)
+        check(await asyncio.gather(*ask(run, 2)))
+        assert run.supervisor.restarts == 3
+
+
+@virtual_time
+async def test_a_newcomer_that_dies_while_it_loads_costs_another_restart() -> None:
+    async with Run(restarts=3) as run:
+        run.machine.broken_starts = 2
+        run.kill(1)
+        await asyncio.sleep(30)
+        assert run.supervisor.restarts == 1 and run.machine.made == 2 + 3
+        run.kill(0)
+        await asyncio.sleep(5)
+        with pytest.raises(EngineFailedError):
+            await run.client.stats()
+
+
+@virtual_time
+async def test_weights_that_do_not_arrive_in_a_newcomer_end_the_run() -> None:
+    async with Run() as run:
+        run.weights.fault = WeightSyncError("the engine received other bytes")
+        run.kill(1)
+        await asyncio.sleep(10)
+        with pytest.raises(WeightSyncError, match="other bytes"):
+            await run.client.resume()
+
+
+@virtual_time
+async def test_without_a_survivor_a_death_is_the_error_of_the_requests_that_the_engine_had() -> None:
+    run = Run()
+    tasks = ask(run, 4)
+    await asyncio.sleep(2.5)
+    run.kill(1)
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [isinstance(answer, EngineFailedError) for answer in found] == [False, True, False, True]
+
+
+@virtual_time
+async def test_an_engine_without_news_lives_as_long_as_it_answers_and_its_requests_begin_anew() -> None:
+    class Silent(Engine):
+        progress = InferenceEngine.progress
+
+    run = Run()
+    run.client.engines[1] = Silent(run.machine)
+    async with run:
+        tasks = ask(run, 4)
+        await asyncio.sleep(6.5)
+        assert "stats" in run.client.engines[1].calls
+        run.kill(1)
+        check(await asyncio.gather(*tasks))
+
+
+@virtual_time
+async def test_a_dead_engine_counts_nothing_and_is_not_asked_to_score() -> None:
+    async with Run() as run:
+        run.kill(1)
+        assert [s.generated_tokens for s in await run.client.stats()] == [7, 0]
+        assert len(await run.client.score([[1, 2]])) == 1
+
+
+@virtual_time
+async def test_a_request_that_waits_for_an_engine_can_be_ended() -> None:
+    async with Run(engines=1) as run:
+        tasks = ask(run, 1)
+        await asyncio.sleep(2.5)
+        run.kill(0)
+        await asyncio.sleep(1.5)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await asyncio.shield(tasks[0])
+        await run.client.abort(["r0"])
+        assert (await tasks[0]).finish_reason == "abort"
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.floats(0.0, 30.0),
+        st.sampled_from(["kill 0", "kill 1", "hang 0", "hang 1", "keep", "recompute"]),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=100)
+@example(events=[(1e-283, "recompute")], starts=[1e-90, 1e-116, 1e-283])  # a request in the turn of a cut
+@given(events=EVENTS, starts=st.lists(st.floats(0.0, 12.0), min_size=1, max_size=6))
+def test_whenever_engines_die_every_request_is_answered_once_and_whole(events, starts) -> None:
+    async def play() -> None:
+        async with Run() as run:
+            sampling = SamplingParams(max_tokens=12)
+
+            async def one(index: int, after: float) -> GenerationOutput:
+                await asyncio.sleep(after)
+                return await run.client.generate(GenerationRequest(f"r{index}", [1] * PROMPT, sampling))
+
+            async def happen(after: float, what: str) -> None:
+                await asyncio.sleep(after)
+                name, _, index = what.partition(" ")
+                if index:
+                    getattr(run, name)(int(index))
+                else:
+                    async with one_sync:
+                        await run.sync(name)
+
+            one_sync = asyncio.Lock()
+            tasks = [asyncio.create_task(one(i, after)) for i, after in enumerate(starts)]
+            await asyncio.gather(*(happen(after, what) for after, what in events))
+            check(await asyncio.gather(*tasks))
+            await asyncio.sleep(60)
+            assert {engine.version for engine in run.client.engines} == {run.weights.version}
+            assert [load.in_flight for load in run.client.pool.router.loads] == [0, 0]
+            assert not run.client._inflight and not run.client._cut
+
+    run_virtual(play())
