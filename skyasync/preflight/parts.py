@@ -23,7 +23,7 @@ from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.environment import judges
 from skyasync.config.schema.sampling import backend
 from skyasync.endpoint.parsers import VLLM, check_parsers
-from skyasync.engines.protocol import ENGINES, MAY_LACK, InferenceEngine
+from skyasync.engines.protocol import ENGINES, REQUIRED, InferenceEngine
 from skyasync.envs.base import STEP_FORM, BaseTextEnv
 from skyasync.envs.base import BaseTextEnv
 from skyasync.envs.check import STEP_FORM
