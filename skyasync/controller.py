@@ -128,7 +128,7 @@ class Controller:
         try:
             if not self._loaded:
                 assert self._experiment.restarting is not None
-                self._watch(await self._experiment.restarting.restart_workers(self._trainer))
+                self._watch(await self._experiment.restarting.restart_workers())
                 self._loaded = True
             await self._trainer.train()
         except Exception:

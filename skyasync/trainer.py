@@ -39,7 +39,6 @@ from skyasync.training.judging import Judging
 from skyasync.training.learner import Learner
 from skyasync.training.length import RunLength
 from skyasync.training.life import Life
-from skyasync.training.marks import Marks
 from skyasync.training.parts import Client, Parts
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.profiling import Profiling
@@ -113,9 +112,6 @@ class RayPPOTrainer(Life):
         self.refill = Refill(cfg, self.length)
         self.book = Bookkeeping(cfg, self.prompts, generator)
         self.saving = Saving(cfg, self.prompts, self.progress, self.phases, self.learner, self.book)
-        self.marks = Marks(
-            cfg, inference_engine_client, self.progress, self.phases, self.learner, self.book, self.saving
-        )
         self.cadence, self.profiling = Cadence(cfg.trainer, self.phases.now), Profiling(cfg.trainer.profile_steps)
         self.reporting = Reporting(
             tracker, callbacks, cfg.trainer.save_samples, trajectories=cfg.trainer.dump_trajectories
@@ -334,7 +330,7 @@ class RayPPOTrainer(Life):
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Hand the newest weights to engines that are idle, in the steps in which that is due."""
         if self.handover.due(self.global_step >= self.total_steps):
-            async with self.marks.syncing(), self.handover.syncing():
+            async with self.handover.syncing():
                 await self.weight_sync.sync(self.global_step)
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
@@ -345,7 +341,7 @@ class RayPPOTrainer(Life):
             async with self.handover.without_rollouts():
                 await self.sync_policy_weights_to_inference_engines()
         else:
-            async with self.marks.syncing(), self.handover.syncing():
+            async with self.handover.syncing():
                 await self.weight_sync.sync(self.global_step, self.handover.engines_paused)
 
     async def end_step(self, status: Metrics) -> None:

@@ -17,7 +17,6 @@ from skyasync.config.engine_rules import (
     check_adapters,
     check_engine,
     check_engine_kwargs,
-    check_restart,
     check_router_replay,
 )
 from skyasync.config.evaluation import check_evaluation, eval_sources
@@ -83,7 +82,6 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_streamed_data(cfg),
         *check_engine(cfg),
         *check_adapters(cfg),
-        *check_restart(cfg),
         *check_router_replay(cfg),
         *check_engine_kwargs(cfg),
         *check_hidden(cfg),

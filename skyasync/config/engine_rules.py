@@ -90,27 +90,6 @@ def check_adapters(cfg: Config) -> Iterator[str]:
         )
 
 
-def check_restart(cfg: Config) -> Iterator[str]:
-    """Weights that engines hold, and cannot give back as they were sent."""
-    from skyasync.engines.protocol import ENGINES
-
-    key, engine = "trainer.restart_from=engines", backend(cfg)
-    if cfg.trainer.restart_from != "engines":
-        return
-    if not ENGINES.about(engine).can["hands_back"]:
-        able = _with("hands_back")
-        yield (
-            f"{key} needs {able}: generator.backend={engine} cannot give weights back as "
-            f"they were sent; leave it at checkpoint"
-        )
-    if cfg.trainer.policy.lora.rank:
-        yield (
-            f"{key} cannot be had with trainer.policy.lora.rank={cfg.trainer.policy.lora.rank}: engines hold the "
-            f"weights with the adapters added to them, of which the adapters cannot be had again; leave it at "
-            f"checkpoint, and save often (checkpoints of adapters are small)"
-        )
-
-
 def _check_base(cfg: Config) -> Iterator[str]:
     """A base in few bits, whose numbers nobody else has."""
     lora, tensor = cfg.trainer.policy.lora, cfg.trainer.parallel.tensor

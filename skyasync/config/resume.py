@@ -52,11 +52,6 @@ def keeps_checkpoints(trainer: TrainerConfig) -> bool:
     return bool(trainer.ckpt_interval or trainer.ckpt_minutes or trainer.ckpt_best_metric)
 
 
-def restarts_workers(trainer: TrainerConfig) -> bool:
-    """Whether workers that die are started again: there is, or will be, something to go on from."""
-    return trainer.max_restarts > 0 and (keeps_checkpoints(trainer) or trainer.restart_from == "engines")
-
-
 def go_on_beside(trainer: TrainerConfig) -> None:
     """A run that was ended before its first checkpoint has its second try in ``<run_name>-2``, and so on: the same
     command goes on where one of them has come further. Settles ``run_name``."""

@@ -40,9 +40,9 @@ class SurvivalConfig(Settings):
     )
     restart_from: str = key(
         "checkpoint",
-        "What workers that are started again go on from: the newest checkpoint, or (engines) the weights that the "
-        "engines hold, where these are newer, with the moments of the newest checkpoint or, without one, fresh ones.",
-        choices=("checkpoint", "engines"),
+        "What workers that are started again resume from: the newest checkpoint.",
+        choices=("checkpoint",),
+        refused=(("engines", "removed; workers restart from the newest checkpoint: lower trainer.ckpt_interval"),),
         when="trainer.max_restarts",
     )
     heartbeat_timeout_s: float = key(

@@ -217,16 +217,6 @@ class InferenceClient:
         answers = await self.roster.all("update_weights", update)
         return sorted({name for unproven in answers.values() for name in unproven or ()})
 
-    async def held_versions(self) -> dict[int, int]:
-        """Per living engine, by its place, of a backend that ``hands_back``; -1 where nobody knows."""
-        return await self.roster.all("held_version")
-
-    async def hand_back(self, index: int, folder: str) -> str | None:
-        """A file of the weights that an engine computes with, which the caller removes; None if it dies."""
-        engine: Any = self.engines[index]
-        answer = await self.roster.ask(index, engine.hand_back(folder))
-        return answer[0] if answer else None
-
     async def sleep(self) -> None:
         await self.roster.all("sleep")
 

@@ -329,7 +329,6 @@ ENGINES = Registry(
         "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights
         "adaptable": "",  # module:function(config.json, gpus=) that says why it has no adapters of such a model, or ""
         "forgets_asleep": False,  # its weights are gone after ``sleep``
-        "hands_back": False,  # says what version it holds (``held_version``), and writes it to a file (``hand_back``)
         "returns_experts": False,  # can say which experts a mixture's routers chose
         "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
         "sampling": (),  # settings of generator.sampling_params that not every engine has

@@ -161,14 +161,6 @@ class RayEngine:
         unproven: Sequence[str] | None = await self._call("update_weights", update)
         return unproven
 
-    async def held_version(self) -> int:
-        version: int = await self._call("held_version")
-        return version
-
-    async def hand_back(self, folder: str) -> str:
-        path: str = await self._call("hand_back", folder)
-        return path
-
     async def sleep(self) -> None:
         await self._call("sleep")
 

@@ -58,11 +58,6 @@ class Ledger(Generic[G]):
         if name in self.versions:
             self.finished[name] = group
 
-    @property
-    def complete(self) -> dict[str, G]:
-        """Open prompts whose group is there: finished, or kept by a run before and not asked for yet."""
-        return {**self._given_back, **self.finished}
-
     def close(self, names: Iterable[str], end: End, reason: str = "") -> None:
         """How they ended. One that was never started (a plan brought it from elsewhere) is counted all the same."""
         for name in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from skyasync.config.resume import saves
@@ -40,9 +40,6 @@ class Bookkeeping:
         self._prompts, self._samples = prompts, cfg.generator.n_samples_per_prompt
         trainer = cfg.trainer
         self._keeps = trainer.ckpt_rollouts and saves(trainer)
-        self._remembers = trainer.restart_from == "engines"  # what was closed, until ``forget``
-        self._closed: list[saved.Kept] = []  # by each step that is remembered
-        self._forgotten = 0  # steps
         self._ids: dict[str, PromptId] = {}  # of open prompts
         self._rejected: dict[str, str] = {}  # found in the step in hand, and why
         self._undone = ""  # why the step in hand, and those since a checkpoint, count for nothing
@@ -55,7 +52,7 @@ class Bookkeeping:
 
     def finish(self, groups: Sequence[Group]) -> None:
         """The generator has given these."""
-        for group in groups if self._keeps or self._remembers else ():
+        for group in groups if self._keeps else ():
             self.ledger.finish(str(group.prompt.id), _copy(group))
 
     def reject(self, before: Sequence[Group], kept: Sequence[Group], why: str) -> None:
@@ -79,7 +76,6 @@ class Bookkeeping:
 
     def close(self, rollout: Rollout) -> Line:
         """A step has trained this; what is to be written about it."""
-        before = self._open() if self._remembers else None
         given_up = {str(group.prompt.id) for group in rollout.groups if _given_up(group)}
         rejected = {str(identity): DULL for identity in rollout.rejected} | self._rejected
         trained = {str(group.prompt.id): None for group in rollout.groups}
@@ -88,31 +84,9 @@ class Bookkeeping:
         for name in sorted(rejected.keys() - given_up):
             self.ledger.close([name], "rejected", rejected[name])
         self.ledger.close(sorted(given_up), "given_up", "no episode reached its end (environment.on_error)")
-        if before is not None:
-            self._closed.append(_without(before, self.ledger.versions.keys()))
         self._rejected, self._undone = {}, ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
-
-    @property
-    def place(self) -> int:
-        """How many steps have been closed so far."""
-        return self._forgotten + len(self._closed)
-
-    def forget(self, place: int) -> None:
-        """Nobody will ask again for what was closed before it."""
-        self._closed, self._forgotten = self._closed[place - self._forgotten :], place
-
-    def since(self, place: int) -> saved.Kept:
-        """The prompts that are open, and those that steps behind that place have closed: with their groups, as they
-        were given. What is in flight begins anew."""
-        every = [*self._closed[place - self._forgotten :], self._open()]
-        versions = {identity: version for kept in every for identity, version in kept.versions.items()}
-        return saved.Kept(versions, [group for kept in every for group in kept.groups])
-
-    def _open(self) -> saved.Kept:
-        versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
-        return saved.Kept(versions, [*self.ledger.complete.values()])
 
     async def look(self) -> None:
         """See what the generator has begun, before ``kept`` is asked for: the tokens so far are kept too."""
@@ -176,11 +150,6 @@ def _copy(group: Group) -> Group:
         own.metrics = dict(trajectory.metrics)
         trajectories.append(own)
     return Group(group.prompt, trajectories)
-
-
-def _without(kept: saved.Kept, names: Collection[str]) -> saved.Kept:
-    versions = {identity: version for identity, version in kept.versions.items() if str(identity) not in names}
-    return saved.Kept(versions, [group for group in kept.groups if str(group.prompt.id) not in names])
 
 
 def _given_up(group: Group) -> bool:

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from skyasync.data.prompts import PromptStream
     from skyasync.training.cadence import Cadence
-    from skyasync.training.marks import Marks
     from skyasync.training.parts import Client
     from skyasync.training.phases import Metrics
     from skyasync.training.profiling import Profiling
@@ -37,7 +36,6 @@ class Life(OneAhead):
 
     prompts: PromptStream
     saving: Saving
-    marks: Marks
     cadence: Cadence
     profiling: Profiling
     inference_engine_client: Client
@@ -79,10 +77,6 @@ class Life(OneAhead):
 
     async def _begin(self) -> None:
         resumed = await self.saving.resume()
-        if (unlogged := await self.marks.go_on(resumed=resumed)) is not None:
-            step, metrics = unlogged
-            self.reporting.log(metrics, step)
-        resumed = resumed or self.global_step > 0
         if self.learner.numbers.rolls_back and not resumed:
             await self.save_checkpoint()  # of what it began as: the first step may be one to undo
         await self.sync_policy_weights_to_inference_engines()

@@ -40,7 +40,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
 from skyasync.weight_sync.changed_weights import read_about
 from skyasync.weight_sync.lent import Borrower
-from skyasync.weight_sync.shared_memory import read_digests, read_weights, write_weights
+from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.update import Held, WeightUpdate
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ class EmbeddedCore:
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
         self._borrower = Borrower()
-        self._whole = True  # it holds one version, and nothing of another
         self._has, self._changed, self._adapted = Held(), ChangedInPlace(self._model), AdaptedInPlace(self._model)
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, Row] = {}  # every request that has not been answered
@@ -186,7 +185,6 @@ class EmbeddedCore:
                 unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
             )
         self._has.receive(update)
-        self._whole = False
         if "kinds" in update.info:
             weights = self._borrower.read(update.info)
             self._model.load_weights(weights, lent=True)
@@ -195,16 +193,6 @@ class EmbeddedCore:
             self._read(update.info["path"])
         self._has.settle(update)
         self._decoder.version = update.version
-        self._whole = True
-
-    def held_version(self) -> int:
-        """-1 where an update did not end well."""
-        return self._decoder.version if self._whole else -1
-
-    def hand_back(self, folder: str) -> str:
-        """What it computes with, as a file that whoever reads it removes; its path."""
-        held = self._model.tensors()
-        return write_weights({name: held[name] for name in self._model.own_names()}, folder)
 
     def _read(self, path: str) -> None:
         """A file of adapters, of changes, or of all weights."""

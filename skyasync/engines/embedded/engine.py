@@ -45,7 +45,6 @@ T = TypeVar("T")
     takes_changes=True,
     takes_adapters=("layers", "head"),
     returns_experts=True,
-    hands_back=True,
 )
 class TransformersEngine:
     """An ``InferenceEngine`` in this process, on one GPU or on CPU threads.
@@ -121,14 +120,6 @@ class TransformersEngine:
     async def update_weights(self, update: WeightUpdate) -> None:
         """See the protocol; needs no pause: the swap happens between two tokens, and the cache is kept."""
         await self._call(lambda: self._loaded.update_weights(update))
-
-    async def held_version(self) -> int:
-        """The policy version of the weights that it has; -1 if nobody knows."""
-        return await self._call(lambda: self._loaded.held_version())
-
-    async def hand_back(self, folder: str) -> str:
-        """Write them to a file of ``folder``, or of this machine's memory, which the caller removes; its path."""
-        return await self._call(lambda: self._loaded.hand_back(folder))
 
     async def sleep(self) -> None:
         await self._call(lambda: self._loaded.sleep())
