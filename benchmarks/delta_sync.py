@@ -29,8 +29,8 @@ from skyasync.data.datasets import load_prompts
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.envs.pool import local_pool
-from skyasync.plans import PLANS
 from skyasync.rollout.generator import EpisodeGenerator
+from skyasync.trainer.plans import PLANS
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.local import LocalDispatch

@@ -75,9 +75,9 @@ async def train(job: Job) -> dict[str, Any]:
     from skyasync.engines.embedded.engine import TransformersEngine
     from skyasync.engines.protocol import EngineConfig
     from skyasync.envs.pool import local_pool
-    from skyasync.plans import PLANS
     from skyasync.rollout.chat import ChatTokenizer
     from skyasync.rollout.generator import EpisodeGenerator
+    from skyasync.trainer.plans import PLANS
     from skyasync.weight_sync.sync import WeightSync
     from skyasync.workers.local import LocalDispatch
 

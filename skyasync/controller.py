@@ -27,8 +27,7 @@ from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from skyasync.callbacks import TrainerCallback, Watched
-from skyasync.cleanup import afterwards
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.cluster.logs import ProcessLogs, last_words
 from skyasync.cluster.ray_cluster import await_end, ended
 from skyasync.config.schema import Config, TrainerConfig
@@ -39,6 +38,7 @@ from skyasync.observe.terminal import ProgressView
 from skyasync.processes.calls import START_S
 from skyasync.registry import UserParts, add_user_parts, user_parts
 from skyasync.trainer import RayPPOTrainer
+from skyasync.utils.task_group import afterwards
 
 if TYPE_CHECKING:
     import ray.exceptions
@@ -67,7 +67,7 @@ class Experiment(Protocol):
     async def close(self) -> None: ...
 
 
-class _Recording(TrainerCallback):
+class _Recording(RunExtension):
     def __init__(self, recorder: ProgressRecorder) -> None:
         self._recorder = recorder
 
@@ -155,8 +155,8 @@ class Controller:
 
     async def report(self, seen: int) -> ProgressReport:
         if self._loaded:
-            self._recorder.phase(self._trainer.phase_name)
-            self._recorder.sample = getattr(self._trainer, "last_sample", None)
+            self._recorder.phase(self._trainer.context.phases.name)
+            self._recorder.sample = self._trainer.reporter.last_sample
         return self._recorder.report(seen)
 
     async def stop(self, saving: bool = False) -> int:
@@ -167,12 +167,11 @@ class Controller:
         """
         self._stopped = True
         if saving and self._trainer is not None:
-            self._trainer.saving.save_on_exit()
+            self._trainer.checkpointer.save_on_exit()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        saving_part = getattr(self._trainer, "saving", None)
-        return saving_part.saved_step if saving_part is not None else 0
+        return self._trainer.checkpointer.saved_step if self._trainer is not None else 0
 
 
 class Asked(Protocol[R]):

@@ -38,7 +38,7 @@ REGISTRIES = (
     "skyasync.engines.protocol:ENGINES",
     "skyasync.envs:ENVS",
     "skyasync.observe:TRACKERS",
-    "skyasync.plans:PLANS",
+    "skyasync.trainer.plans:PLANS",
     "skyasync.rewards:REWARDS",
     "skyasync.workers.roles:ROLES",
 )

@@ -17,7 +17,7 @@ from uuid import uuid4
 from skyasync.config.frozen import freeze
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.training.restarts import Restarts
+from skyasync.trainer.restarts import Restarts
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config
@@ -104,7 +104,7 @@ class Restarting:
         self._resume_anew()
         run.parts.dispatch = await asyncio.to_thread(run.get_dispatch)
         trainer = await asyncio.to_thread(run.parts.make_trainer)
-        await run.parts.dispatch.start(trainer.total_updates)
+        await run.parts.dispatch.start(trainer.context.length.updates)
         if turns is not None:
             turns.restart(run.parts.dispatch)
         run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch, run.parts.dispatch)

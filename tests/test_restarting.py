@@ -14,7 +14,7 @@ from skyasync.config.schema import Config
 from skyasync.observe.jsonl import read_rows
 from skyasync.processes.identity import born
 from skyasync.restarting import Restarting
-from skyasync.training.restarts import NAME
+from skyasync.trainer.restarts import NAME
 
 DEATH = RuntimeError("gone")
 

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from skyasync.together import not_halfway, run_together, within
+from skyasync.utils.task_group import not_halfway, run_together, within
 from tests.virtual_time import virtual_time
 
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.cluster.logs import NAMES
 from skyasync.observe import resources
 from skyasync.observe.resources import GIB
@@ -45,7 +45,7 @@ def of_this_job() -> dict[str, list[int]]:
     return found
 
 
-class Watch(TrainerCallback):
+class Watch(RunExtension):
     """Adds the newest reading to the metrics of each step.
 
     Args:
@@ -72,7 +72,7 @@ class Watch(TrainerCallback):
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory and disk", daemon=True)
 
-    def on_train_begin(self, trainer: Watched) -> None:
+    def on_start(self, trainer: Watched) -> None:
         if self._thread.ident is None:  # another trainer may go on where one has ended
             self._thread.start()
 

@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, cfg: Config, plan: str | type | None) -> Plan | None:
         """The chosen one; None for "": one that only the experiment knows."""
-        from skyasync.plans import PLANS
+        from skyasync.trainer.plans import PLANS
 
         if isinstance(plan, type):
             return cls(plan.__name__, PLANS.describe(plan), True)

@@ -73,7 +73,7 @@ class TrainerConfig(SurvivalConfig):
     plan: str = key(
         "sync",
         "The execution plan, where the experiment does not fix one.",
-        registry="skyasync.plans:PLANS",
+        registry="skyasync.trainer.plans:PLANS",
         open_ended=True,
     )
     strategy: str = key("fsdp2", "How the trained model is sharded over ranks.", choices=("fsdp2",))

@@ -60,7 +60,7 @@ def _policys(cfg: Config, key: Key) -> str:
 
 
 def _of_plans(cfg: Config, plan: Plan | None, asked: Collection[Key]) -> Iterator[str]:
-    from skyasync.plans import PLANS
+    from skyasync.trainer.plans import PLANS
 
     readers: dict[str, list[str]] = {}
     for name, about in PLANS.builtins().items():

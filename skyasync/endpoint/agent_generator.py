@@ -24,7 +24,7 @@ from skyasync.rollout.early_end import HasMetric
 from skyasync.rollout.rules import EpisodeRules, GivenUpError, give_up, without_number
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId
-from skyasync.together import together
+from skyasync.utils.task_group import together
 
 PLAYS = 3  # of an episode whose process another one may have ended
 

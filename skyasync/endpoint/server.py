@@ -28,7 +28,6 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from skyasync.cleanup import afterwards
 from skyasync.endpoint.agent_chat import AgentChat
 from skyasync.endpoint.calls import Calls
 from skyasync.endpoint.door import UNREAD, Door, middleware
@@ -45,6 +44,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import SamplingParams
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import TrajectoryId
+from skyasync.utils.task_group import afterwards
 
 LOOPBACK = "127.0.0.1"
 ANY_ADDRESS = ("0.0.0.0", "::", "")

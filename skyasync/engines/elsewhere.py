@@ -39,7 +39,7 @@ from skyasync.engines.protocol import (
 )
 from skyasync.engines.stopwatch import Stopwatch
 from skyasync.errors import UserError
-from skyasync.together import within
+from skyasync.utils.task_group import within
 from skyasync.weight_sync.update import Held, WakePart, WeightSyncError, WeightUpdate
 
 AGAIN_S = 1.0  # between two looks whether a server has come back

@@ -25,13 +25,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import InferenceEngine
 from skyasync.engines.revival import Revival, Weights
 from skyasync.engines.wanted import is_server, read, write, wrong_name
 from skyasync.errors import headline
-from skyasync.together import within
+from skyasync.utils.task_group import within
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ LEAVING_S = 30.0
 Make = Callable[[str], Awaitable[InferenceEngine]]
 
 
-class Membership(TrainerCallback):
+class Membership(RunExtension):
     """Makes the engines those of the file, from the beginning of training to ``close``.
 
     Args:
@@ -74,7 +74,7 @@ class Membership(TrainerCallback):
         self._seen = ""
         self._watching: asyncio.Task[None] | None = None
 
-    def on_train_begin(self, trainer: Watched) -> None:
+    def on_start(self, trainer: Watched) -> None:
         if self._watching is None:
             if not self._file.exists():  # else a controller that has died had it changed already
                 write(self._file, list(self._places))

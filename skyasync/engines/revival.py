@@ -27,13 +27,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineDiedError
 from skyasync.engines.roster import Loss
 from skyasync.errors import UserError, headline
 from skyasync.observe.timeline import Timeline
-from skyasync.together import within
+from skyasync.utils.task_group import within
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Budget:
         return f"{len(self._taken)} of {self.per_hour} restarts this hour"
 
 
-class Revival(TrainerCallback):
+class Revival(RunExtension):
     """Listens for the engines' heartbeats and replaces those that have died; from the first weight sync to ``close``.
 
     Args:
@@ -107,7 +107,7 @@ class Revival(TrainerCallback):
         self._tasks: set[asyncio.Task[None]] = set()
         self._reviving: dict[int, asyncio.Task[None]] = {}
 
-    def on_train_begin(self, trainer: Watched) -> None:
+    def on_start(self, trainer: Watched) -> None:
         self.begin()
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:

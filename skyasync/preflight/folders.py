@@ -11,9 +11,8 @@ from pathlib import Path
 from skyasync.config.resume import STATE, Resume, checkpoints_of
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.errors import UserError
-from skyasync.state.checkpoint import Checkpoints, refuse_other
-from skyasync.state.choice import choose
-from skyasync.state.recorded import check_recorded
+from skyasync.trainer.checkpoint.checkpoints import Checkpoints, choose, refuse_other
+from skyasync.trainer.checkpoint.settings_check import check_recorded
 
 
 def check_folders(trainer: TrainerConfig) -> None:

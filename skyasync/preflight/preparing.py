@@ -27,7 +27,6 @@ from skyasync.engines.settings import engine_config
 from skyasync.observe.claim import claim
 from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name
-from skyasync.plans import PLANS
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.devices import check_cores, without_gpus
 from skyasync.preflight.folders import check_folders, check_resuming
@@ -35,6 +34,7 @@ from skyasync.preflight.judges import check_judges
 from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.preflight.settling import settle_models, settle_references
 from skyasync.rollout.tokenizer import quick_tokenizer, told
+from skyasync.trainer.plans import PLANS
 from skyasync.workers.roles import Role
 
 #: Settings of OpenRLHF's that scripts export.

@@ -39,7 +39,7 @@ from skyasync.rollout.rules import (
 from skyasync.rollout.spares import first_complete, with_spares
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
-from skyasync.together import together
+from skyasync.utils.task_group import together
 
 __all__ = ["EpisodeGenerator", "EpisodeRules", "Generator"]
 

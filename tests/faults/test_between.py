@@ -25,7 +25,7 @@ class Dies(TrainerCallback):
 def run_in(plan: type[RayPPOTrainer], folder: Path, **settings: Any) -> Run:
     run_dir = RunDirectory(folder, "run", resume=True)
     run = make_run(plan, prompts=16, run_dir=run_dir, trainer__ckpt_interval=2, **settings)
-    run.trainer.reporting.tracker = MultiTracker(["jsonl"], run_dir)
+    run.trainer.context.tracker = MultiTracker(["jsonl"], run_dir)
     return run
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from skyasync.config.schema import Config
-from skyasync.plans import PLANS
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.testing.chaos import virtual
@@ -26,6 +25,7 @@ from skyasync.testing.chaos.virtual import NAMES, Play
 from skyasync.testing.chaos.virtual_parts import Engine
 from skyasync.testing.chaos.virtual_ranks import Ranks
 from skyasync.testing.chaos.virtual_run import Command, Virtual
+from skyasync.trainer.plans import PLANS
 
 pytestmark = pytest.mark.fault
 

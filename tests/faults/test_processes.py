@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.plans import PLANS
-from skyasync.state.ledger import audit
+from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.plans import PLANS
 from tests import warm
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines

@@ -27,13 +27,13 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.envs.pool import local_pool
 from skyasync.experiment import BasePPOExp
-from skyasync.plans import PLANS
 from skyasync.preflight.parts import check_parts
 from skyasync.preflight.settling import settle_references
 from skyasync.processes.local import LocalHost
 from skyasync.rewards.settings import env_settings
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.rules import EpisodeRules
+from skyasync.trainer.plans import PLANS
 from skyasync.weight_sync.sync import WeightSync
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import RecordingDispatch, Rows, engine_config

@@ -20,14 +20,14 @@ import torch
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
 from skyasync.engines.protocol import EngineStats
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
+from skyasync.utils import manifest
+from skyasync.utils.manifest import Sums
 
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
 EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, moved by these

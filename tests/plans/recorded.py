@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from skyasync.config.schema import Config
-from skyasync.plans import PLANS
+from skyasync.trainer.plans import PLANS
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.plans.admission import Admission, Limits
+from skyasync.trainer.plans.admission import Admission, Limits
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.plans.parts import PLANS, make_run, stream
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
@@ -138,7 +138,7 @@ def test_ctrl_c_at_any_moment_leaves_whole_steps_and_the_resumed_run_trains_exac
     else:
         assert trained == stream(10, epochs=2)
     assert [step for step, _ in first.tracker.rows + second.tracker.rows] == [1, 2, 3, 4, 5]
-    assert second.dispatch.weights == second.trainer.total_updates
+    assert second.dispatch.weights == second.trainer.context.length.updates
     assert second.sync.versions[0] == first.trainer.global_step
 
 

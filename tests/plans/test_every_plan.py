@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from tests.plans.parts import PLANS, make_run, stream
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
@@ -93,7 +93,7 @@ def test_max_training_steps_decide_unless_epochs_are_set(plan, caplog):
 def test_mini_batches_and_passes_update_the_policy_as_often_as_total_updates_says(plan):
     passes = 1 if plan is StreamedRayPPOTrainer else 3  # which has but one
     run = make_run(plan, prompts=8, trainer__policy_mini_batch_size=2, trainer__update_epochs_per_batch=passes).train()
-    assert run.dispatch.weights == run.trainer.total_updates == 2 * 2 * passes
+    assert run.dispatch.weights == run.trainer.context.length.updates == 2 * 2 * passes
     first_pass = [i for update in run.dispatch.trained[:2] for i in update]
     assert first_pass == stream(8)[:4]
     assert all(batch.proximal_logprobs is not None for batch in run.dispatch.batches)
@@ -181,9 +181,9 @@ def test_without_stamps_the_version_at_the_start_of_generation_counts(plan):
             before = self.policy_version
             task = asyncio.create_task(super().generate(prompts))
             await asyncio.sleep(0.5)
-            self.progress.version = before + 5
+            self.context.progress.version = before + 5
             rollout = await task
-            self.progress.version = before
+            self.context.progress.version = before
             assert all(group.oldest_version == before for group in rollout.groups)
             return rollout
 
@@ -446,7 +446,7 @@ def test_callbacks_hear_of_everything_in_order(plan, tmp_path):
 def test_the_policy_is_exported_after_the_last_step(plan, tmp_path):
     run = make_run(plan, prompts=8, trainer__export_path=str(tmp_path)).train()
     assert run.dispatch.exported == [tmp_path]
-    assert run.trainer.phase_name == "finished"
+    assert run.trainer.context.phases.name == "finished"
 
 
 # ---------------------------------------------------------------- generators of one's own

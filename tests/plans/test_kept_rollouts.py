@@ -13,13 +13,13 @@ import torch
 from skyasync.engines.client import InferenceClient
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout import saved
 from skyasync.rollout.types import Group, PromptId, Trajectory
-from skyasync.state.ledger import audit
 from skyasync.trainer import RayPPOTrainer
-from skyasync.training.bookkeeping import DULL, TRUNCATED
+from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 from tests.plans.parts import PLANS, make_run
@@ -106,7 +106,7 @@ def test_what_is_not_trained_stands_in_the_ledger_with_its_reason(plan: type, tm
     )  # fmt: skip
     run.train()
     rejected = {name: why for row in read_rows(folder.ledger) for name, why in row.get("rejected", {}).items()}
-    assert rejected == {"e0-i5": DULL, "e0-i2": TRUNCATED}
+    assert rejected == {"e0-i5": NO_SIGNAL, "e0-i2": TRUNCATED}
     assert {end.partition("@")[0] for (end,) in audit(read_rows(folder.ledger)).values()} == {"trained", "rejected"}
 
 
@@ -233,7 +233,7 @@ async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_h
     first.trainer.callbacks.append(Stop(after=3))
     with pytest.raises(Broken):
         await first.train()
-    kept = saved.read(tmp_path / "step_000002" / saved.FILE, first.trainer.prompts.of_identity)
+    kept = saved.read(tmp_path / "step_000002" / saved.FILE, first.trainer.context.prompts.of_identity)
     had = {str(t.id): t for t in kept.begun}
     assert sum(len(t.actions[0].tokens) for t in had.values() if t.actions) >= 40
 

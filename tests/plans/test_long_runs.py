@@ -18,10 +18,10 @@ from skyasync.observe.progress import ProgressRecorder
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import MultiTracker
-from skyasync.plans import PLANS
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.run import make_trainer
 from skyasync.simulate.settings import SimulationConfig
+from skyasync.trainer.plans import PLANS
 
 pytestmark = pytest.mark.slow
 
@@ -59,10 +59,10 @@ def test_what_a_run_holds_does_not_grow(plan: str, tmp_path: Path) -> None:
     async def run() -> None:
         trainer = make_trainer(cfg, PLANS.find(plan))
         run_dir = RunDirectory(tmp_path, "run")
-        trainer.reporting.tracker = MultiTracker(["jsonl"], run_dir)
-        trainer.reporting.run_dir = run_dir
+        trainer.context.tracker = MultiTracker(["jsonl"], run_dir)
+        trainer.context.run_dir = run_dir
         clock = asyncio.get_running_loop().time
-        trainer.phases.timeline = Timeline(run_dir.timeline, clock=clock, memory=64)
+        trainer.context.phases.timeline = Timeline(run_dir.timeline, clock=clock, memory=64)
         trainer.callbacks.append(counting)
         await trainer.train()
         assert len((run_dir.path / "metrics.jsonl").read_text().splitlines()) == STEPS + 1

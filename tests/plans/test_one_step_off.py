@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.errors import UserError
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.plans.parts import make_run, stream
 
 SECONDS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=1, max_size=5)

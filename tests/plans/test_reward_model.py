@@ -11,11 +11,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from skyasync.config.reward_models import RewardModel, reward_models
 from skyasync.config.schema import Config, RewardConfig
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 

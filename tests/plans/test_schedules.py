@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.rollout.types import Group, PromptId, Rollout
 from skyasync.simulate.clock import run_virtual
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from tests.plans.parts import make_run
 
 QUICK = 300
@@ -38,8 +38,8 @@ class Unlucky(FullyAsyncRayPPOTrainer):
 
     def prepare(self, seed: int, failures: float, history: History) -> None:
         self.chance, self.failures, self.history = random.Random(seed), failures, history
-        self.progress.resumed(*history.saved)
-        self.progress.handed_over()
+        self.context.progress.resumed(*history.saved)
+        self.context.progress.synced()
         self.submitted: dict[PromptId, int] = {}
         self.admitted_at: dict[PromptId, int] = {}
 
@@ -52,7 +52,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         for prompt in prompts:
             assert prompt.id not in self.admitted_at, "submitted twice"
             self.admitted_at[prompt.id] = self.policy_version
-        async with self.handover.rollout():
+        async with self.weight_updates.rollout():
             await self.happens()
         return [Group(prompt, []) for prompt in prompts], {}
 
@@ -63,23 +63,23 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         await self.happens()
         self.history.ages.update(self.global_step - self.admitted_at[group.prompt.id] for group in rollout.groups)
         self.history.unsaved += [group.prompt.id for group in rollout.groups]
-        self.progress.trained(rollout.position, rollout.ahead)
+        self.context.progress.trained(rollout.position, rollout.ahead)
         return {}
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        if not self.handover.due(self.global_step >= self.total_steps):
+        if not self.weight_updates.due(self.global_step >= self.total_steps):
             return
         if self.cfg.trainer.partial_rollout == "wait":
-            async with self.handover.without_rollouts():
+            async with self.weight_updates.without_rollouts():
                 await self.happens()
         else:
             await self.happens()
-        self.progress.handed_over()
+        self.context.progress.synced()
 
     async def end_step(self, status: dict[str, float]) -> None:
         await self.happens()
         if self.chance.random() < 0.5:
-            self.history.save((self.global_step, self.position, self.ahead))
+            self.history.save((self.global_step, self.context.progress.position, self.context.progress.ahead))
 
 
 class History:

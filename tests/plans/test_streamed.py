@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from skyasync.plans.streamed import Arrivals, StreamedRayPPOTrainer
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.streamed import Arrivals, StreamedRayPPOTrainer
 from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 from tests.plans.parts import dataset, make_run, stream

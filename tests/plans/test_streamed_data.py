@@ -10,8 +10,8 @@ import pytest
 
 from skyasync.data.stream import StreamedPrompts
 from skyasync.errors import UserError
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.rollout.types import Prompt
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from tests.plans.parts import PLANS, dataset, make_run
 
 

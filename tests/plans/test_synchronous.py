@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.plans import PLANS
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans import PLANS
 from tests.plans.parts import make_run
 
 SECONDS = st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=1, max_size=5)

@@ -16,7 +16,7 @@ from skyasync.rollout.convert import generator_output, groups_from_output
 from skyasync.rollout.early_end import EarlyEnd, decider
 from skyasync.rollout.metrics import rollout_metrics
 from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
-from skyasync.together import together
+from skyasync.utils.task_group import together
 from tests.rollout.episodes import action
 from tests.virtual_time import virtual_time
 

@@ -129,7 +129,7 @@ def test_what_cannot_take_the_first_is_refused_by_its_key(key: str, value: objec
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
 async def test_every_plan_trains_whole_groups_of_the_size_asked_for(plan: str, tmp_path_factory) -> None:
-    from skyasync.plans import PLANS
+    from skyasync.trainer.plans import PLANS
 
     class Remembering(Memory, PLANS.find(plan)): ...  # type: ignore[misc]
 

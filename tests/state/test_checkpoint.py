@@ -9,9 +9,8 @@ import pytest
 from skyasync.config.resume import Resume
 from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
-from skyasync.state import manifest
-from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
-from skyasync.state.choice import choose
+from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state
+from skyasync.utils import manifest
 from tests.virtual_time import virtual_time
 
 

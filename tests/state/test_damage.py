@@ -15,8 +15,8 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
-from skyasync.state import manifest
-from skyasync.state.checkpoint import Checkpoints, TrainState, glance
+from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, glance
+from skyasync.utils import manifest
 
 WEIGHTS = "policy/shard-00001.safetensors"
 

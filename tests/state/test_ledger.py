@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from skyasync.state.ledger import Ledger, audit, trained_behind
+from skyasync.trainer.checkpoint.ledger import Ledger, audit, trained_behind
 
 
 class AnyRun(RuleBasedStateMachine):

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from skyasync.testing.chaos.virtual import NAMES, WEIGHTS, play, play_all
-from skyasync.training.progress import Progress
+from skyasync.trainer.context import Progress
 
 pytestmark = pytest.mark.slow
 

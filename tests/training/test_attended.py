@@ -6,10 +6,10 @@ import traceback
 
 import pytest
 
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
-from skyasync.training.attended import GRACE_S
+from skyasync.trainer.plan_tasks import GRACE_S
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.plans.parts import make_run
 
 
@@ -171,7 +171,7 @@ def test_a_cancelled_run_stays_cancelled_and_its_tasks_end():
 
 
 def test_tasks_of_other_packages_answer_for_themselves(tmp_path, monkeypatch):
-    from skyasync.training import attended
+    from skyasync.trainer import plan_tasks as attended
 
     (tmp_path / "others.py").write_text(
         "import asyncio\n\ndef start(coroutine):\n    return asyncio.create_task(coroutine)\n"

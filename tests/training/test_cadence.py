@@ -11,8 +11,8 @@ import pytest
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.state.best import read_best
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.checkpoint.checkpoints import read_best
 from tests.plans.parts import Run, make_run
 
 
@@ -98,6 +98,6 @@ def test_minutes_count_from_the_last_time(tmp_path: Path) -> None:
 
 def test_the_policy_is_written_every_so_many_steps(tmp_path: Path) -> None:
     run = run_of(tmp_path / "checkpoints", *[0.0] * 5, trainer__export_interval=2)
-    run.trainer.reporting.run_dir = RunDirectory(tmp_path, "run")
+    run.trainer.context.run_dir = RunDirectory(tmp_path, "run")
     run.train()
     assert run.dispatch.exported == [tmp_path / "run" / "exports" / name for name in ("step_000002", "step_000004")]

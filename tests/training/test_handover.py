@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyasync.config import load_config
-from skyasync.training.handover import ENOUGH_TOKENS, HandOver
+from skyasync.trainer.weight_updates import ENOUGH_TOKENS, WeightUpdates
 
 PLENTY = {"staleness/tokens_0": float(ENOUGH_TOKENS), "gap/mean": 1e-6}
 
@@ -21,13 +21,14 @@ class Client:
     async def resume(self) -> None: ...
 
 
-def judged(overrides: list[str]) -> tuple[HandOver, list[tuple[int, float]]]:
+def judged(overrides: list[str]) -> tuple[WeightUpdates, list[tuple[int, float]]]:
     parts: Any = SimpleNamespace(step=3)
-    handover = HandOver(load_config(overrides), Client(), parts, parts)
+    context: Any = SimpleNamespace(cfg=load_config(overrides), client=Client(), progress=parts, phases=parts)
+    updates = WeightUpdates(context)
     told: list[tuple[int, float]] = []
     sync: Any = SimpleNamespace(sampled=lambda version, gap: told.append((version, gap)))
-    handover.weight_sync = sync
-    return handover, told
+    updates.weight_sync = sync
+    return updates, told
 
 
 @pytest.mark.parametrize(
@@ -35,23 +36,23 @@ def judged(overrides: list[str]) -> tuple[HandOver, list[tuple[int, float]]]:
     [("top_k=-1", True), ("temperature=0.7", False), ("top_p=0.9", False), ("min_tokens=2", False)],
 )
 def test_tokens_are_compared_that_were_drawn_as_the_probe_is_scored(setting: str, comparable: bool) -> None:
-    handover, told = judged([f"generator.sampling_params.{setting}"])
-    handover.look_at_tokens(PLENTY)
+    updates, told = judged([f"generator.sampling_params.{setting}"])
+    updates.check_sampled_tokens(PLENTY)
     assert told == [(3, 1e-6)] * comparable
 
 
 @pytest.mark.parametrize("missing", [{"staleness/tokens_0": 255.0}, {"staleness/tokens_0": 0.0}])
 def test_few_tokens_say_nothing(missing: dict[str, float]) -> None:
-    handover, told = judged([])
-    handover.look_at_tokens(PLENTY | missing)
-    handover.look_at_tokens({"staleness/tokens_0": 1e6})
+    updates, told = judged([])
+    updates.check_sampled_tokens(PLENTY | missing)
+    updates.check_sampled_tokens({"staleness/tokens_0": 1e6})
     assert told == []
 
 
 @pytest.mark.parametrize(("kept", "comparable"), [("keep", False), ("recompute", True)])
 async def test_tokens_that_read_caches_of_older_weights_prove_nothing(kept: str, comparable: bool) -> None:
-    handover, told = judged(["trainer.plan=fully_async", f"trainer.partial_rollout={kept}"])
-    async with handover.engines_paused():
+    updates, told = judged(["trainer.plan=fully_async", f"trainer.partial_rollout={kept}"])
+    async with updates.engines_paused():
         pass
-    handover.look_at_tokens(PLENTY)
+    updates.check_sampled_tokens(PLENTY)
     assert bool(told) is comparable

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.contract import TrajectoryGenerator
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.workers.roles import REWARD_ROLE
 from tests.plans.parts import EPOCH, ROW, Run, make_run
 
@@ -110,7 +110,7 @@ def test_every_plan_trains_the_rewards_that_whole_batches_gave(plan: type[RayPPO
 def test_a_model_on_the_engines_devices_waits_for_its_turn() -> None:
     judge = Judge(seconds=0.5)
     run = judged(RayPPOTrainer, judge)
-    run.trainer.judging.apart = False
+    run.trainer.context.reward_model.overlaps = False
     run.train()
     assert judge.asked == [8]
     assert run.tracker.of("time/step_s")[1] == pytest.approx(8.0)

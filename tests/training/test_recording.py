@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.recorded import files_of, read
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
 
@@ -31,7 +31,7 @@ class Fully(Memory, FullyAsyncRayPPOTrainer): ...
 
 async def trained(plan: type[RayPPOTrainer], model: str, folder: Path, **settings: Any) -> tuple[LocalRun, Path]:
     run = LocalRun(plan, config(model, steps=2, save_samples=3, dump_trajectories=True, **settings))
-    run.trainer.reporting.run_dir = RunDirectory(folder, "run")
+    run.trainer.context.run_dir = RunDirectory(folder, "run")
     await run.train()
     return run, folder / "run"
 
@@ -42,7 +42,7 @@ async def test_every_trajectory_that_was_trained_is_there(plan: Any, model: str,
     found = [read(path) for path in files_of(folder)]
     assert [recorded.groups for recorded in found] == run.trainer.trained
     assert [(recorded.step, recorded.total_steps) for recorded in found] == [(1, 2), (2, 2)]
-    assert found[-1].position == run.trainer.position
+    assert found[-1].position == run.trainer.context.progress.position
 
 
 async def test_the_trainers_log_probabilities_are_those_of_the_weights_before_the_update(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from tests.plans.parts import PLANS, Run, make_run, stream
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
@@ -222,7 +222,7 @@ def test_another_seed_is_refused_naming_both(tmp_path: Path) -> None:
 def test_other_prompts_are_refused_though_they_are_as_many(tmp_path: Path) -> None:
     run_of(tmp_path).train()
     run = run_of(tmp_path, trainer__resume_mode="latest")
-    run.trainer.prompts._dataset[5].messages[0]["content"] = "another question"
+    run.trainer.context.prompts._dataset[5].messages[0]["content"] = "another question"
     with pytest.raises(UserError, match=r"made with other prompts than data\.train_data has now"):
         run.train()
 
@@ -230,7 +230,7 @@ def test_other_prompts_are_refused_though_they_are_as_many(tmp_path: Path) -> No
 def test_a_system_prompt_is_a_setting_and_no_other_data(tmp_path: Path) -> None:
     run_of(tmp_path).train()
     run = run_of(tmp_path, trainer__resume_mode="latest")
-    for prompt in run.trainer.prompts._dataset:
+    for prompt in run.trainer.context.prompts._dataset:
         prompt.messages.insert(0, {"role": "system", "content": "Think."})
     run.train()
 
@@ -255,7 +255,7 @@ def test_a_model_of_another_shape_is_refused_before_it_is_loaded(tmp_path: Path)
 
 
 def _check(config: Path, recorded: dict[str, Any], run: Run) -> None:
-    from skyasync.state.recorded import check_recorded
+    from skyasync.trainer.checkpoint.settings_check import check_recorded
 
     config.write_text(json.dumps(recorded))
     check_recorded(config.parent, run.trainer.cfg)

@@ -8,7 +8,7 @@ from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.engines.vllm.adapter import lora_arguments
 from skyasync.errors import UserError
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapter_file import read_adapter, with_added
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import remove_weights

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.reductions import loss_numerators
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.workers.policy import PolicyWorker
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config

@@ -15,7 +15,7 @@ from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt
-from skyasync.training.progress import Progress
+from skyasync.trainer.context import Progress
 
 
 def with_epochs(cfg: Config, rows: int) -> Config:

@@ -38,7 +38,7 @@ from skyasync.engines.stopwatch import Stopwatch
 from skyasync.engines.vllm.core import VLLMCore, versions_of
 from skyasync.engines.vllm.setup import alike, sampling_parameters, scoring_parameters
 from skyasync.errors import UserError
-from skyasync.together import not_halfway
+from skyasync.utils.task_group import not_halfway
 from skyasync.weight_sync.changed_weights import read_about
 from skyasync.weight_sync.cuda_ipc import own_part
 from skyasync.weight_sync.lent import in_words

@@ -12,9 +12,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
 from skyasync.testing.chaos.virtual_parts import SILENCE_S, Life
+from skyasync.utils import manifest
+from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.update import WeightUpdate
 
 TRAIN_S, PUBLISH_S, SAVE_S, START_S = 2.0, 0.5, 1.0, 15.0

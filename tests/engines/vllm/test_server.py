@@ -29,7 +29,7 @@ from skyasync.engines.vllm.server import VLLMServerEngine
 from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.engines.wanted import write
 from skyasync.errors import UserError
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import remove_weights
@@ -310,7 +310,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     cfg = run_config(server.folder, steps=8, max_staleness=2, train_length=48)
     cfg.generator.engines, cfg.generator.weight_sync_dir = [extra["url"]], str(on_disk)
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
-    sync: Any = run.trainer.handover.weight_sync
+    sync: Any = run.trainer.weight_updates.weight_sync
     sync.keeper = run.dispatch
     revival = Revival(run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30)
     run.trainer.callbacks.append(revival)

@@ -1,0 +1,21 @@
+"""Execution plans by name; ``trainer.plan`` selects one.
+
+A plan says three things of itself, as class attributes: ``asynchronous``, that samples may come from an older policy
+than the one they train; ``streams``, that groups are trained before their batch is complete, while engines go on; and
+``reads``, the keys that are its own. A key that the chosen plan does not read is refused.
+"""
+
+from skyasync.registry import Registry
+
+PLANS = Registry(
+    "plan",
+    [
+        "skyasync.trainer.trainer",
+        "skyasync.trainer.plans.one_step_off",
+        "skyasync.trainer.plans.fully_async",
+        "skyasync.trainer.plans.streamed",
+    ],
+    capabilities={"asynchronous": False, "streams": False, "reads": ()},
+)
+
+__all__ = ["PLANS"]
