@@ -59,7 +59,7 @@ class Kill(TrainerCallback):
     def __init__(self, actor_class: str) -> None:
         self._actor_class = actor_class
 
-    def on_train_begin(self, trainer: Any) -> None:
+    def on_start(self, trainer: Any) -> None:
         _note(trainer.run_dir.path, what="goes on", took_s=0.0)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:

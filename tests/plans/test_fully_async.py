@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyasync.callbacks import TrainerCallback
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import GenerationOutput, GenerationRequest
 from skyasync.rollout.types import PromptId
@@ -160,16 +161,13 @@ class Stopped(Exception):
     pass
 
 
-class Stop:
+class Stop(TrainerCallback):
     def __init__(self, after: int) -> None:
         self._after = after
 
-    def __getattr__(self, event: str) -> Any:
-        def told(trainer: Any, *args: Any) -> None:
-            if event == "on_step_end" and trainer.global_step == self._after:
-                raise Stopped
-
-        return told
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.global_step == self._after:
+            raise Stopped
 
 
 # ---------------------------------------------------------------- errors

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyasync.callbacks import TrainerCallback
 from skyasync.engines.client import InferenceClient
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
@@ -147,18 +148,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=False)
 
 
-class Stop:
+class Stop(TrainerCallback):
     """Ends a run at the end of a step, before its checkpoint."""
 
     def __init__(self, after: int) -> None:
         self._after = after
 
-    def __getattr__(self, event: str) -> Any:
-        def told(trainer: Any, *args: Any) -> None:
-            if event == "on_step_end" and trainer.global_step == self._after:
-                raise Broken
-
-        return told
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.global_step == self._after:
+            raise Broken
 
 
 DEFINITE = [plan for plan in PLANS if plan is not FullyAsyncRayPPOTrainer]

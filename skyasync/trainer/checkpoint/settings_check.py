@@ -1,7 +1,7 @@
-"""The settings that a checkpoint was made with, and whether a run with others may go on from it.
+"""The settings that a checkpoint was made with, and whether a run with others may resume from it.
 
-Invariant: what is changed is said, each key in one line, and only what would make the position among the prompts or
-the weights wrong is refused: everything else is the user's to change.
+Invariant: changes are reported, one line for each key, and only what would make the position among the prompts or the
+weights wrong is an error: everything else is the user's to change.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ _SHAPE = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
+_ORDER = "the prompts would come in another order"
+
+Values = Mapping[str, Any]
+#: A key, its value in this run, its value in the checkpoint, and why they must be equal.
+Required = tuple[str, Any, Any, str]
 
 
 def record(cfg: Config) -> dict[str, Any]:
@@ -49,52 +54,34 @@ def check_recorded(folder: Path, cfg: Config) -> list[str]:
     """
     if not (folder / CONFIG).is_file():
         return []
-    made_with = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    before, here = made_with["config"], json.loads(json.dumps(hidden(asdict(cfg)), default=str))
-    _refuse(folder, made_with, here)
+    recorded = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    before, here = recorded["config"], json.loads(json.dumps(hidden(asdict(cfg)), default=str))
+    for key, now, then, why in _required(before, recorded["model"], here):
+        if now != then:
+            raise UserError(
+                f"{key}={written(now)}, but checkpoint {folder} was made with {written(then)}: {why}; resume "
+                f"with the recorded value, or set trainer.resume_mode=none to start anew"
+            )
     return [f"{path}: {old} -> {new}" for path, old, new in _changes(before, here, Keys.of(type(cfg)))]
 
 
-def _refuse(folder: Path, made_with: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    before, order = made_with["config"], "the prompts would come in another order"
-    for key, found, recorded, why in (
-        ("trainer.seed", _at(here, "trainer.seed"), _at(before, "trainer.seed"), order),
-        ("environment.domains (proportions)", _proportions(here), _proportions(before), order),
-        *_other_stream(before, here, order),
-        *_other_model(made_with["model"], here),
-        *_other_adapters(before, here),
-    ):
-        if found != recorded:
-            raise UserError(
-                f"{key}={written(found)}, but checkpoint {folder} was made with {written(recorded)}: {why}; resume "
-                f"with the recorded value, or set trainer.resume_mode=none to start anew"
-            )
+def _required(before: Values, model: Values, here: Values) -> Iterator[Required]:
+    def both(key: str, default: object = None) -> tuple[Any, Any]:
+        return _at(here, key, default), _at(before, key, default)
 
-
-def _other_stream(
-    before: Mapping[str, Any], here: Mapping[str, Any], order: str
-) -> Iterator[tuple[str, Any, Any, str]]:
-    old, new = (_at(config, "data.streaming", False) for config in (before, here))
-    yield "data.streaming", new, old, order
-    if old:
-        size = "data.shuffle_buffer"
-        yield size, _at(here, size), _at(before, size), order
-
-
-def _other_model(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
+    yield "trainer.seed", *both("trainer.seed"), _ORDER
+    yield "environment.domains (proportions)", _proportions(here), _proportions(before), _ORDER
+    yield "data.streaming", *both("data.streaming", False), _ORDER
+    if _at(before, "data.streaming", False):
+        yield "data.shuffle_buffer", *both("data.shuffle_buffer"), _ORDER
     path = str(_at(here, MODEL, ""))
-    now = _shape(path)
-    for name in before.keys() & now.keys():
-        yield f"{name} of {MODEL} ({path})", now[name], before[name], "its weights do not fit into this model"
-
-
-def _other_adapters(before: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
-    rank = f"{ADAPTERS}.rank"
-    old, new = (_at(config, rank, 0) for config in (before, here))
-    yield rank, new, old, "it holds adapters of that rank (of rank 0: whole weights)"
-    if old:
-        alpha = f"{ADAPTERS}.alpha"
-        yield alpha, _at(here, alpha), _at(before, alpha), "its adapters would weigh otherwise"
+    shape = _shape(path)
+    for name in model.keys() & shape.keys():
+        yield f"{name} of {MODEL} ({path})", shape[name], model[name], "its weights do not fit into this model"
+    rank, alpha = f"{ADAPTERS}.rank", f"{ADAPTERS}.alpha"
+    yield rank, *both(rank, 0), "it holds adapters of that rank (of rank 0: whole weights)"
+    if _at(before, rank, 0):
+        yield alpha, *both(alpha), "its adapters would weigh otherwise"
 
 
 def _shape(path: str) -> dict[str, Any]:
@@ -106,26 +93,21 @@ def _shape(path: str) -> dict[str, Any]:
     return {name: values[name] for name in _SHAPE if values.get(name) is not None}
 
 
-def _changes(before: Mapping[str, Any], here: Mapping[str, Any], keys: Keys) -> Iterator[tuple[str, str, str]]:
+def _changes(before: Values, here: Values, keys: Keys) -> Iterator[tuple[str, str, str]]:
     for key in keys:
-        if key.path in _SILENT:
-            continue
         old, new = _at(before, key.path, key.default), _at(here, key.path, key.default)
-        if old == new:
+        if key.path in _SILENT or old == new:
             continue
-        if key.is_mapping and isinstance(old, Mapping) and isinstance(new, Mapping):
-            for name in sorted({*old, *new}):
-                if old.get(name) != new.get(name):
-                    yield f"{key.path}.{name}", _said(old, name), _said(new, name)
-        else:
+        if not (key.is_mapping and isinstance(old, Mapping) and isinstance(new, Mapping)):
             yield key.path, written(old), written(new)
+            continue
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name):
+                then, now = (written(side[name]) if name in side else "(not set)" for side in (old, new))
+                yield f"{key.path}.{name}", then, now
 
 
-def _said(entries: Mapping[str, Any], name: str) -> str:
-    return written(entries[name]) if name in entries else "(not set)"
-
-
-def _proportions(config: Mapping[str, Any]) -> dict[str, Any]:
+def _proportions(config: Values) -> dict[str, Any]:
     domains = _at(config, "environment.domains", {})
     if not isinstance(domains, Mapping):
         return {}
