@@ -49,7 +49,11 @@ def main(
         if DRY_RUN in arguments:
             raise SystemExit(_dry_run(arguments, schema, fixed))
         experiment = _experiment(experiment_class)(configuration(arguments, schema, fixed))
-        experiment.callbacks = list(callbacks)
+        if callbacks:
+            from skyasync.preflight.parts import check_callbacks
+
+            check_callbacks([type(callback) for callback in callbacks])
+            experiment.callbacks = list(callbacks)
         return _run(experiment)
     except UserError as error:
         exit_with(error)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from itertools import chain
 from math import ceil
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
@@ -58,6 +60,27 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
     from skyasync.workers.protocol import WorkerDispatch
 
 T = TypeVar("T")
+
+#: Attributes of earlier versions, which plans and hooks of users may read.
+FORMER = {
+    "ahead": "context.progress.ahead",
+    "book": "checkpointer.ledger",
+    "cadence": "context.schedule",
+    "handover": "weight_updates",
+    "judging": "context.reward_model",
+    "kl_controller": "learner.kl_controller",
+    "last_sample": "reporter.last_sample",
+    "length": "context.length",
+    "phase_name": "context.phases.name",
+    "phases": "context.phases",
+    "position": "context.progress.position",
+    "progress": "context.progress",
+    "prompts": "context.prompts",
+    "refill": "context.refill",
+    "reporting": "reporter",
+    "saving": "checkpointer",
+    "total_updates": "context.length.updates",
+}
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +152,14 @@ class RayPPOTrainer(AlgorithmHooks):
         super().__init_subclass__(**more)
         if "train" in vars(cls):
             cls.train = supervised(vars(cls)["train"])  # type: ignore[method-assign]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            if name not in FORMER:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            warnings.warn(f"{type(self).__name__}.{name} is called {FORMER[name]} now", FutureWarning, stacklevel=2)
+            return attrgetter(FORMER[name])(self)
 
     @classmethod
     def get_trainer(cls, **parts: Unpack[Parts]) -> RayPPOTrainer:

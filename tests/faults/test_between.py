@@ -12,7 +12,7 @@ from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.trackers import MultiTracker
 from skyasync.trainer import RayPPOTrainer
-from tests.plans.parts import PLANS, Run, make_run
+from tests.trainer.plans.parts import PLANS, Run, make_run
 
 
 class Dies(TrainerCallback):

@@ -25,8 +25,8 @@ from skyasync.tools.replaying import ReplayTrainer
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, OddBytes, config
-from tests.plans.parts import PLANS, Run, make_run, stream
+from tests.trainer.plans.local_run import LocalRun, OddBytes, config
+from tests.trainer.plans.parts import PLANS, Run, make_run, stream
 
 pytestmark = pytest.mark.slow
 

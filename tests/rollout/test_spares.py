@@ -15,7 +15,7 @@ from skyasync.rollout.spares import first_complete, with_spares
 from skyasync.rollout.types import GeneratorInput, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.clock import run_virtual
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, config
+from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 
 def asked_for(groups: int, samples: int) -> GeneratorInput:

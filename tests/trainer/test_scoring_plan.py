@@ -8,7 +8,7 @@ import pytest
 
 from skyasync.algorithms.objective import Objective
 from skyasync.trainer.learner import ScoringPlan
-from tests.plans.parts import config
+from tests.trainer.plans.parts import config
 
 
 def plan_of(**settings: Any) -> ScoringPlan:

@@ -16,7 +16,7 @@ from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers import checkpoint
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.planning.models import configuration
-from tests.plans.local_run import LocalRun, config, without_times
+from tests.trainer.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
 
 PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]

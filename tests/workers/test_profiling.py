@@ -9,7 +9,7 @@ import pytest
 
 from skyasync.observe.run_dir import RunDirectory
 from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, config
+from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Where every prompt of a run is: the book of who owns it, and of how each one ended.
+"""The state of every prompt of a run, who owns it, and how each one ended.
 
 ```
  (stream) ──start──▶ in flight ──finish──▶ finished ──close──▶ trained | rejected | given up

@@ -37,8 +37,8 @@ from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError, We
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.engines.vllm.models import perturb, publish, token_logprobs
-from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens
-from tests.plans.local_run import config as run_config
+from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens
+from tests.trainer.plans.local_run import config as run_config
 from tests.warm import interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
