@@ -1,7 +1,7 @@
-"""What has died in a run and was started again: ``restarts.jsonl`` in its folder, and how often that may be.
+"""Processes that failed and were started again: ``restarts.jsonl`` in the run's folder, and how often that may be.
 
 Invariant: workers and the controller draw on one budget, ``trainer.max_restarts`` in an hour of one command, whichever
-process counts. What is started again goes on from a checkpoint that this command has written, or, while there is none,
+process counts. What is started again resumes from a checkpoint that this command has written, or, while there is none,
 from where it began.
 """
 
@@ -38,7 +38,7 @@ class Restarts:
     _taken: list[float] = field(default_factory=list)  # by this process, should the file not be written
 
     def take(self, what: str, step: int, error: BaseException) -> bool:
-        """Count one, behind ``step``; false if the budget of the hour is used, which the error is told."""
+        """Count one, after ``step``; false if the budget of the hour is used, which is added to the error as a note."""
         used = self.used()
         if used >= self.per_hour:
             if self.per_hour:

@@ -50,12 +50,12 @@ class RewardModelScorer:
         self._asking = asyncio.Lock()
 
     async def while_generating(
-        self, generate: Callable[[Prompt], Awaitable[list[Group]]], prompts: Sequence[Prompt]
+        self, generate: Callable[[Prompt], Awaitable[tuple[list[Group], Metrics]]], prompts: Sequence[Prompt]
     ) -> list[Group]:
         """The groups of these prompts, each scored as soon as ``generate`` has returned it."""
 
         async def one(prompt: Prompt) -> list[Group]:
-            groups = await generate(prompt)
+            groups, _ = await generate(prompt)
             await self.add_scores(groups)
             return groups
 

@@ -238,7 +238,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 left = [prompt for prompt in prompts if prompt.id not in finished]
                 self.weight_updates.check_awake(type(self).__name__)
                 if scorer.overlaps and len(left) > 1 and hands_over_trajectories(self.generator):
-                    groups = await scorer.while_generating(self._roll_out_one, left)
+                    groups = await scorer.while_generating(lambda one: self._play([one], self.policy_version), left)
                 else:
                     groups, found = await self._play(left, version)
                     await scorer.add_scores(groups)
@@ -250,10 +250,6 @@ class RayPPOTrainer(AlgorithmHooks):
         if self.context.refill.active:  # what is worth keeping is decided by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | found
-
-    async def _roll_out_one(self, prompt: Prompt) -> list[Group]:
-        groups, _ = await self._play([prompt], self.policy_version)
-        return groups
 
     async def _play(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
         request = request_for(prompts, self.cfg.generator)
@@ -435,23 +431,20 @@ class RayPPOTrainer(AlgorithmHooks):
         pause = self.cfg.trainer.eval_mode == "pause"
         async with self.weight_updates.without_rollouts() if pause else nullcontext():
             with self.timed("eval", metrics, "evaluation"):
-                metrics |= await self._evaluation()
+                groups: list[Group] = []
+                for prompts, request in eval_requests(self.eval_dataset, self.cfg):
+                    self.weight_updates.check_awake(type(self).__name__)
+                    async with self.context.phases.limited("evaluation"):
+                        found, _ = await play(self.generator, request, prompts, self.policy_version)
+                    await self.context.reward_model.add_scores(found)
+                    groups += found
+                self.learner.guard.check_rewards(groups)
+                scoring = Scoring.of(self.cfg)
+                scores = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
+                metrics |= eval_metrics(groups, scores)
         metrics["eval/version"] = float(self.policy_version)
         await notify(self, "on_evaluate", metrics)
         return metrics
-
-    async def _evaluation(self) -> Metrics:
-        groups: list[Group] = []
-        for prompts, request in eval_requests(self.eval_dataset, self.cfg):
-            self.weight_updates.check_awake(type(self).__name__)
-            async with self.context.phases.limited("evaluation"):
-                found, _ = await play(self.generator, request, prompts, self.policy_version)
-            await self.context.reward_model.add_scores(found)
-            groups += found
-        self.learner.guard.check_rewards(groups)
-        scoring = Scoring.of(self.cfg)
-        numbers = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
-        return eval_metrics(groups, numbers)
 
     async def save_checkpoint(self, *, patient: bool = True) -> Path | None:
         """Model, optimizer, data position and versions; complete or absent.

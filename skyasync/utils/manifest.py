@@ -1,7 +1,7 @@
 """Which files a checkpoint has, how long they are, and what their bytes add up to; a manifest has a sum of its own.
 
 Invariant: a digest is taken of the bytes that are handed to the file system, not of what it gives back later, so a
-file that arrived damaged is told from one that was written. What a manifest lists is on the disk before it is.
+file that arrived damaged differs from one that was written. What a manifest lists is on the disk before it is.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SummingFile:
 
 @contextmanager
 def summed(path: Path, into: Sums, name: str) -> Iterator[SummingFile]:
-    """Write ``path``; behind the block it is on the disk and ``into[name]`` says what it must hold."""
+    """Write ``path``; after the block it is on the disk and ``into[name]`` says what it must hold."""
     with path.open("wb") as file:
         summing = SummingFile(file)
         yield summing
@@ -83,13 +83,13 @@ def sum_of(path: Path) -> FileSum:
 
 
 def sync_file(path: Path) -> None:
-    """What has been written to a file by whomever is on the disk."""
+    """Flush a file that others have written to the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

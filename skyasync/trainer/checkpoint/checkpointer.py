@@ -44,6 +44,7 @@ class Checkpointer:
         checkpoints: where they are; None if the run keeps none.
         complete: those that are new, until they are taken from here.
         ledger: the prompts, whose open ones checkpoints keep.
+        saved_step: of the newest checkpoint, or where the run began.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Checkpointer:
         self.ledger = ledger
         self._context, self._cfg, self._phases = context, context.cfg.trainer, context.phases
         self._learner, self._extensions = learner, extensions
-        self._saved_step = 0  # in the newest checkpoint, or where the run began
-        self._asked = False  # to save on exit, while the run goes on
+        self.saved_step = 0
+        self._saves_on_exit = context.cfg.trainer.ckpt_on_exit
         self._between_steps = True  # false while a step changes weights and position, and if it failed at that
         self._failures, self._problem = 0, ""  # in a row, and what the last of them was
         self._task: asyncio.Task[Path] | None = None  # writes while training goes on
@@ -97,20 +98,11 @@ class Checkpointer:
     @property
     def wanted_on_exit(self) -> bool:
         """A run that ends now should leave a checkpoint of its last whole step, and has none of it yet."""
-        return self._saves_on_exit and self._between_steps and self._context.progress.step > self._saved_step
+        return self._saves_on_exit and self._between_steps and self._context.progress.step > self.saved_step
 
     def save_on_exit(self) -> None:
         """From here on as with ``ckpt_on_exit``, if this run keeps checkpoints: the run is to end."""
-        self._asked = keeps_checkpoints(self._cfg)
-
-    @property
-    def saved_step(self) -> int:
-        """Of the newest checkpoint, or where the run began."""
-        return self._saved_step
-
-    @property
-    def _saves_on_exit(self) -> bool:
-        return self._cfg.ckpt_on_exit or self._asked
+        self._saves_on_exit = self._saves_on_exit or keeps_checkpoints(self._cfg)
 
     def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
         """Whether the current step is the best so far by ``ckpt_best_metric``: then its checkpoint is to be kept.
@@ -216,7 +208,7 @@ class Checkpointer:
             load_states(self._extensions, folder)
         self._set_coefficient(state)
         self._context.progress.resumed(state.step, state.position, state.ahead)
-        self._saved_step = state.step
+        self.saved_step = state.step
         return True
 
     async def roll_back(self) -> int:
@@ -304,7 +296,7 @@ class Checkpointer:
         except OSError as error:
             self._fail(step, error, patient)
             return None
-        self._saved_step, self._failures, self._problem = step, 0, ""
+        self.saved_step, self._failures, self._problem = step, 0, ""
         if (value := self._better.pop(step, None)) is not None and self.checkpoints is not None:
             self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
         self.complete.append(folder)
@@ -313,7 +305,7 @@ class Checkpointer:
     def _fail(self, step: int, error: OSError, patient: bool) -> None:
         self._failures += 1
         self._better.pop(step, None)
-        newest = f"the newest is of step {self._saved_step}" if self._saved_step else "there is none yet"
+        newest = f"the newest is of step {self.saved_step}" if self.saved_step else "there is none yet"
         self._problem = f"the checkpoint of step {step} could not be saved: {error} ({newest})"
         if not patient:
             raise UserError(self._problem) from error

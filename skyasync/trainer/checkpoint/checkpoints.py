@@ -34,7 +34,7 @@ _LISTED = "manifest"  # in state.json: there is one, so that without it the fold
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a run needs to go on, besides the workers' own state.
+    """What a run needs to resume, besides the workers' own state.
 
     All prompts before ``position`` have been trained, and those in ``ahead``, which overtook others;
     ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
@@ -101,7 +101,7 @@ class Checkpoints:
         return Unfinished(self.folder / _name(step), now_ns, self._written)
 
     def latest(self) -> Path | None:
-        """The checkpoint that was written last and shows no damage at a glance; what shows some is told."""
+        """The checkpoint that was written last and shows no damage at a glance; others are logged."""
         for folder in self.newest_first():
             if not (problem := glance(folder)):
                 return folder
@@ -136,7 +136,7 @@ class Checkpoints:
         raise UserError(f"trainer.resume_mode={step}: {self.folder} has no checkpoint of that step ({there})")
 
     def skip(self, folder: Path, problem: str) -> None:
-        """A checkpoint is damaged: told in a line, and no more counted among those to keep."""
+        """A checkpoint is damaged: this is logged, and it is not counted among those to keep."""
         log.warning("checkpoint %s is damaged and left out: %s", folder, problem)
         self.damaged.add(folder)
 

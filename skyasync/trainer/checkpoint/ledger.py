@@ -8,14 +8,14 @@
 |-----------|-------------------------------------------|--------------------------------------------------------------|
 | (stream)  | the position in the prompt stream, until  | it is a number in every checkpoint                           |
 |           | the plan admits it                        |                                                              |
-| in flight | the generator's task                      | an engine or environment: another goes on with it; a rank,   |
-|           |                                           | the controller, the program: whoever goes on has the tokens  |
-|           |                                           | that the checkpoint holds, or generates it anew              |
-| finished  | this ledger, and the plan's buffer        | the checkpoint holds the group; whoever goes on trains it    |
-| closed    | the step that trained or rejected it      | a step half done is not counted: it is redone from the       |
+| in flight | the generator's task                      | an engine or environment: another one continues it; a rank,  |
+|           |                                           | the controller, the program: the resumed run has the tokens  |
+|           |                                           | that the checkpoint holds, or generates it again             |
+| finished  | this ledger, and the plan's buffer        | the checkpoint holds the group; the resumed run trains it    |
+| closed    | the step that trained or rejected it      | a step half done is not counted: it is made again from the   |
 |           |                                           | checkpoint before it                                         |
 
-Pure: no asyncio, no I/O. Invariant: a prompt is open from its start to its close and stands in one state at a time;
+Pure: no asyncio, no I/O. Invariant: a prompt is open from its start to its close and is in one state at a time;
 what a checkpoint keeps of the open ones is exactly what a resumed run is given back, once.
 """
 
@@ -28,7 +28,7 @@ from typing import Generic, Literal, TypeVar
 G = TypeVar("G")  # what a finished prompt has become
 End = Literal["trained", "rejected", "given_up"]
 Line = dict[str, object]
-UNDONE = "undone"  # in a line: what earlier ones say was trained was given up after all
+UNDONE = "undone"  # in a line: prompts that earlier lines have as trained
 
 
 @dataclass
