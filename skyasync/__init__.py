@@ -82,11 +82,8 @@ def __getattr__(name: str) -> object:
     return value
 
 
-#: Modules, or packages of them, as programs of earlier versions import them.
-_MOVED = {
-    "skyasync.plans": "skyasync.trainer.plans",
-    "skyasync.together": "skyasync.utils.task_group",
-}
+#: Modules of this package, or packages in it, as programs of earlier versions import them.
+_MOVED = {"plans": "trainer.plans", "together": "utils.task_group"}
 
 
 class _Moved:
@@ -95,8 +92,9 @@ class _Moved:
     @staticmethod
     def find_spec(name: str, *where: object) -> ModuleSpec | None:
         for former, new in _MOVED.items():
-            if name == former or name.startswith(f"{former}."):
-                return spec_from_loader(name, _Moved(), origin=new + name.removeprefix(former))  # type: ignore[arg-type]
+            if f"{name}.".startswith(f"{__name__}.{former}."):
+                origin = name.replace(former, new, 1)
+                return spec_from_loader(name, _Moved(), origin=origin)  # type: ignore[arg-type]
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
