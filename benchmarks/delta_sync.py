@@ -31,6 +31,7 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.plans import PLANS
 from skyasync.rollout.generator import EpisodeGenerator
+from skyasync.trainer.plans import PLANS
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.local import LocalDispatch

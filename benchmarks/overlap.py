@@ -123,9 +123,9 @@ class Bench:
         from skyasync.data.datasets import load_prompts
         from skyasync.envs.pool import local_pool
         from skyasync.observe.timeline import Timeline
-        from skyasync.plans import PLANS
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.rollout.generator import EpisodeGenerator
+        from skyasync.trainer.plans import PLANS
         from skyasync.weight_sync.sync import WeightSync
         from skyasync.workers.local import LocalDispatch
 

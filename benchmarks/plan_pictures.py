@@ -18,11 +18,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from skyasync.observe.timeline import Timeline
-from skyasync.plans import PLANS
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import Sequence, VirtualEngine
 from skyasync.simulate.run import make_trainer
 from skyasync.simulate.settings import SimulationConfig
+from skyasync.trainer.plans import PLANS
 
 STEPS, SLOTS = 6, 8
 WIDTH, LEFT, ROW, BAR, SCALE = 900, 62, 15, 12, 3.9  # pixels; SCALE per second
@@ -93,7 +93,7 @@ def watch(plan: str) -> Drawn:
         client = trainer.inference_engine_client
         client.engines[:] = [WatchedEngine(engine, drawn) for engine in client.engines]
         loop = asyncio.get_running_loop()
-        trainer.phases.timeline = timeline = Timeline(None, clock=loop.time)
+        trainer.context.phases.timeline = timeline = Timeline(None, clock=loop.time)
         await trainer.train()
         work = "update" if any(span.name == "update" for span in timeline.spans()) else "train"
         drawn.trained += [(span.start_s, span.end_s) for span in timeline.spans() if span.name == work]

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from skyasync import BasePPOExp, TrainerCallback, load_config
 from skyasync.config.schema import Config
 from skyasync.observe.jsonl import append_rows, read_rows
-from skyasync.state.ledger import audit
+from skyasync.trainer.checkpoint.ledger import audit
 
 if TYPE_CHECKING:
     from skyasync.workers.dispatch import RayWorkerDispatch
@@ -59,7 +59,7 @@ class Kill(TrainerCallback):
     def __init__(self, actor_class: str) -> None:
         self._actor_class = actor_class
 
-    def on_train_begin(self, trainer: Any) -> None:
+    def on_start(self, trainer: Any) -> None:
         _note(trainer.run_dir.path, what="goes on", took_s=0.0)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from skyasync.cli.train import TINY_CONFIG
 from skyasync.observe.jsonl import read_rows
-from skyasync.state.ledger import audit
+from skyasync.trainer.checkpoint.ledger import audit
 
 HELD = ("controller", "workers", "engines", "environments", "object_store", "shared")
 SETTLED = 0.2  # of the run

@@ -78,6 +78,7 @@ async def train(job: Job) -> dict[str, Any]:
     from skyasync.plans import PLANS
     from skyasync.rollout.chat import ChatTokenizer
     from skyasync.rollout.generator import EpisodeGenerator
+    from skyasync.trainer.plans import PLANS
     from skyasync.weight_sync.sync import WeightSync
     from skyasync.workers.local import LocalDispatch
 

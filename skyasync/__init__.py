@@ -7,7 +7,12 @@ line is refused before torch is loaded.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +26,14 @@ if TYPE_CHECKING:
     from skyasync.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.plans.streamed import StreamedRayPPOTrainer
     from skyasync.run.experiment import BasePPOExp
+    from skyasync.experiment import BasePPOExp
+    from skyasync.main import main
     from skyasync.trainer import RayPPOTrainer
+    from skyasync.trainer.extensions.early_stopping import EarlyStopping
+    from skyasync.trainer.plans import PLANS
+    from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+    from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
+    from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 
 # Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew and that may lack
 # what this one has. Ray reads the variable when it is imported.
@@ -32,15 +44,16 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
-    "AsyncRayPPOTrainer": "skyasync.plans.one_step_off",
+    "AsyncRayPPOTrainer": "skyasync.trainer.plans.one_step_off",
     "BasePPOExp": "skyasync.run.experiment",
     "BaseTextEnv": "skyasync.envs",
     "BaseTextEnvStepOutput": "skyasync.envs",
     "Config": "skyasync.config",
-    "FullyAsyncRayPPOTrainer": "skyasync.plans.fully_async",
-    "PLANS": "skyasync.plans",
+    "EarlyStopping": "skyasync.trainer.extensions.early_stopping",
+    "FullyAsyncRayPPOTrainer": "skyasync.trainer.plans.fully_async",
+    "PLANS": "skyasync.trainer.plans",
     "RayPPOTrainer": "skyasync.trainer",
-    "StreamedRayPPOTrainer": "skyasync.plans.streamed",
+    "StreamedRayPPOTrainer": "skyasync.trainer.plans.streamed",
     "TrainerCallback": "skyasync.callbacks",
     "TransientError": "skyasync.errors",
     "UserError": "skyasync.errors",
@@ -55,6 +68,7 @@ __all__ = [
     "BaseTextEnv",
     "BaseTextEnvStepOutput",
     "Config",
+    "EarlyStopping",
     "FullyAsyncRayPPOTrainer",
     "RayPPOTrainer",
     "StreamedRayPPOTrainer",
@@ -72,3 +86,31 @@ def __getattr__(name: str) -> object:
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+#: Modules of this package, or packages in it, as programs of earlier versions import them.
+_MOVED = {"plans": "trainer.plans", "together": "utils.task_group"}
+
+
+class _Moved:
+    """Finds a module by its former name: it is the module that has the new one. A warning gives that."""
+
+    @staticmethod
+    def find_spec(name: str, *where: object) -> ModuleSpec | None:
+        for former, new in _MOVED.items():
+            if f"{name}.".startswith(f"{__name__}.{former}."):
+                origin = name.replace(former, new, 1)
+                return spec_from_loader(name, _Moved(), origin=origin)  # type: ignore[arg-type]
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        warnings.warn(f"{spec.name} is called {spec.origin} now", FutureWarning, stacklevel=2)
+        module = import_module(spec.origin or "")
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own
+
+
+sys.meta_path.insert(0, _Moved)  # before the finder of files: a package that has moved knows its own folder

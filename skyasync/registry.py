@@ -39,7 +39,7 @@ REGISTRIES = (
     "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
     "skyasync.observe:TRACKERS",
-    "skyasync.plans:PLANS",
+    "skyasync.trainer.plans:PLANS",
     "skyasync.rewards:REWARDS",
     "skyasync.workers.roles:ROLES",
 )

@@ -1,5 +1,6 @@
 """The public names: all there, and cheap to get."""
 
+import importlib
 import subprocess
 import sys
 
@@ -38,6 +39,19 @@ def test_a_name_is_the_object_of_its_home():
     from skyasync.trainer import RayPPOTrainer
 
     assert skyasync.RayPPOTrainer is RayPPOTrainer
+
+
+@pytest.mark.parametrize(
+    "former, new",
+    [("plans", "trainer.plans"), ("plans.fully_async", "trainer.plans.fully_async"), ("together", "utils.task_group")],
+)
+def test_a_module_that_has_moved_is_found_by_its_former_name_too(former, new):
+    former, new = f"skyasync.{former}", f"skyasync.{new}"
+    sys.modules.pop(former, None)
+    with pytest.warns(FutureWarning, match=rf"^{former} is called {new} now$"):
+        found = importlib.import_module(former)
+    assert found is importlib.import_module(new)
+    assert found.__spec__.name == new
 
 
 def test_main_can_be_called_whatever_was_imported_before():

@@ -15,7 +15,7 @@ queued and one is in the making, and weights change every other step: no sample 
 import asyncio
 
 from skyasync import BasePPOExp, RayPPOTrainer, main
-from skyasync.together import run_together
+from skyasync.utils.task_group import run_together
 
 
 class TwoStepsPerSync(RayPPOTrainer):

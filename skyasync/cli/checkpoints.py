@@ -8,8 +8,7 @@ from typing import Any
 
 from skyasync.config.resume import STATE
 from skyasync.errors import UserError
-from skyasync.state.best import read_best
-from skyasync.state.checkpoint import CONFIG, Checkpoints, glance
+from skyasync.trainer.checkpoint.checkpoints import CONFIG, Checkpoints, glance, read_best
 
 BEST = "best"
 

@@ -53,6 +53,8 @@ def evaluate(argv: Arguments) -> int | None:
         from skyasync.main import configuration
         from skyasync.rollout.evaluation import Scoring
         from skyasync.training.numbers import bad_rewards, describe
+        from skyasync.tools.playing import Playing
+        from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
 
         cfg: Config = configuration(rest)
         cfg.trainer.eval_passing = cfg.trainer.eval_passing if passing is None else passing

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from skyasync.observe.trackers import Tracker
     from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer
-    from skyasync.training.parts import Client
+    from skyasync.trainer.context import Client
     from skyasync.weight_sync.sync import Destination, Paused, Source, WeightSync
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from skyasync.callbacks import RunExtension
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
 from skyasync.errors import RayEndedError, Terminated, UserError, headline
@@ -30,6 +31,7 @@ def main(
     *,
     schema: type[Config] = Config,
     plan: str | None = None,
+    callbacks: Sequence[RunExtension] = (),
 ) -> dict[str, float] | None:
     """Load the configuration and run the experiment; ends the program with one line on a user's error.
 
@@ -39,12 +41,19 @@ def main(
             run would need is printed, and the program ends with status 0 if that fits the machine, 1 if not.
         schema: the configuration's dataclass, if it has keys of its own.
         plan: the plan that the experiment fixes, if it does.
+        callbacks: accompany the run (``skyasync.callbacks``), in addition to those of the experiment.
     """
     try:
         arguments, fixed = list(sys.argv[1:] if argv is None else argv), _plan_of(experiment_class, plan)
         if DRY_RUN in arguments:
             raise SystemExit(_dry_run(arguments, schema, fixed))
-        return _run(_experiment(experiment_class)(configuration(arguments, schema, fixed)))
+        experiment = _experiment(experiment_class)(configuration(arguments, schema, fixed))
+        if callbacks:
+            from skyasync.preflight.parts import check_callbacks
+
+            check_callbacks([type(callback) for callback in callbacks])
+            experiment.callbacks = list(callbacks)
+        return _run(experiment)
     except UserError as error:
         exit_with(error)
     except Terminated as end:

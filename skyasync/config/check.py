@@ -28,6 +28,39 @@ from skyasync.config.schema.reward_models import check_reward_models
 from skyasync.config.schema.sampling import backend, check_lengths, check_sampling, sampling_warnings
 from skyasync.config.schema.trainer import check_admission, check_plan, check_trainer
 from skyasync.config.schema.weight_sync import check_weight_sync
+from skyasync.config.agents import check_agents
+from skyasync.config.algorithm import AlgorithmConfig
+from skyasync.config.domains import check_domains, check_weights
+from skyasync.config.endless import check_streamed_data
+from skyasync.config.engine_rules import (
+    check_adapters,
+    check_engine,
+    check_engine_kwargs,
+    check_router_replay,
+)
+from skyasync.config.evaluation import check_evaluation, eval_sources
+from skyasync.config.groups import check_groups
+from skyasync.config.judges import check_judges
+from skyasync.config.optimizers import check_optimizers
+from skyasync.config.parallel import check_parallel, check_replicas
+from skyasync.config.resume import Resume, keeps_checkpoints
+from skyasync.config.rules import (
+    Plan,
+    check_admission,
+    check_critic,
+    check_estimator,
+    check_functions,
+    check_plan,
+    check_reward_model,
+    check_spares,
+    check_teacher,
+    corrected,
+    missing_parts,
+    reads_behaviour,
+    weighs_by_behaviour,
+)
+from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
+from skyasync.config.schema import Config, EnvironmentConfig, TrainerConfig
 from skyasync.config.secrets import check_hidden
 from skyasync.config.values import written
 from skyasync.errors import UserError

@@ -64,7 +64,7 @@ def saves(trainer: TrainerConfig) -> bool:
 
 def restarts_workers(trainer: TrainerConfig) -> bool:
     """Whether workers that die are started again: there is, or will be, something to go on from."""
-    return trainer.max_restarts > 0 and (keeps_checkpoints(trainer) or trainer.restart_from == "engines")
+    return trainer.max_restarts > 0 and keeps_checkpoints(trainer)
 
 
 def go_on_beside(trainer: TrainerConfig) -> None:

@@ -241,15 +241,6 @@ class InferenceClient:
         answers = await self.pool.all("update_weights", update)
         return sorted({name for unproven in answers.values() for name in unproven or ()})
 
-    async def held_versions(self) -> dict[int, int]:
-        """Per healthy engine, by its place, of a backend that ``hands_back``; -1 if unknown."""
-        return await self.pool.all("held_version")
-
-    async def hand_back(self, index: int, folder: str) -> str | None:
-        """A file of the weights that an engine computes with, which the caller removes; None if it fails."""
-        answer = await self.pool.ask(index, self.engines[index].hand_back(folder))
-        return answer[0] if answer else None
-
     async def sleep(self) -> None:
         await self.pool.all("sleep")
 

@@ -24,7 +24,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import InferenceEngine
@@ -41,7 +41,7 @@ LEAVING_S = 30.0
 MakeEngine = Callable[[str], Awaitable[InferenceEngine]]
 
 
-class ElasticEngines(TrainerCallback):
+class ElasticEngines(RunExtension):
     """Makes the engines those of the file, from the beginning of training to ``close``.
 
     Args:
@@ -74,7 +74,7 @@ class ElasticEngines(TrainerCallback):
         self._text = ""
         self._watching: asyncio.Task[None] | None = None
 
-    def on_train_begin(self, trainer: Watched) -> None:
+    def on_start(self, trainer: Watched) -> None:
         if self._watching is None:
             if not self._file.exists():  # else it was changed before a controller was restarted
                 write_engine_list(self._file, list(self._indexes))

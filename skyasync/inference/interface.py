@@ -324,14 +324,6 @@ class InferenceEngine:
         """
         raise self.unsupported("update_weights")
 
-    async def held_version(self) -> int:
-        """The policy version of its weights; -1 if unknown."""
-        raise self.unsupported("held_version")
-
-    async def hand_back(self, folder: str) -> str:
-        """Write its weights to a file of ``folder``, which the caller removes; its path."""
-        raise self.unsupported("hand_back")
-
     async def sleep(self) -> None:
         """Free the memory of cache and, where possible, weights. Only when idle."""
         raise self.unsupported("sleep")
@@ -398,7 +390,6 @@ CAPABILITIES: dict[str, Any] = {
     "takes_changes": False,  # it accepts a delta of weights
     "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
     "forgets_asleep": False,  # ``sleep`` drops its weights
-    "hands_back": False,  # it has ``held_version`` and ``hand_back``
     "returns_experts": False,  # it reports the experts that a mixture's routers chose
     "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
     "sampling": (),  # settings of generator.sampling_params that not every engine has
@@ -418,7 +409,6 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "takes_changes": True,
             "takes_adapters": ("layers", "head"),
             "returns_experts": True,
-            "hands_back": True,
             "sleeps_on": ("cpu", "gpu"),
         },
     ),

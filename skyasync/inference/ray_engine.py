@@ -217,6 +217,6 @@ def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     return call
 
 
-REMOTE = ("progress", "score", "pause", "resume", "abort", "held_version", "hand_back", "sleep", "wake", "stats")
+REMOTE = ("progress", "score", "pause", "resume", "abort", "sleep", "wake", "stats")
 for _name in REMOTE:
     setattr(RayEngine, _name, _call_of(_name))

@@ -27,7 +27,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineFailedError, InferenceEngine
@@ -74,7 +74,7 @@ class RestartBudget:
         return f"{len(self._taken)} of {self.per_hour} restarts this hour"
 
 
-class EngineSupervisor(TrainerCallback):
+class EngineSupervisor(RunExtension):
     """Watches the engines' heartbeats and replaces engines that fail; from the first weight sync to ``close``.
 
     Args:
@@ -106,7 +106,7 @@ class EngineSupervisor(TrainerCallback):
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarting: dict[int, asyncio.Task[None]] = {}
 
-    def on_train_begin(self, trainer: Watched) -> None:
+    def on_start(self, trainer: Watched) -> None:
         self.begin()
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:

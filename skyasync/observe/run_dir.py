@@ -103,7 +103,7 @@ class RunDirectory:
 
     @property
     def ledger(self) -> Path:
-        """How every prompt ended; see ``skyasync.state.ledger.audit``."""
+        """How every prompt ended; see ``skyasync.trainer.checkpoint.ledger.audit``."""
         return self.path / "ledger.jsonl"
 
     @property

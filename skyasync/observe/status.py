@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Status:
-    """``began`` and ``ended`` are seconds since 1970, 0 if unknown."""
+    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``reason``: why it ended before its last step."""
 
     state: str = UNKNOWN
     began: float = 0.0
     ended: float = 0.0
     pid: int = 0
     host: str = ""
+    reason: str = ""
 
     @property
     def over(self) -> bool:
@@ -52,7 +53,13 @@ def status_file(folder: Path) -> Iterator[None]:
         state = STOPPED
         raise
     finally:
-        _write(folder, replace(status, state=state, ended=round(time.time(), 3)))
+        reason = read_status(folder).reason
+        _write(folder, replace(status, state=state, ended=round(time.time(), 3), reason=reason))
+
+
+def give_reason(folder: Path, reason: str) -> None:
+    """Why the run ends before its last step."""
+    _write(folder, replace(read_status(folder), reason=reason))
 
 
 def read_status(folder: Path) -> Status:

@@ -18,6 +18,10 @@ from urllib.parse import urlsplit
 
 from skyasync.agents.parsers import VLLM, check_parsers
 from skyasync.callbacks import TrainerCallback
+from skyasync.callbacks import RunExtension, TrainerCallback
+from skyasync.config.agents import ONLINE
+from skyasync.config.domains import judges
+from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.environment import judges
@@ -46,7 +50,7 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     """
     for plan in plans:
         check_plan_class(plan)
-    check_callbacks(subclasses(TrainerCallback))
+    check_callbacks(subclasses(RunExtension))
     _check_engine(backend(cfg))
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
@@ -170,8 +174,10 @@ def _parameters(function: Callable[..., object]) -> str:
 
 def check_callbacks(classes: Iterator[type] | Sequence[type]) -> None:
     """Methods called ``on_...`` are hooks that exist, and take what they are called with."""
-    hooks = {name: hook for name, hook in vars(TrainerCallback).items() if name.startswith("on_")}
+    hooks = {name: getattr(TrainerCallback, name) for name in dir(TrainerCallback) if name.startswith("on_")}
     for found in classes:
+        if not issubclass(found, RunExtension):
+            raise UserError(f"callback {found.__name__} must be a subclass of skyasync.TrainerCallback")
         for name in dir(found):
             if not name.startswith("on_"):
                 continue
@@ -179,14 +185,9 @@ def check_callbacks(classes: Iterator[type] | Sequence[type]) -> None:
                 raise UserError(f"callback {found.__name__}: {unknown('hook', name, hooks)}")
             if inspect.isfunction(getattr(found, name)):
                 _check_hook(f"callback {found.__name__}.{name}", getattr(found, name), hooks[name])
-        for name in hooks:
-            if not hasattr(found, name):
-                raise UserError(f"callback {found.__name__} has no {name}: subclass skyasync.TrainerCallback")
 
 
 def _check_hook(what: str, method: Callable[..., object], hook: Callable[..., object]) -> None:
-    if inspect.iscoroutinefunction(method):
-        raise UserError(f"{what} must be def, not async def: nobody would await it")
     try:
         inspect.signature(method).bind(*inspect.signature(hook).parameters)
     except TypeError:

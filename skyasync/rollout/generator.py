@@ -44,6 +44,8 @@ from skyasync.rollout.partial_rollouts import PartialRollouts, request_id
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.utils.rpc import ProcessLostError
 from skyasync.rollout.types import RolloutRequest, Segment, Trajectory, TrajectoryId, action_of
+from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
+from skyasync.utils.task_group import together
 
 __all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator"]
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.engines.membership import Membership
     from skyasync.engines.revival import Revival
     from skyasync.callbacks import TrainerCallback
+    from skyasync.callbacks import RunExtension
     from skyasync.cluster.placement import Placement
     from skyasync.cluster.watch import Watch
     from skyasync.inference.client import InferenceClient
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
-    from skyasync.training.parts import Client
+    from skyasync.trainer.context import Client
     from skyasync.weight_sync.sync import Destination, Source, WeightSync
     from skyasync.weight_sync.turns import DeviceTurns
 
@@ -86,9 +87,9 @@ class Components:
             generator=self.generator,
             colocate_pg=self.placement,
         )
-        callbacks = experiment.get_callbacks()
+        callbacks = [*experiment.callbacks, *experiment.get_callbacks()]
         check_callbacks([type(callback) for callback in callbacks])
-        trainer.callbacks.extend(callbacks)
+        trainer.extensions.extend(callbacks)
         self.share_threads(trainer.asynchronous)
         return trainer
 
@@ -110,16 +111,16 @@ class Components:
 
     async def _load(self, trainer: RayPPOTrainer) -> None:
         """Models and the way between them."""
-        from skyasync.together import run_together, within
+        from skyasync.utils.task_group import run_together, within
         from skyasync.weight_sync.turns import DeviceTurns
 
         cfg, probe, turns = self._experiment.cfg, _probe(trainer, self._experiment.cfg), None
         if cfg.trainer.placement.colocate_all:
             asked = probe if cfg.generator.verify_weight_sync else ()
             turns = self.turns = DeviceTurns(self.dispatch, self.client, asked)
-            await turns.start(trainer.total_updates)
+            await turns.start(trainer.context.length.updates)
         else:
-            await run_together(self.client.start(), self.dispatch.start(trainer.total_updates))
+            await run_together(self.client.start(), self.dispatch.start(trainer.context.length.updates))
         source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
         self.weight_sync = self._experiment.get_weight_sync(source, destination, probe)
         async with within(cfg.trainer.step_timeout_s, "the first comparison of the engines with the policy"):
@@ -129,8 +130,8 @@ class Components:
     def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None:
         """Give a trainer the models, which are up, and what watches over them."""
         if self._watch is not None:
-            trainer.callbacks.insert(0, self._watch)  # later callbacks see its metrics
-        trainer.callbacks.extend(part for part in (self.supervisor, self._membership) if part is not None)
+            trainer.extensions.insert(0, self._watch)  # later callbacks see its metrics
+        trainer.extensions.extend(part for part in (self.supervisor, self._membership) if part is not None)
         trainer.attach(
             self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._experiment.run_dir, turns=self.turns
         )
@@ -172,5 +173,6 @@ def _probe(trainer: RayPPOTrainer, cfg: Config) -> list[list[int]]:
     from skyasync.weight_sync.gaps import choose_probe
 
     chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
-    prompts = (chat.prompt(trainer.prompts.prompt(place).messages).tolist() for place in range(trainer.prompts.rows))
+    stream = trainer.context.prompts
+    prompts = (chat.prompt(stream.prompt(position).messages).tolist() for position in range(stream.rows))
     return choose_probe(prompts, PROBE_TOKENS)

@@ -31,6 +31,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.cleanup import afterwards
 from skyasync.config.schema import TrainerConfig
+from skyasync.callbacks import RunExtension, Watched
+from skyasync.cluster.logs import ProcessLogs, last_words
+from skyasync.cluster.ray_cluster import await_end, ended
+from skyasync.config.schema import Config, TrainerConfig
 from skyasync.errors import RayEndedError, Terminated, UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
 from skyasync.observe.terminal import ProgressView
@@ -39,6 +43,7 @@ from skyasync.run.logs import ProcessLogs, last_words
 from skyasync.run.ray_cluster import await_end, ended
 from skyasync.trainer import RayPPOTrainer
 from skyasync.utils.rpc import START_S
+from skyasync.utils.task_group import afterwards
 
 if TYPE_CHECKING:
     import ray.exceptions
@@ -58,7 +63,7 @@ ANSWER_S = 10.0  # for the controller to report
 GRACE_S = 30.0
 
 
-class _Recording(TrainerCallback):
+class _Recording(RunExtension):
     def __init__(self, recorder: ProgressRecorder) -> None:
         self._recorder = recorder
 
@@ -119,7 +124,7 @@ class Controller:
         try:
             if not self._loaded:
                 assert self._experiment.restarting is not None
-                self._watch(await self._experiment.restarting.restart_workers(self._trainer))
+                self._watch(await self._experiment.restarting.restart_workers())
                 self._loaded = True
             await self._trainer.train()
         except Exception:
@@ -146,8 +151,8 @@ class Controller:
 
     async def report(self, seen: int) -> ProgressReport:
         if self._loaded:
-            self._recorder.phase(self._trainer.phase_name)
-            self._recorder.sample = getattr(self._trainer, "last_sample", None)
+            self._recorder.phase(self._trainer.context.phases.name)
+            self._recorder.sample = self._trainer.reporter.last_sample
         return self._recorder.report(seen)
 
     async def stop(self, saving: bool = False) -> int:
@@ -158,12 +163,11 @@ class Controller:
         """
         self._stopped = True
         if saving and self._trainer is not None:
-            self._trainer.saving.save_on_exit()
+            self._trainer.checkpointer.save_on_exit()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        saving_part = getattr(self._trainer, "saving", None)
-        return saving_part.saved_step if saving_part is not None else 0
+        return self._trainer.checkpointer.saved_step if self._trainer is not None else 0
 
 
 class Remote(Protocol[R]):

@@ -26,7 +26,6 @@ from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config, engines_per_device, rounding
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.plans import PLANS
 from skyasync.preflight.preparing import prepare
 from skyasync.preflight.prepare import prepare
 from skyasync.restarting import Restarting
@@ -36,10 +35,13 @@ from skyasync.run.components import Components
 from skyasync.run.recovery import Recovery
 from skyasync.rollout.tokenizer import with_template
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans import PLANS
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.callbacks import TrainerCallback
+    from skyasync.callbacks import RunExtension
+    from skyasync.cluster.placement import Placement
     from skyasync.engines.client import InferenceClient
     from skyasync.engines.membership import Membership
     from skyasync.engines.revival import Revival
@@ -55,6 +57,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.rollout.types import Prompt
     from skyasync.run.placement import Placement
     from skyasync.training.parts import Client
+    from skyasync.trainer.context import Client
     from skyasync.weight_sync.sync import Destination, Source, WeightSync
     from skyasync.workers.dispatch import RayWorkerDispatch
 
@@ -72,6 +75,7 @@ class BasePPOExp:
         self.gpus = False
         self.placement_name = f"skyasync-{uuid4().hex}"
         self.parts = Components(self)
+        self.callbacks: list[RunExtension] = []  # given to ``main``
         self.restarting: Recovery | None = None
         self.began_s: float | None = None  # since 1970, when ``run`` was called
         self.data_rows: dict[str, Any] = {}  # of data sources that are functions, which are called once
@@ -104,8 +108,8 @@ class BasePPOExp:
         assert self.run_dir is not None
         return MultiTracker(trainer.logger, self.run_dir, hidden(asdict(self.cfg)), project_name=trainer.project_name)
 
-    def get_callbacks(self) -> list[TrainerCallback]:
-        """Callbacks of the trainer; see ``skyasync.callbacks``."""
+    def get_callbacks(self) -> list[RunExtension]:
+        """Callbacks of the trainer besides those that ``main`` was given; see ``skyasync.callbacks``."""
         return []
 
     def get_colocate_pg(self, timeout: float = 180) -> Placement:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from skyasync.config.frozen import freeze
-from skyasync.config.resume import keeps_checkpoints, restarts_workers
+from skyasync.config.resume import keeps_checkpoints
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.training.restarts import Restarts
+from skyasync.trainer.restarts import Restarts
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
@@ -52,7 +52,7 @@ class Recovery:
         """Whether the run has failed since a worker's process died, and may start the workers again."""
         run = self._experiment
         lost = getattr(run.parts.dispatch, "lost", None)
-        if lost is None or not restarts_workers(run.cfg.trainer) or self._program_ended:
+        if lost is None or not self.possible or self._program_ended:
             return False
         if not hasattr(run.parts.weight_sync, "restart"):
             lost[1].add_note("workers are not started again: the weight sync of this run has no restart(source)")
@@ -67,12 +67,8 @@ class Recovery:
         number, began = self._program
         return born(number) != began
 
-    async def restart_workers(self, former: RayPPOTrainer) -> RayPPOTrainer:
-        """New processes for all roles, and a trainer that goes on from the newest checkpoint; engines stay.
-
-        Args:
-            former: whose workers have died; with ``trainer.restart_from=engines`` what it knows is not lost.
-        """
+    async def restart_workers(self) -> RayPPOTrainer:
+        """New processes for all roles, and a trainer that resumes from the newest checkpoint; engines stay."""
         from skyasync.observe.timeline import Timeline, wall_clock
 
         run, turns, began = self._experiment, self._experiment.parts.turns, wall_clock()
@@ -82,8 +78,7 @@ class Recovery:
         self._resume_anew()
         run.parts.dispatch = await asyncio.to_thread(run.get_dispatch)
         trainer = await asyncio.to_thread(run.parts.make_trainer)
-        trainer.marks.former = former.marks.survived()
-        await run.parts.dispatch.start(trainer.total_updates)
+        await run.parts.dispatch.start(trainer.context.length.updates)
         if turns is not None:
             turns.restart(run.parts.dispatch)
         run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch, run.parts.dispatch)

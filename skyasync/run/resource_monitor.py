@@ -22,6 +22,10 @@ from pathlib import Path
 
 from skyasync.callbacks import TrainerCallback, Watched
 from skyasync.run.logs import NAMES
+from skyasync.callbacks import RunExtension, Watched
+from skyasync.cluster.logs import NAMES
+from skyasync.observe import resources
+from skyasync.observe.resources import GIB
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ def of_this_job() -> dict[str, list[int]]:
     return found
 
 
-class ResourceMonitor(TrainerCallback):
+class ResourceMonitor(RunExtension):
     """Adds the newest reading to the metrics of each step.
 
     Args:
@@ -73,7 +77,7 @@ class ResourceMonitor(TrainerCallback):
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory and disk", daemon=True)
 
-    def on_train_begin(self, trainer: Watched) -> None:
+    def on_start(self, trainer: Watched) -> None:
         if self._thread.ident is None:  # another trainer may go on where one has ended
             self._thread.start()
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
-from skyasync.plans import PLANS
 from skyasync.simulate.advice import Advice, advise, read_costs
 from skyasync.simulate.run import Outcome, Work, simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s
+from skyasync.trainer.plans import PLANS
 
 
 class Compared:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyasync.callbacks import TrainerCallback
+from skyasync.callbacks import RunExtension
 from skyasync.observe.timeline import Timeline
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
@@ -61,7 +61,7 @@ class Outcome:
         return sum(age * count for age, count in self.ages.items()) / max(self.ages.total(), 1)
 
 
-class _Steps(TrainerCallback):
+class _Steps(RunExtension):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
@@ -85,7 +85,7 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
 
 
 async def _simulate(cfg: SimulationConfig, plan: str) -> Outcome:
-    from skyasync.plans import PLANS
+    from skyasync.trainer.plans import PLANS
 
     trainer, steps = make_trainer(cfg, PLANS.find(plan)), _Steps()
     trainer.callbacks.append(steps)

@@ -19,7 +19,7 @@ class SimulateConfig:
     plans: list[str] = key(
         ["sync", "streamed", "one_step_off", "fully_async"],
         "Plans to compare; also of your own.",
-        registry="skyasync.plans:PLANS",
+        registry="skyasync.trainer.plans:PLANS",
         open_ended=True,
     )
     slots: int = key(32, "Sequences that an engine decodes at once.", low=1)

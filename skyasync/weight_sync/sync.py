@@ -41,8 +41,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skyasync.cleanup import afterwards
-from skyasync.together import together
+from skyasync.utils.task_group import afterwards, together
 from skyasync.weight_sync.by_tokens import ByTokens
 from skyasync.weight_sync.gaps import FLOAT32, Rounding, Scores, gap
 from skyasync.weight_sync.update import (

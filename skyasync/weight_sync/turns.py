@@ -27,7 +27,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from skyasync.cleanup import afterwards
+from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.sync import Destination, Source
 from skyasync.weight_sync.update import BROKEN_OFF, CUDA_IPC, WakePart, WeightsMovedError, WeightUpdate
 

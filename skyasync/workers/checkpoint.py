@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -182,25 +180,6 @@ def load(
         set_optimizer_state_dict(beside.module, beside.optimizer, kept_beside | {"state": of_beside}, options=lenient)
     torch.set_rng_state(state[RANDOM])
     return int(state[STEP])
-
-
-def load_weights(model: PreTrainedModel, file: Path) -> bool:
-    """Whole weights from a file, into whatever shards there are. Whether its numbers are shorter than the model's.
-
-    Raises:
-        UserError: if they are not this model's.
-    """
-    own = own_tensors(model)
-    with tempfile.TemporaryDirectory(prefix="skyasync-weights") as folder:  # the reader takes all files of one
-        (Path(folder) / "weights.safetensors").symlink_to(file)
-        reader = HuggingFaceStorageReader(folder)
-        found = reader.read_metadata().state_dict_metadata
-        if strange := sorted(found.keys() ^ own.keys()):
-            raise UserError(f"the engines' weights are not the policy's: only one of them has {strange[0]}")
-        with _quietly():
-            dcp.load(own, storage_reader=reader, no_dist=not dist.is_initialized())
-    sent = {name: entry.properties.dtype for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
-    return any(value.is_floating_point() and sent[name].itemsize < value.dtype.itemsize for name, value in own.items())
 
 
 def _emptied(

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
+from skyasync.utils import manifest
+from skyasync.utils.manifest import Sums
 from skyasync.workers.saved import Saved
 
 

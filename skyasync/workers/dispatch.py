@@ -26,6 +26,8 @@ from skyasync.errors import UserError
 from skyasync.inference.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.state.manifest import Sums
 from skyasync.together import within
+from skyasync.utils.manifest import Sums
+from skyasync.utils.task_group import within
 from skyasync.weight_sync.changed_weights import Published
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.across import Across

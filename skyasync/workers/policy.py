@@ -179,7 +179,3 @@ class PolicyWorker(Publisher):
         """As ``export``, of a critic of its own that says what the one on this model's layers does."""
         assert self.critic is not None
         self.critic.export(self.weights(), self.dtype, self.path, Path(folder), keep=self.rank == 0)
-
-    def take_weights(self, path: str) -> bool:
-        """Go on with what an engine has handed back, moments as they are. All ranks call it; whether it is rounded."""
-        return checkpoint.load_weights(self.model.model, Path(path))

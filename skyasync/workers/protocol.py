@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from skyasync.state.manifest import Sums
+from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 

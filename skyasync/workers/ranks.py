@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from skyasync.config.resume import restarts_workers
+from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.process_identity import ProcessIdentity
@@ -125,7 +125,7 @@ class RankGroup:
         ]
         await self._gather(workers)
         self._processes = await self._gather([actor.pulse.remote() for actor in self._alive()])
-        if restarts_workers(cfg.trainer):
+        if cfg.trainer.max_restarts and keeps_checkpoints(cfg.trainer):
             self._silence_s = cfg.trainer.heartbeat_timeout_s
         if self.ranks == 1:
             await self.call("setup")

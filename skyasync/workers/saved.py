@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from skyasync.state.manifest import Sums
+from skyasync.utils.manifest import Sums
 
 
 @dataclass(frozen=True)

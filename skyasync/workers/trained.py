@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from skyasync.errors import NonFiniteError
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
+from skyasync.utils import manifest
+from skyasync.utils.manifest import Sums
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch

@@ -59,7 +59,7 @@ class Virtual(RayPPOTrainer):
 
     @property
     def _resumed_rollouts(self) -> bool:
-        return self.cfg.trainer.ckpt_rollouts and self.saving.saved_step > 0
+        return self.cfg.trainer.ckpt_rollouts and self.checkpointer.saved_step > 0
 
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
         await cast(Ranks, self.dispatch).train(sum(cast(VirtualBatch, part).tokens))

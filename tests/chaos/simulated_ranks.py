@@ -14,6 +14,9 @@ from pathlib import Path
 
 from skyasync.state import manifest
 from skyasync.state.manifest import Sums
+from skyasync.testing.chaos.virtual_parts import SILENCE_S, Life
+from skyasync.utils import manifest
+from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.update import WeightUpdate
 from tests.chaos.simulated_processes import SILENCE_S, Life
 

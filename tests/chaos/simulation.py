@@ -26,7 +26,6 @@ from typing import Any, cast
 from skyasync.config.schema import Config
 from skyasync.errors import headline
 from skyasync.observe.jsonl import read_rows
-from skyasync.plans import PLANS
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.state.ledger import audit
@@ -34,6 +33,12 @@ from skyasync.trainer import RayPPOTrainer
 from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.chaos.events import KINDS, schedule
 from tests.chaos.simulated_command import Command, Virtual
+from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
+from skyasync.testing.chaos.events import KINDS, schedule
+from skyasync.testing.chaos.virtual_run import Command, Virtual
+from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.plans import PLANS
 
 NAMES = ("sync", "one_step_off", "streamed", "fully_async")
 CHAOS_S = 400.0  # of events; then the run is left alone

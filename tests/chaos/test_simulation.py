@@ -8,6 +8,8 @@ import pytest
 
 from skyasync.training.progress import Progress
 from tests.chaos.simulation import NAMES, WEIGHTS, play, play_all
+from skyasync.testing.chaos.virtual import NAMES, WEIGHTS, play, play_all
+from skyasync.trainer.context import Progress
 
 pytestmark = pytest.mark.slow
 

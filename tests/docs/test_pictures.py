@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.plan_pictures import OUT, STEPS, picture, watch
-from skyasync.plans import PLANS
+from skyasync.trainer.plans import PLANS
 
 DRAWN = {
     **{name: name for name in PLANS.names()},

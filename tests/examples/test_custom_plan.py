@@ -16,7 +16,10 @@ from skyasync.simulate.run import make_trainer, simulate, work
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, prompts
 from tests.plans.local_run import config as local_config
+from tests.engines.tiny_llama import save_tiny_llama
 from tests.simulate.test_plans import config
+from tests.trainer.plans.local_run import LocalRun, prompts
+from tests.trainer.plans.local_run import config as local_config
 
 REFERENCE = "examples.custom_plan.main_double:TwoStepsPerSync"
 

@@ -18,8 +18,8 @@ from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.observe.jsonl import append_rows, read_rows
-from skyasync.state.checkpoint import Unfinished
-from skyasync.training.bookkeeping import Bookkeeping
+from skyasync.trainer.checkpoint.checkpoints import Unfinished
+from skyasync.trainer.extensions.prompt_ledger import PromptLedger
 from skyasync.workers.dispatch import RayWorkerDispatch
 
 DONE = "deaths.jsonl"  # in the run's folder
@@ -98,17 +98,17 @@ class Deaths(TrainerCallback):
             (RayWorkerDispatch, "save", SAVING),
         ):
             setattr(owner, name, self._telling(getattr(owner, name), moment))
-        finish, look, replace = Unfinished.finish, Bookkeeping.look, os.replace
+        finish, save, replace = Unfinished.finish, PromptLedger.save, os.replace
 
         def finishing(unfinished: Unfinished, *args: Any) -> Path:
             self.at("written")
             return finish(unfinished, *args)
 
-        async def looking(book: Bookkeeping) -> None:
-            while self.due(*FULL) and book.ledger.versions.keys() > book.ledger.finished.keys():  # noqa: ASYNC110
+        async def saving(prompts: PromptLedger, folder: Path) -> None:
+            while self.due(*FULL) and prompts.ledger.versions.keys() > prompts.ledger.finished.keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            self._finished = len(book.ledger.finished)
-            await look(book)
+            self._finished = len(prompts.ledger.finished)
+            await save(prompts, folder)
 
         def replacing(source: Any, target: Any, **options: Any) -> None:
             new = str(source).endswith(".unfinished")
@@ -120,7 +120,7 @@ class Deaths(TrainerCallback):
             elif str(target).endswith(".discarded"):
                 self.at(REMOVING)
 
-        Unfinished.finish, Bookkeeping.look, os.replace = finishing, looking, replacing  # type: ignore[method-assign,assignment]
+        Unfinished.finish, PromptLedger.save, os.replace = finishing, saving, replacing  # type: ignore[method-assign,assignment]
 
     def _telling(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
         async def told(*args: Any, **options: Any) -> Any:

@@ -18,6 +18,10 @@ from pathlib import Path
 from skyasync.observe.jsonl import read_rows
 from skyasync.plans import PLANS
 from skyasync.state.ledger import audit
+from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
+from skyasync.testing.chaos.leftovers import temporary_files
+from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.plans import PLANS
 from tests import warm
 from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.chaos.leaks import temporary_files

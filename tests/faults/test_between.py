@@ -12,7 +12,7 @@ from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.trackers import MultiTracker
 from skyasync.trainer import RayPPOTrainer
-from tests.plans.parts import PLANS, Run, make_run
+from tests.trainer.plans.parts import PLANS, Run, make_run
 
 
 class Dies(TrainerCallback):
@@ -25,7 +25,7 @@ class Dies(TrainerCallback):
 def run_in(plan: type[RayPPOTrainer], folder: Path, **settings: Any) -> Run:
     run_dir = RunDirectory(folder, "run", resume=True)
     run = make_run(plan, prompts=16, run_dir=run_dir, trainer__ckpt_interval=2, **settings)
-    run.trainer.reporting.tracker = MultiTracker(["jsonl"], run_dir)
+    run.trainer.context.tracker = MultiTracker(["jsonl"], run_dir)
     return run
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from skyasync.state.ledger import audit
+from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, read_lines
 from tests.faults.ends import FOUND, Ends, EnginesEnd

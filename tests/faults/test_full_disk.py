@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.state import manifest
-from skyasync.state.checkpoint import glance
+from skyasync.trainer.checkpoint.checkpoints import glance
+from skyasync.utils import manifest
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained
 from tests.faults.disk import FULL, READ_ONLY, WELL, Broken, empty, small_disk

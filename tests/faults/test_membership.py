@@ -8,7 +8,7 @@ import pytest
 
 from skyasync.inference.elastic import FILE
 from skyasync.observe.jsonl import read_rows
-from skyasync.state.ledger import audit
+from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
 from tests.faults.changing import SEEN, Changed

@@ -27,6 +27,12 @@ from skyasync.trainer import RayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, OddBytes, config
 from tests.plans.parts import PLANS, Run, make_run, stream
+from skyasync.tools.replaying import ReplayTrainer
+from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.checkpoint.ledger import audit
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.trainer.plans.local_run import LocalRun, OddBytes, config
+from tests.trainer.plans.parts import PLANS, Run, make_run, stream
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +85,7 @@ def local(
         cfg.trainer.algorithm.advantage_estimator, cfg.trainer.algorithm.gae_whiten = "gae", False
     NoNumber.played = False
     run = LocalRun(type("Breaking", (Broken, plan), {"bad": frozenset(bad)}), cfg, **({"env": env} if env else {}))  # type: ignore[arg-type]
-    run.trainer.reporting.run_dir = RunDirectory(folder, "run")
+    run.trainer.context.run_dir = RunDirectory(folder, "run")
     return run
 
 

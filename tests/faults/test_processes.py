@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.plans import PLANS
-from skyasync.state.ledger import audit
+from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.plans import PLANS
 from tests import warm
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines
@@ -39,13 +39,12 @@ KILLS: dict[str, Kills] = {  # one worker is killed and one hangs in each, a con
     "fully_async": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER, 6: f"{WORKER} in training"},
     "shared devices": {3: WORKER, 4: ENVIRONMENT, 5: CONTROLLER},
 }
-FROM_ENGINES = "trainer.restart_from=engines"
 CASES = {
     "sync": (),
     "one_step_off": (),
-    "streamed": ("trainer.placement.policy_num_gpus_per_node=2", FROM_ENGINES),  # one of two ranks each time
-    "fully_async": (FROM_ENGINES,),
-    "shared devices": ("trainer.placement.colocate_all=true", FROM_ENGINES),
+    "streamed": ("trainer.placement.policy_num_gpus_per_node=2",),  # one of two ranks each time
+    "fully_async": (),
+    "shared devices": ("trainer.placement.colocate_all=true",),
 }
 PROGRAM = """
 from skyasync import main
@@ -89,8 +88,6 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
     assert what[:1] == ["a process of the policy"]
     assert what.count("a process of the policy") == sum(WORKER in name for name in kills.values()), what
     assert what.count("the controller") == sum(CONTROLLER in name for name in kills.values())
-    newer = "the policy goes on from version 3, as engine 0 holds it; the optimizer's moments are"
-    assert (newer in output.read_text()) == (FROM_ENGINES in CASES[case])
     silent = "the controller gave no sign of life" in output.read_text()
     assert silent == (f"stop {CONTROLLER}" in kills.values())
     assert {path.name for path in run.folder.glob("killed-*")} == {f"killed-{n}-{s}" for s, n in kills.items()}

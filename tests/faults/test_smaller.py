@@ -12,7 +12,7 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer
-from tests.plans.parts import PLANS, Run, make_run
+from tests.trainer.plans.parts import PLANS, Run, make_run
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
 

@@ -56,8 +56,6 @@ async def test_every_call_of_an_engine_that_was_ended_is_that_of_a_dead_one(ray_
         "resume": engine.resume,
         "abort": engine.abort,
         "update_weights": lambda: engine.update_weights(WeightUpdate(1, "shared_memory", {})),
-        "held_version": engine.held_version,
-        "hand_back": lambda: engine.hand_back("nowhere"),
         "sleep": engine.sleep,
         "wake": lambda: engine.wake("weights"),
         "stats": engine.stats,

@@ -51,6 +51,10 @@ from skyasync.utils.rpc import LocalTransport
 from skyasync.weight_sync.sync import WeightSync
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import RecordingDispatch, Rows, engine_config
+from skyasync.trainer.plans import PLANS
+from skyasync.weight_sync.sync import WeightSync
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.trainer.plans.local_run import RecordingDispatch, Rows, engine_config
 
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from skyasync.observe.summary import summarise
-from skyasync.plans import PLANS
 from skyasync.rollout.types import GeneratorInput, Trajectory
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.parts import VirtualGenerator
 from skyasync.simulate.run import make_trainer
+from skyasync.trainer.plans import PLANS
 from tests.simulate.test_plans import config
 
 STEPS = 12
@@ -48,14 +48,14 @@ def sentence(plan: str, judging_s: float = 0.0, checkpoint_s: float = 0.0, **set
         trainer = make_trainer(config(steps=STEPS, **usual | settings), PLANS[plan])
         generator: Any = trainer.generator
         generator.__class__, generator.judging_s = Judged, judging_s
-        trainer.reporting.tracker = rows = Rows()
+        trainer.context.tracker = rows = Rows()
 
         async def save(*, patient: bool = True) -> None:
             with trainer.timed("checkpoint"):
                 await asyncio.sleep(checkpoint_s)
 
         if checkpoint_s:
-            trainer.cadence.checkpoint = Mock(return_value=True)
+            trainer.context.schedule.checkpoint = Mock(return_value=True)
             trainer.save_checkpoint = save  # type: ignore[method-assign,assignment]
         await trainer.train()
         return rows.rows

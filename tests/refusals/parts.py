@@ -73,12 +73,12 @@ def reward(response: str) -> float:
 
 
 class Hides(RayPPOTrainer):
-    def ahead(self) -> int:  # type: ignore[override]
+    def policy_version(self) -> int:  # type: ignore[override]
         return 1
 
 
 class Hidden(RayPPOTrainer):
-    def book(self) -> int:  # type: ignore[override]
+    def checkpointer(self) -> int:  # type: ignore[override]
         return 1
 
 

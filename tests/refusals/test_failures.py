@@ -57,7 +57,7 @@ class WithoutRunning(RayPPOTrainer):
 
 
 class CallbackRaises(TrainerCallback):
-    def on_train_begin(self, trainer: Any) -> None:
+    def on_start(self, trainer: Any) -> None:
         raise LookupError("nothing to begin with")
 
 

@@ -129,6 +129,12 @@ def test_a_callback_with_a_hook_that_nobody_calls_is_refused(
         gc.collect()  # whatever is defined counts, and the next test defines nothing
 
 
+def test_a_callback_that_is_none_is_refused(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(BasePPOExp, arguments([], inputs, tmp_path / "runs"), callbacks=["early stopping"])  # type: ignore[list-item]
+    assert "callback str must be a subclass of skyasync.TrainerCallback" in capsys.readouterr().err
+
+
 COMMANDS = [
     ["trainer.max_staleness=2"],
     ["data.train_data={x}/none.parquet"],

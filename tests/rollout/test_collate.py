@@ -11,7 +11,7 @@ from skyasync.arrays import TURN_TOKENS
 from skyasync.errors import UserError
 from skyasync.rollout.collate import collate, collate_in_turns
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
-from skyasync.training.stages import check_experts
+from skyasync.trainer.learner import check_experts
 from skyasync.workers.batch import RolloutBatch
 from tests.rollout.episodes import action, prompt, trajectory
 from tests.rollout.test_parallel_lists import groups

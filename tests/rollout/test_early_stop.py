@@ -16,7 +16,7 @@ from skyasync.rollout.generator_api import generator_output, groups_from_output
 from skyasync.rollout.group_sampling import GroupMonitor, early_stop_rule
 from skyasync.rollout.metrics import rollout_metrics
 from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
-from skyasync.together import together
+from skyasync.utils.task_group import together
 from tests.rollout.episodes import action
 from tests.virtual_time import virtual_time
 

@@ -19,6 +19,8 @@ from skyasync.rollout.types import GeneratorInput, PromptId, Segment, Trajectory
 from skyasync.simulate.clock import run_virtual
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 
 def asked_for(groups: int, samples: int) -> list[RolloutRequest]:
@@ -132,7 +134,7 @@ def test_what_cannot_take_the_first_is_refused_by_its_key(key: str, value: objec
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
 async def test_every_plan_trains_whole_groups_of_the_size_asked_for(plan: str, tmp_path_factory) -> None:
-    from skyasync.plans import PLANS
+    from skyasync.trainer.plans import PLANS
 
     class Remembering(Memory, PLANS.find(plan)): ...  # type: ignore[misc]
 

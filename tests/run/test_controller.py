@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from skyasync.run.experiment import BasePPOExp
 
 
 class Trainer:
-    total_steps, phase_name = 3, "training"
+    total_steps = 3
+    context = SimpleNamespace(phases=SimpleNamespace(name="training"))
+    reporter, checkpointer = SimpleNamespace(last_sample=None), SimpleNamespace(saved_step=0)
 
     def __init__(self, error=None, seconds=0.0):
         self.error, self.seconds, self.callbacks, self.last_metrics = error, seconds, [], {"reward/mean": 1.0}

@@ -17,6 +17,7 @@ from skyasync.run.recovery import Recovery
 from skyasync.restarting import Restarting
 from skyasync.training.restarts import NAME
 from skyasync.utils.process_identity import born
+from skyasync.trainer.restarts import NAME
 
 DEATH = RuntimeError("gone")
 
@@ -45,8 +46,7 @@ def test_workers_that_end_with_the_program_are_not_started_again(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "settings, again",
-    [({}, False), ({"ckpt_interval": 5}, True), ({"restart_from": "engines"}, True),
-     ({"restart_from": "engines", "max_restarts": 0}, False)],
-)  # fmt: skip
+    [({}, False), ({"ckpt_interval": 5}, True), ({"ckpt_interval": 5, "max_restarts": 0}, False)],
+)
 def test_there_must_be_something_to_go_on_from(settings: dict[str, Any], again: bool, tmp_path: Path) -> None:
     assert restarting(tmp_path, **settings).lost_workers(3) is again

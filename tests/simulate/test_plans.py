@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.simulate.clock import Deadlock, run_virtual
 from skyasync.simulate.run import Outcome, make_trainer, simulate, work
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 
 pytestmark = pytest.mark.slow
 

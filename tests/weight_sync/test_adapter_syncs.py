@@ -9,6 +9,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.adapter import lora_arguments
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapter_file import read_adapter, with_added
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import remove_weights
@@ -16,7 +17,7 @@ from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers import checkpoint
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.planning.models import configuration
-from tests.plans.local_run import LocalRun, config, without_times
+from tests.trainer.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
 
 PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]

@@ -15,6 +15,8 @@ from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers import checkpoint
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.trainer.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
 
 pytestmark = pytest.mark.slow

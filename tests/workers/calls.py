@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from skyasync.state import manifest
+from skyasync.utils import manifest
 from skyasync.weight_sync.changed_weights import KeptWeights
 from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from skyasync.errors import UserError
-from skyasync.state import manifest
+from skyasync.utils import manifest
 from skyasync.workers import checkpoint
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.saved import Saved

@@ -10,6 +10,8 @@ import pytest
 from skyasync.observe.run_dir import RunDirectory
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, config
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 async def test_the_steps_that_are_asked_for_are_recorded(model: str, tmp_path: Path) -> None:
     run = LocalRun(Memory, config(model, steps=3, profile_steps=[2], eval_interval=0))
-    run.trainer.reporting.run_dir = RunDirectory(tmp_path, "run")
+    run.trainer.context.run_dir = RunDirectory(tmp_path, "run")
     await run.train()
     (folder,) = (tmp_path / "run" / "profile").iterdir()
     assert folder.name == "step_000002"

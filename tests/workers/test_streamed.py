@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.reductions import loss_numerators
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.workers.policy import PolicyWorker
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 from tests.plans.test_streamed import save_double
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.trainer.plans.local_run import LocalRun, config
+from tests.trainer.plans.test_streamed import save_double
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Ranks
 from tests.workers.ranks_dispatch import DoubleWorker, RanksDispatch

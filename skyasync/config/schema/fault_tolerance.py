@@ -47,10 +47,9 @@ class FaultToleranceConfig:
     )
     restart_from: str = key(
         "checkpoint",
-        "What workers that are started again continue from: the newest checkpoint, or (engines) the weights that the "
-        "engines hold, if these are newer, with the optimizer state of the newest checkpoint or, without one, a new "
-        "one.",
-        choices=("checkpoint", "engines"),
+        "What workers that are started again resume from: the newest checkpoint.",
+        choices=("checkpoint",),
+        refused=(("engines", "removed; workers restart from the newest checkpoint: lower trainer.ckpt_interval"),),
         when=When(lambda cfg: cfg.trainer.max_restarts, "trainer.max_restarts"),
     )
     heartbeat_timeout_s: float = key(

@@ -80,8 +80,6 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
         )
     if cfg.trainer.policy.lora.rank and cfg.trainer.policy.lora.sync == "adapter":
         yield from _check_adapters(cfg)
-    if cfg.trainer.restart_from == "engines":
-        yield from _check_restart(cfg)
     yield from _check_devices(cfg)
 
 
@@ -106,24 +104,6 @@ def _check_adapters(cfg: Config) -> Iterator[str]:
         yield (
             f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
             f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
-        )
-
-
-def _check_restart(cfg: Config) -> Iterator[str]:
-    """Weights that engines hold, and cannot give back as they were sent."""
-    from skyasync.engines.protocol import ENGINES
-
-    key, engine = "trainer.restart_from=engines", backend(cfg)
-    if not ENGINES.about(engine).can["hands_back"]:
-        yield (
-            f"{key} needs {engines_with('hands_back')}: generator.backend={engine} cannot give weights back as "
-            f"they were sent; leave it at checkpoint"
-        )
-    if cfg.trainer.policy.lora.rank:
-        yield (
-            f"{key} cannot be had with trainer.policy.lora.rank={cfg.trainer.policy.lora.rank}: engines hold the "
-            f"weights with the adapters added to them, of which the adapters cannot be had again; leave it at "
-            f"checkpoint, and save often (checkpoints of adapters are small)"
         )
 
 

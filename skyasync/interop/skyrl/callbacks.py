@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown
 
@@ -56,7 +56,7 @@ for _event in EVENTS:
     setattr(TrainingCallback, _event, lambda self, trainer, callback_input, control: None)
 
 
-class CallbackHandler(TrainerCallback):
+class CallbackHandler(RunExtension):
     """Tells SkyRL's callbacks of what happens to our trainer."""
 
     def __init__(self, callbacks: Sequence[TrainingCallback]) -> None:
@@ -68,7 +68,7 @@ class CallbackHandler(TrainerCallback):
 
     # what our trainer tells
 
-    def on_train_begin(self, trainer: Watched) -> None:
+    def on_start(self, trainer: Watched) -> None:
         self.control.reset()
         self.fire("on_train_start", trainer)
         self._begin_step(trainer)
@@ -84,7 +84,7 @@ class CallbackHandler(TrainerCallback):
     def on_checkpoint(self, trainer: Watched, folder: Path) -> None:
         self.fire("on_save", trainer, ckpt_path=str(folder))
 
-    def on_train_end(self, trainer: Watched) -> None:
+    def on_end(self, trainer: Watched) -> None:
         self.fire("on_train_end", trainer)
 
     # what the compatible trainer adds
@@ -100,7 +100,7 @@ class CallbackHandler(TrainerCallback):
 
     def next_step(self, trainer: RayPPOTrainer) -> None:
         """A step has been logged, and another follows."""
-        if trainer.progress.step < trainer.total_steps:
+        if trainer.context.progress.step < trainer.total_steps:
             self._begin_step(trainer)
 
     async def settle(self) -> list[CallbackInput]:
@@ -113,13 +113,13 @@ class CallbackHandler(TrainerCallback):
         return done
 
     def _begin_step(self, trainer: Foreign) -> None:
-        if trainer.progress.step % trainer.steps_per_epoch == 0:
+        if trainer.context.progress.step % trainer.steps_per_epoch == 0:
             self.fire("on_epoch_start", trainer)
         self.fire("on_step_start", trainer)
 
     @staticmethod
     def _input(trainer: RayPPOTrainer, event: str, more: Mapping[str, Foreign]) -> CallbackInput:
-        step, per_epoch = trainer.progress.step, trainer.steps_per_epoch
+        step, per_epoch = trainer.context.progress.step, trainer.steps_per_epoch
         in_hand = step + (event in ("on_step_start", "on_epoch_start"))
         return CallbackInput(in_hand, max(in_hand - 1, 0) // per_epoch, trainer.total_steps, per_epoch, **more)
 

@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyasync.callbacks import TrainerCallback
+from skyasync.callbacks import RunExtension
+from skyasync.compat.skyrl import bridge
+from skyasync.compat.skyrl.batch import TrainingInputBatch
+from skyasync.compat.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
+from skyasync.compat.skyrl.loader import TrainDataLoader, with_epochs
+from skyasync.compat.skyrl.shims import Told, Tracker, numbers
 from skyasync.envs.registry import Foreign
 from skyasync.interop.skyrl.batch import TrainingInputBatch, through
 from skyasync.interop.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
 from skyasync.interop.skyrl.shims import LoggedTracker, SettingsView, TrainDataLoader, numbers, with_epochs
 from skyasync.rollout.types import Group
-from skyasync.training.phases import Metrics
+from skyasync.trainer.context import Metrics
 from skyasync.workers.batch import TokenBatch
 
 if TYPE_CHECKING:
@@ -45,19 +51,19 @@ class SkyRLNames(_Base):
                 setattr(cls, name, _in_both_forms(vars(cls)[name], name))
 
     def __init__(self, *args: Foreign, callbacks: Sequence[object] | None = None, **parts: Foreign) -> None:
-        ours = [callback for callback in callbacks or () if isinstance(callback, TrainerCallback)]
-        theirs: list[Any] = [callback for callback in callbacks or () if not isinstance(callback, TrainerCallback)]
+        ours = [callback for callback in callbacks or () if isinstance(callback, RunExtension)]
+        theirs: list[Any] = [callback for callback in callbacks or () if not isinstance(callback, RunExtension)]
         self._their_step: int | None = None
         super().__init__(*args, **parts, callbacks=ours)  # type: ignore[misc]
         self.train_dataset: Foreign = parts.get("train_dataset") or args[3]
         self.all_metrics: dict[str, Any] = {}
         self.all_timings: dict[str, float] = {}
         self.cfg = with_epochs(self.cfg, len(self.train_dataset))
-        self.train_dataloader = TrainDataLoader(self.cfg, self.train_dataset, self.progress)
+        self.train_dataloader = TrainDataLoader(self.cfg, self.train_dataset, self.context.progress)
         self.callback_handler = CallbackHandler(theirs)
-        self._tracker = LoggedTracker(self.reporting.tracker, self._logged)
-        self.reporting.callbacks.append(self.callback_handler)
-        self.reporting.tracker = self._tracker
+        self._tracker = LoggedTracker(self.context.tracker, self._logged)
+        self.extensions.append(self.callback_handler)
+        self.context.tracker = self._tracker
         self.cfg: Foreign = SettingsView(self.cfg)
         self._groups: list[Group] = []  # of the batch in hand, row by row
 
@@ -66,7 +72,7 @@ class SkyRLNames(_Base):
     @property
     def global_step(self) -> int:
         """Steps done; a loop of SkyRL's counts by itself."""
-        return self.progress.step if self._their_step is None else self._their_step
+        return self.context.progress.step if self._their_step is None else self._their_step
 
     @global_step.setter
     def global_step(self, value: int) -> None:
@@ -147,10 +153,10 @@ class SkyRLNames(_Base):
         await super().end_step(status)
         await self._settle()
         control = self.callback_handler.control
-        if control.should_save and self.saving.saved_step < self.progress.step:
+        if control.should_save and self.checkpointer.saved_step < self.context.progress.step:
             await self.save_checkpoint()
         if control.should_evaluate:
-            self._tracker.add(await self.evaluate(), self.progress.step)
+            self._tracker.add(await self.evaluate(), self.context.progress.step)
         control.reset()
         self.callback_handler.next_step(self)  # type: ignore[arg-type]
         await self._settle()

@@ -24,6 +24,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from skyasync.cleanup import afterwards
+from skyasync.compat.skyrl import bridge
+from skyasync.compat.skyrl.batch import TrainingInputBatch
+from skyasync.compat.skyrl.generators import as_sampling
+from skyasync.compat.skyrl.hooks import Postprocessed, SkyRLNames
+from skyasync.compat.skyrl.shims import Dispatch, PolicyModel, ResumeMode, numbers
+from skyasync.compat.skyrl.waiting import Loop
 from skyasync.config.resume import Resume
 from skyasync.data.prompts import PromptBatch
 from skyasync.envs.registry import Foreign
@@ -36,7 +42,8 @@ from skyasync.rollout.requests import sampling_params
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Rollout, TrajectoryId
 from skyasync.trainer import RayPPOTrainer as Ours
-from skyasync.training.phases import Metrics
+from skyasync.trainer.context import Metrics
+from skyasync.utils.task_group import afterwards
 from skyasync.workers.roles import CRITIC_ROLE, ROLES
 
 
@@ -48,7 +55,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
     def __init_subclass__(cls, **more: object) -> None:
         super().__init_subclass__(**more)
         if "train" in vars(cls):
-            cls.train = _to_its_end(vars(cls)["train"])  # type: ignore[method-assign,assignment]
+            cls.train = _to_its_end(vars(cls)["train"])  # type: ignore[method-assign]
 
     def __init__(self, *args: Foreign, **parts: Foreign) -> None:
         super().__init__(*args, **parts)
@@ -58,7 +65,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     @property
     def dispatch(self) -> Foreign:
-        return DispatchView(self.learner.dispatch, self._sync)
+        return DispatchView(self.context.dispatch, self._sync)
 
     @property
     def policy_model(self) -> PolicyModel:
@@ -86,11 +93,11 @@ class RayPPOTrainer(SkyRLNames, Ours):
             return await super().generate(input_batch)
         await self.callback_handler.settle()
         version = self.policy_version
-        self.book.start(self._prompts_of(input_batch), version)
-        async with self.handover.rollout(), self.phases.limited("generation"):
+        self.checkpointer.ledger.start(self._prompts_of(input_batch), version)
+        async with self.weight_updates.rollout(), self.context.phases.limited("generation"):
             self._rolling += 1
             try:
-                with self.phases.under_way():
+                with self.context.phases.under_way():
                     output: dict[str, Any] = dict(await self.generator.generate(self._request(input_batch)))
             finally:
                 self._rolling -= 1
@@ -102,9 +109,9 @@ class RayPPOTrainer(SkyRLNames, Ours):
         return await self.evaluate()
 
     async def _sync(self) -> None:
-        paused = self.handover.engines_paused if self._rolling else nullcontext
-        async with self.handover.syncing():
-            await self.weight_sync.sync(self.progress.step, paused)
+        paused = self.weight_updates.engines_paused if self._rolling else nullcontext
+        async with self.weight_updates.syncing():
+            await self.weight_sync.sync(self.context.progress.step, paused)
         await self._settle()
 
     # ---------------------------------------------------------------- steps that their loops call
@@ -114,12 +121,12 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
         if isinstance(generator_output, Postprocessed):
             generator_output = generator_output[0]
-        self.phases.begin_step(self.progress.step + 1)
+        self.context.phases.begin_step(self.context.progress.step + 1)
         prompts = {uid: self.train_dataloader.asked[uid][0] for uid in uids if uid in self.train_dataloader.asked}
         groups = as_groups(generator_output, uids, prompts, self.policy_version)
         self.check_stale(groups)
-        self.book.finish(groups)
-        self.all_metrics |= self.reporting.rolled_out(groups)
+        self.checkpointer.ledger.on_rollout(self, groups)
+        self.all_metrics |= self.reporter.rolled_out(groups)
         kept = self.drop_truncated(self.filter_groups(groups))
         if not kept:
             raise UserError("no group of this batch is worth training on (trainer.algorithm.dynamic_sampling)")
@@ -137,7 +144,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     async def _learn(self, data: TrainingInputBatch) -> Metrics:
         batch, trainer, groups = self.add_teacher_advantages(data.as_training()), self.cfg.trainer, self._groups
-        self.saving.step_begun()
+        self.checkpointer.step_begun()
         with self.timed("update"):
             for _ in range(trainer.update_epochs_per_batch):
                 for part, _ in batch.mini_batches(trainer.policy_mini_batch_size):
@@ -153,7 +160,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
         finally:
             self._their_step = theirs
         self.all_metrics |= self.metrics
-        if self.progress.step == trainer.max_training_steps + 1 > 1:
+        if self.context.progress.step == trainer.max_training_steps + 1 > 1:
             self._warn(
                 f"trains on behind trainer.max_training_steps={trainer.max_training_steps}, which it does not read"
             )
@@ -161,11 +168,15 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     def _warn_of_unread(self) -> None:
         """What a loop of theirs that has ended well has left undone."""
-        step, trainer = self.progress.step, self.cfg.trainer
+        step, trainer = self.context.progress.step, self.cfg.trainer
         if step < self.total_training_steps:
             self._warn(f"has ended after {step} of the {self.total_training_steps} steps of trainer.epochs="
                        f"{trainer.epochs} and trainer.max_training_steps={trainer.max_training_steps}")  # fmt: skip
-        if 0 < trainer.ckpt_interval <= step and self.saving.checkpoints is not None and not self.saving.saved_step:
+        if (
+            0 < trainer.ckpt_interval <= step
+            and self.checkpointer.checkpoints is not None
+            and not self.checkpointer.saved_step
+        ):
             self._warn(f"has saved no checkpoint: it does not read trainer.ckpt_interval={trainer.ckpt_interval}")
 
     def _warn(self, what: str) -> None:
@@ -173,21 +184,21 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     def save_checkpoints(self) -> str:
         """Written when this returns."""
-        folder = self._loop.wait_for(self.saving.save(patient=False))
-        self._tell_of_checkpoints()
+        folder = self._loop.wait_for(self.checkpointer.save(patient=False))
+        self._loop.wait_for(self._notify_of_checkpoints())
         return str(folder or "")
 
     def load_checkpoints(self) -> tuple[int, str]:
         """The step that the run goes on from, 0 where there is no checkpoint, and its folder."""
-        self._loop.wait_for(self.saving.resume())
-        kept = self.saving.checkpoints
-        return self.progress.step, str(kept.folder if kept is not None else "")
+        self._loop.wait_for(self.checkpointer.resume())
+        kept = self.checkpointer.checkpoints
+        return self.context.progress.step, str(kept.folder if kept is not None else "")
 
     def save_models(self) -> str:
         """The model in Hugging Face's form, in ``trainer.export_path``."""
         if not self.cfg.trainer.export_path:
             raise UserError("save_models needs a folder: set trainer.export_path")
-        self._loop.wait_for(self.learner.dispatch.export(Path(self.cfg.trainer.export_path)))
+        self._loop.wait_for(self.context.dispatch.export(Path(self.cfg.trainer.export_path)))
         return str(self.cfg.trainer.export_path)
 
     def handle_dynamic_sampling(self, output: Foreign, uids: Sequence[str]) -> tuple[Foreign, list[str], bool]:
@@ -230,7 +241,7 @@ def _to_its_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Forei
     async def train(self: RayPPOTrainer) -> None:
         if self._begun:  # super().train()
             return await theirs(self)
-        self._begun = self.phases.plan_runs = True
+        self._begun = self.context.phases.plan_runs = True
 
         async def end() -> None:
             if not self._ran:

@@ -16,7 +16,7 @@ from skyasync.algorithms.objective import Objective
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
 from skyasync.interop.skyrl import BasePPOExp, make
-from skyasync.plans import PLANS
+from skyasync.trainer.plans import PLANS
 from skyasync.run.experiment import BasePPOExp as Ours
 from tests.interop.harness import ROWS, configuration, train
 from tests.interop.skyrl.files import (
@@ -204,7 +204,7 @@ def test_the_tutorials_loop_trains_one_step_off() -> None:
     )  # fmt: skip
     assert run.learned
     assert sorted(run.rows) == list(range(1, 9))
-    assert len(run.batches) == 8 and run.trainer.progress.step == 8
+    assert len(run.batches) == 8 and run.trainer.context.progress.step == 8
     assert {run.rows[step]["staleness/max"] for step in (2, 3, 4, 6, 7, 8)} == {1.0}
     assert run.rows[8]["trainer/epoch"] == 1.0
     assert run.trainer.policy_version == 8
@@ -218,7 +218,7 @@ def test_a_loop_of_plain_calls_saves_and_goes_on(tmp_path: Path) -> None:
     assert Path(first.trainer.folder).is_dir()
     more = train(*overrides, "trainer.max_training_steps=3", "trainer.resume_mode=latest", exp=plain_loop.PlainExp)
     assert sorted(more.rows) == [3]
-    assert more.trainer.progress.step == 3
+    assert more.trainer.context.progress.step == 3
 
 
 @pytest.mark.parametrize("package", ["skyasync.interop.skyrl", "skyasync"])
@@ -271,7 +271,7 @@ def test_the_complete_example_of_that_time_trains_one_step_off() -> None:
             await self.trainer.async_sync_policy_weights_to_inference_engines()
 
         def __getattr__(self, name):
-            return getattr(self.trainer.learner.dispatch, name)
+            return getattr(self.trainer.context.dispatch, name)
 
     class Exp(BasePPOExp):
         def get_trainer(self, **parts):

@@ -55,7 +55,7 @@ from skyasync.inference.interface import (
 from skyasync.inference.stop_strings import StopStrings
 from skyasync.weight_sync.changed_weights import read_about
 from skyasync.weight_sync.lent import Borrower
-from skyasync.weight_sync.shared_memory import read_digests, read_weights, write_weights
+from skyasync.weight_sync.shared_memory import read_digests, read_weights
 from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
 
 if TYPE_CHECKING:
@@ -116,8 +116,7 @@ class TransformersEngine(InferenceEngine):
         self._failure: BaseException | None = None  # ended all work, and is the answer to whatever is asked later
         self._step_is_queued = False
         self._borrower = Borrower()
-        self._whole = True  # it holds one version, and nothing of another
-        self._has = Held()
+        self._has, self._changed, self._adapted = Held(), ChangedInPlace(self._model), AdaptedInPlace(self._model)
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, DecodingRow] = {}  # every request that has not been answered
         self._held: list[DecodingRow] = []  # accepted while not running
@@ -145,7 +144,6 @@ class TransformersEngine(InferenceEngine):
         self._decoder = Decoder(
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
-        self._changed, self._adapted = ChangedInPlace(self._model), AdaptedInPlace(self._model)
 
     async def shutdown(self) -> None:
         """End the thread; requests that still wait for an answer get an error."""
@@ -394,7 +392,6 @@ class TransformersEngine(InferenceEngine):
                 unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
             )
         self._has.receive(update)
-        self._whole = False
         if "kinds" in update.info:
             weights = self._borrower.read(update.info)
             self._model.load_weights(weights, lent=True)
@@ -403,16 +400,6 @@ class TransformersEngine(InferenceEngine):
             self._read(update.info["path"])
         self._has.settle(update)
         self._decoder.version = update.version
-        self._whole = True
-
-    @in_thread
-    def held_version(self) -> int:
-        return self._decoder.version if self._whole else -1
-
-    @in_thread
-    def hand_back(self, folder: str) -> str:
-        held = self._model.tensors()
-        return write_weights({name: held[name] for name in self._model.own_names()}, folder)
 
     def _read(self, path: str) -> None:
         """A file of adapters, of changes, or of all weights."""

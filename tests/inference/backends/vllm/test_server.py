@@ -30,6 +30,7 @@ from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import remove_weights
@@ -39,6 +40,11 @@ from tests.inference.listed import Listed, listed
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens
 from tests.plans.local_run import config as run_config
+from tests.engines.listed import Listed, listed
+from tests.engines.tiny_llama import save_tiny_llama
+from tests.engines.vllm.models import perturb, publish, token_logprobs
+from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens
+from tests.trainer.plans.local_run import config as run_config
 from tests.warm import interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -310,7 +316,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     cfg = run_config(server.folder, steps=8, max_staleness=2, train_length=48)
     cfg.generator.engines, cfg.generator.weight_sync_dir = [extra["url"]], str(on_disk)
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
-    sync: Any = run.trainer.handover.weight_sync
+    sync: Any = run.trainer.weight_updates.weight_sync
     sync.keeper = run.dispatch
     supervisor = EngineSupervisor(run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30)
     run.trainer.callbacks.append(supervisor)

@@ -1,0 +1,321 @@
+"""Checkpoints that are whole or absent, which one is the best, and which one a run resumes from.
+
+Invariant: a folder named ``step_<k>`` was complete, and on the disk, when it got that name: it is written under
+another, its files and folders are synced, and it is renamed last. ``manifest.json`` in it says what every file must
+hold; ``state.json`` the step, the position in the prompt stream, and when the checkpoint was written, which orders
+checkpoints: the times of files are those of the last copy. ``config.json`` holds the settings. ``best.json`` beside
+them names the best one, which is never removed for being old. A damaged checkpoint is never used, and never left out
+silently.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from skyasync.config.resume import STATE, WRITTEN, Resume, written_ns
+from skyasync.errors import UserError
+from skyasync.utils import manifest
+from skyasync.utils.manifest import FileSum, Sums
+
+log = logging.getLogger(__name__)
+
+CONFIG, BEST = "config.json", "best.json"
+_UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
+_LISTED = "manifest"  # in state.json: there is one, so that without it the folder is damaged
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a run needs to resume, besides the workers' own state.
+
+    All prompts before ``position`` have been trained, and those in ``ahead``, which overtook others;
+    ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
+    """
+
+    step: int
+    position: int
+    seed: int
+    dataset_size: int
+    kl_coef: float = 0.0  # of an adaptive controller
+    ahead: list[int] = field(default_factory=list)
+    data: str = ""  # a digest of what the prompts say
+    stream: list[int] = field(default_factory=list)  # where ``position`` is in data that is not held
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint so far: the name of its folder, and the metric that it has."""
+
+    folder: str
+    metric: str
+    value: float
+
+
+def read_best(checkpoints: Path) -> Best | None:
+    """None if there is none, or its folder is gone."""
+    try:
+        values = json.loads((checkpoints / BEST).read_text(encoding="utf-8"))
+        best = Best(str(values["folder"]), str(values["metric"]), float(values["value"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return best if (checkpoints / best.folder).is_dir() else None
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int = 0) -> None:
+        self.folder, self._keep = folder, keep
+        self.best = read_best(folder)
+        self.damaged: set[Path] = set()  # as far as is known
+        self._swept = False
+
+    async def save(
+        self,
+        state: TrainState,
+        write: Callable[[Path], Awaitable[Mapping[str, FileSum] | None]],
+        config: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint; ``write(folder)`` adds the workers' state, and says what it wrote if it knows.
+
+        Whatever goes wrong, nothing is left of it and the checkpoints before are as they were.
+        """
+        with self.unfinished(state.step) as folder:
+            return folder.finish(state, await write(folder.path), config)
+
+    def unfinished(self, step: int) -> Unfinished:
+        """A new checkpoint to be filled; without ``finish`` nothing remains of it."""
+        if not self._swept:  # what a run that was killed has left
+            for left in [*self.folder.glob(f"step_*{_UNFINISHED}"), *self.folder.glob(f"step_*{_DISCARDED}")]:
+                shutil.rmtree(left, ignore_errors=True)
+            self._swept = True
+        now_ns = max([time.time_ns(), *(1 + (written_ns(p) or 0) for p in self._folders())])
+        return Unfinished(self.folder / _name(step), now_ns, self._written)
+
+    def latest(self) -> Path | None:
+        """The checkpoint that was written last and shows no damage at a glance; others are logged."""
+        for folder in self.newest_first():
+            if not (problem := glance(folder)):
+                return folder
+            self.skip(folder, problem)
+        return None
+
+    def newest_first(self) -> list[Path]:
+        """All that were complete once, damaged or not, in the order of what they record.
+
+        Those of earlier versions do not say when they were written: they come before all others, by their steps. One
+        that cannot be read has the place that its step has.
+        """
+        when: dict[Path, int] = {}
+        for folder in sorted(self._folders(), key=lambda p: (len(p.name), p.name)):
+            known = written_ns(folder)
+            when[folder] = max(when.values(), default=0) if known is None else known
+        return sorted(when, key=when.__getitem__)[::-1]
+
+    def _folders(self) -> list[Path]:
+        return [p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix]
+
+    def of_step(self, step: int) -> Path:
+        """The folder of a step's checkpoint.
+
+        Raises:
+            UserError: if there is none, naming those there are.
+        """
+        if (folder := self.folder / _name(step)).is_dir():
+            return folder
+        steps = sorted(int(name) for p in self.newest_first() if (name := p.name.removeprefix("step_")).isdigit())
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+        raise UserError(f"trainer.resume_mode={step}: {self.folder} has no checkpoint of that step ({there})")
+
+    def skip(self, folder: Path, problem: str) -> None:
+        """A checkpoint is damaged: this is logged, and it is not counted among those to keep."""
+        log.warning("checkpoint %s is damaged and left out: %s", folder, problem)
+        self.damaged.add(folder)
+
+    def _written(self, folder: Path) -> None:
+        self.damaged.discard(folder)
+        if self._keep:
+            whole = [old for old in self.newest_first() if old not in self.damaged]
+            for old in whole[self._keep :]:
+                if self.best is None or old.name != self.best.folder:
+                    _discard(old)
+
+    def is_best(self, folder: Path, metric: str, value: float) -> None:
+        """This checkpoint is the best one from here on; the one that was may go when the next is written."""
+        self.best = Best(folder.name, metric, value)
+        scratch = self.folder / f"{BEST}.tmp"
+        scratch.write_text(json.dumps(asdict(self.best)) + "\n", encoding="utf-8")
+        os.replace(scratch, self.folder / BEST)
+
+
+class Unfinished:
+    """A checkpoint under another name, in a ``with`` block; ``path`` is the folder to be filled."""
+
+    def __init__(self, final: Path, written_ns: int, written: Callable[[Path], None]) -> None:
+        self.path = final.with_name(final.name + _UNFINISHED)
+        self._final, self._written_ns, self._written = final, written_ns, written
+
+    def __enter__(self) -> Unfinished:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(0o700, parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)  # nothing is left of it unless it was renamed
+
+    def finish(
+        self, state: TrainState, written: Mapping[str, FileSum] | None = None, config: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Add what the controller knows, make sure that all is on the disk, and give it its name.
+
+        Args:
+            written: of files that are synced already; the others are read.
+        """
+        sums: Sums = dict(written or {})
+        for path in (path for path in self.path.rglob("*") if path.is_file()):
+            if (name := path.relative_to(self.path).as_posix()) not in sums:
+                manifest.sync_file(path)
+                sums[name] = manifest.sum_of(path)
+        if missing := list(manifest.misfits(self.path, sums)):
+            raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
+        texts = {STATE: asdict(state) | {_LISTED: manifest.NAME, WRITTEN: self._written_ns}, CONFIG: config}
+        for name, values in texts.items():
+            if values is not None:
+                with manifest.summed(self.path / name, sums, name) as file:
+                    file.write(json.dumps(values, indent=2, default=str).encode())
+        manifest.write(self.path, sums)
+        _replace(self.path, self._final)
+        self._written(self._final)
+        return self._final
+
+
+def glance(folder: Path) -> str:
+    """What is wrong with a checkpoint, "" if nothing is; of its large files only the sizes are compared."""
+    try:
+        values = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        listed = values.get(_LISTED)
+    except FileNotFoundError:
+        return f"{STATE} is missing" if folder.is_dir() else "there is no such folder"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{STATE} cannot be read: {getattr(error, 'strerror', None) or 'it is no JSON object'}"
+    if not (listed or (folder / manifest.NAME).exists()):
+        return ""  # of a version that wrote none
+    try:
+        sums = manifest.read(folder)
+    except FileNotFoundError:
+        return f"{manifest.NAME} is missing"
+    except (OSError, ValueError) as error:
+        return f"{manifest.NAME} cannot be read: {error}"
+    if unlisted := manifest.unlisted(folder, sums):
+        return f"{manifest.NAME} does not list {unlisted[0]}"
+    small = {name: entry for name, entry in sums.items() if "/" not in name and name.endswith(".json")}
+    return next(manifest.damage(folder, small), "") or next(manifest.misfits(folder, sums), "")
+
+
+def load_state(folder: Path, *, seed: int, dataset_size: int, data: str = "") -> TrainState:
+    """The state in a checkpoint.
+
+    Args:
+        data: a digest of the prompts; compared where both know it.
+
+    Raises:
+        UserError: if it belongs to another seed or dataset: the prompts would not be the right ones.
+    """
+    values = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    known = {entry.name for entry in fields(TrainState)}
+    state = TrainState(**{name: value for name, value in values.items() if name in known})
+    for name, here in (("seed", seed), ("dataset_size", dataset_size)):
+        refuse_other(folder, name, getattr(state, name), here)
+    if state.data and data and state.data != data:
+        raise UserError(
+            f"checkpoint {folder} was made with other prompts than data.train_data has now (digest {state.data}, this "
+            f"run has {data}): its position among them would be wrong; resume with the same data, or set "
+            f"trainer.resume_mode=none"
+        )
+    return state
+
+
+def refuse_other(folder: Path, name: str, made_with: int, here: int) -> None:
+    """Raises UserError if a checkpoint was made with another seed, or other data."""
+    if made_with != here:
+        raise UserError(
+            f"checkpoint {folder} was made with {name}={made_with}, this run has {here}: "
+            f"resume with the same data and trainer.seed, or set trainer.resume_mode=none"
+        )
+
+
+def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str], None] | None = None) -> Path | None:
+    """The checkpoint to resume from, as far as a glance shows; None if there is none and none is named.
+
+    Args:
+        skip: called for a damaged one that is left out; by default ``checkpoints.skip``.
+
+    Raises:
+        UserError: if the one that is named, or every one, is damaged.
+    """
+    if resume.named:
+        folder = resume.folder or checkpoints.of_step(resume.step or 0)
+        if problem := glance(folder):
+            raise refusal(folder, problem)
+        return folder
+    found = checkpoints.newest_first()
+    if skip is None and len(found) > 1 and written_ns(found[0]) == 0:
+        log.warning(
+            "the checkpoints in %s are of an earlier version and do not say when they were written: the newest is "
+            "taken to be the one of the largest step, %s (trainer.resume_mode=STEP takes another)",
+            checkpoints.folder,
+            found[0].name,
+        )
+    for folder in found:
+        if folder in checkpoints.damaged:
+            continue
+        if not (problem := glance(folder)):
+            return folder
+        (skip or checkpoints.skip)(folder, problem)
+    if found:
+        raise UserError(
+            f"trainer.resume_mode=latest: all checkpoints in {checkpoints.folder} are damaged ({len(found)} found): "
+            f"delete them, or set trainer.resume_mode=none, to start from scratch"
+        )
+    return None
+
+
+def refusal(folder: Path, problem: str) -> UserError:
+    """For a checkpoint that the user has named."""
+    return UserError(
+        f"checkpoint {folder} cannot be used: {problem}; choose another one, or set trainer.resume_mode=latest for "
+        f"the newest that is whole"
+    )
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _replace(unfinished: Path, final: Path) -> None:
+    """The new folder takes the name; one that had it goes first, and is removed when the new one is safe."""
+    former = _set_aside(final) if final.exists() else None
+    os.replace(unfinished, final)
+    manifest.sync_folder(final.parent)
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _discard(folder: Path) -> None:
+    """Take the name away first: a folder half removed is no checkpoint any more."""
+    shutil.rmtree(_set_aside(folder), ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    aside = folder.with_name(folder.name + _DISCARDED)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    return aside

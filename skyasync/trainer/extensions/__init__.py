@@ -1,0 +1,73 @@
+"""What accompanies a run without being part of its plan: a list of ``RunExtension``, each in a file of its own.
+
+The prompt ledger, the divergence guard and the profiler are in every trainer's list. The supervisor of the engines
+(``skyasync.engines.revival``) and the resource monitor (``skyasync.cluster.watch``) join it in a real run, and so do
+the callbacks of the user.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyasync.callbacks import RunExtension
+from skyasync.errors import UserError
+
+if TYPE_CHECKING:
+    from skyasync.trainer.trainer import RayPPOTrainer
+
+FILE = "extensions.json"  # of a checkpoint: name -> state
+
+
+async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
+    """Call the method of this name of every extension, in order, and wait for those that are asynchronous.
+
+    Raises:
+        TimeoutError: if one takes longer than ``trainer.step_timeout_s``.
+    """
+    for extension in list(trainer.extensions):
+        answer = getattr(extension, event)(trainer, *about)
+        if inspect.isawaitable(answer):
+            async with trainer.context.phases.limited(f"{type(extension).__name__}.{event}"):
+                await answer
+
+
+def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
+    """Write what the extensions want to keep into a checkpoint; no file if that is nothing.
+
+    Raises:
+        UserError: if JSON does not know what one of them returns.
+    """
+    states = {}
+    for name, extension in _named(extensions):
+        if state := extension.state_dict():
+            try:
+                states[name] = json.loads(json.dumps(state))
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"{type(extension).__name__}.state_dict() returns what a checkpoint cannot keep ({error}): "
+                    f"it may hold numbers, strings, booleans, None, lists and mappings"
+                ) from error
+    if states:
+        (folder / FILE).write_text(json.dumps(states, indent=2), encoding="utf-8")
+
+
+def load_states(extensions: Sequence[RunExtension], folder: Path) -> None:
+    """Give each extension what it has in a checkpoint."""
+    if (folder / FILE).exists():
+        states = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        for name, extension in _named(extensions):
+            if name in states:
+                extension.load_state_dict(states[name])
+
+
+def _named(extensions: Sequence[RunExtension]) -> Iterator[tuple[str, RunExtension]]:
+    """By class; the second of a class is ``Name#2``."""
+    counts: dict[str, int] = {}
+    for extension in extensions:
+        name = type(extension).__name__
+        counts[name] = counts.get(name, 0) + 1
+        yield (name if counts[name] == 1 else f"{name}#{counts[name]}"), extension

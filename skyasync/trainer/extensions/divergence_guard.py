@@ -1,0 +1,180 @@
+"""Updates that are left out because they are not finite, and metrics that are beyond a limit.
+
+Invariant: what is left out or undone is logged, counted in the step's metrics, and ends the run when it comes
+``max_bad_steps`` times in a row. Every decision is made here, in one process, from values that all ranks share: no rank
+can decide otherwise than its neighbours.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from skyasync.callbacks import RunExtension, Watched
+from skyasync.errors import NonFiniteError, UserError, nearest
+from skyasync.rollout.types import Group, Trajectory
+from skyasync.trainer.context import RunContext
+
+log = logging.getLogger(__name__)
+
+SKIPPED, REWARDS = "nonfinite/skipped", "nonfinite/rewards"
+SPIKES, UNDONE = "spikes/count", "spikes/rolled_back_to"
+NAMED = 3  # episodes by name, of those whose rewards are not finite
+
+
+def bad_rewards(groups: Sequence[Group]) -> list[Trajectory]:
+    """Those whose reward is not finite."""
+    return [t for group in groups for t in group.trajectories if not math.isfinite(t.reward)]
+
+
+def describe(bad: Sequence[Trajectory]) -> str:
+    """``bad_rewards`` in words."""
+    shown = ", ".join(f"{t.id}: {t.reward}" for t in bad[:NAMED]) + (", ..." if len(bad) > NAMED else "")
+    return f"the reward of {len(bad)} episode{'s' * (len(bad) > 1)} is not finite ({shown})" if bad else ""
+
+
+class DivergenceGuard(RunExtension):
+    """Of one run.
+
+    Attributes:
+        skips: an update that is not finite is left out.
+        rolls_back: a spike is undone.
+        unfit: why the current step must not be learned from, "" if it may.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._cfg, self._phases = context.cfg.trainer, context.phases
+        self.skips, self.rolls_back = self._cfg.on_nonfinite == "skip", self._cfg.on_spike == "rollback"
+        self.unfit = ""
+        self._dropped = 0  # updates in a row
+        self._undone = 0  # steps in a row
+        self._judged: dict[str, float] = {}  # metrics of the current step
+        self._seen: set[str] = set()  # names in ``spike_limits`` that some step had
+
+    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        self.spikes(metrics)
+        if "policy/loss" in metrics:  # else nothing was trained
+            for name in self._cfg.spike_limits.keys() - self._seen - metrics.keys():
+                if not name.startswith(("eval/", "sync/")):  # which are not in every step
+                    close = nearest(name, metrics, count=1)
+                    hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+                    raise UserError(f"trainer.spike_limits names {name}, and a step has no such metric: {hint}")
+        self._judged = {}
+
+    # ---------------------------------------------------------------- not finite
+
+    def examine(self, groups: Sequence[Group]) -> None:
+        """Rewards that are not finite: no update of the current step is made of its groups.
+
+        Raises:
+            NonFiniteError: if they are to end the run.
+        """
+        if problem := self.check_rewards(groups):
+            self._count(REWARDS, len(bad_rewards(groups)))
+            self.unfit = problem
+
+    def check_rewards(self, groups: Sequence[Group]) -> str:
+        """What is wrong with them, "" for nothing; it is logged.
+
+        Raises:
+            NonFiniteError: if it is to end the run.
+        """
+        problem = describe(bad_rewards(groups))
+        if problem and not self.skips:
+            raise NonFiniteError(f"{problem} (trainer.on_nonfinite=raise)")
+        if problem:
+            log.warning("step %d: %s", self._phases.step, problem)
+        return problem
+
+    def drop(self, problem: str) -> None:
+        """An update is left out."""
+        self._dropped += 1
+        self._count(SKIPPED)
+        log.warning(
+            "step %d: an optimizer step is left out, weights and moments stay as they were: %s; that is %d of %d in a "
+            "row (trainer.max_bad_steps)",
+            self._phases.step,
+            problem,
+            self._dropped,
+            self._cfg.max_bad_steps,
+        )
+
+    def updated(self) -> None:
+        """An update was not left out."""
+        if self._dropped < self._cfg.max_bad_steps:
+            self._dropped = 0
+
+    @property
+    def dropped(self) -> bool:
+        """Something of the current step was left out."""
+        return bool({SKIPPED, REWARDS} & self._phases.metrics.keys())
+
+    def check_dropped(self) -> None:
+        """The step is over. Raises NonFiniteError if too many updates in a row were left out."""
+        self.unfit = ""
+        if self._dropped >= self._cfg.max_bad_steps:
+            raise NonFiniteError(
+                f"{self._dropped} optimizer steps in a row were not finite (trainer.max_bad_steps): the policy may be "
+                f"broken; go on from an earlier checkpoint with trainer.resume_mode=STEP and a lower learning rate"
+            )
+
+    # ---------------------------------------------------------------- too large
+
+    def spikes(self, metrics: Mapping[str, float]) -> list[str]:
+        """What is beyond its limit and was not before in this step, in words; each is logged and counted.
+
+        Raises:
+            UserError: if it is to end the run.
+        """
+        found = []
+        for name, limit in self._cfg.spike_limits.items():
+            value = metrics.get(name)
+            if value is None or self._judged.get(name) == value:
+                continue
+            self._judged[name] = value
+            self._seen.add(name)
+            if value > limit:
+                found.append(f"{name}={value:.4g} is beyond its limit, {limit:g} (trainer.spike_limits)")
+        for line in found:
+            self._count(SPIKES)
+            log.warning("step %d: %s", self._phases.step, line)
+        if found and self._cfg.on_spike == "raise":
+            raise UserError(f"step {self._phases.step}: {found[0]}, which ends the run (trainer.on_spike=raise)")
+        return found
+
+    def undo(self, lines: Sequence[str]) -> None:
+        """A step is to be undone.
+
+        Raises:
+            UserError: if it is one too many in a row.
+        """
+        self._undone += 1
+        if self._undone >= self._cfg.max_bad_steps:
+            raise UserError(
+                f"step {self._phases.step}: rolled back {self._undone} steps in a row (trainer.max_bad_steps="
+                f"{self._cfg.max_bad_steps}): {lines[0]}; lower trainer.policy.optimizer_config.lr, or raise the limit "
+                f"in trainer.spike_limits"
+            )
+
+    def undone(self, step: int) -> None:
+        """The models are what they were after that step."""
+        self._phases.metrics[UNDONE] = float(step)
+        log.warning(
+            "step %d: weights and moments are those of step %d again; what was trained since is not trained another "
+            "time (trainer.on_spike=rollback)",
+            self._phases.step,
+            step,
+        )
+
+    @property
+    def undid(self) -> bool:
+        """The current step was undone: a run that resumes from here is to leave its data out too."""
+        return UNDONE in self._phases.metrics
+
+    def went_well(self) -> None:
+        """Nothing of this step is undone."""
+        self._undone = 0
+
+    def _count(self, name: str, many: int = 1) -> None:
+        self._phases.metrics[name] = self._phases.metrics.get(name, 0.0) + many

@@ -1,0 +1,66 @@
+"""A callback that ends a run when a metric improves no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.errors import UserError, nearest
+
+
+class EarlyStopping(TrainerCallback):
+    """Ends the run after ``patience`` values in a row of a metric that are no better than the best one.
+
+    A value counts when it is new: of ``eval/...`` metrics after each evaluation, of others after each step.
+
+    Args:
+        metric: by the name that ``metrics.jsonl`` has.
+        patience: so many values without improvement.
+        mode: "max" if a larger value is better.
+        min_delta: how much better a value must be to count as an improvement.
+    """
+
+    def __init__(
+        self, metric: str, patience: int = 3, *, mode: Literal["max", "min"] = "max", min_delta: float = 0.0
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise UserError(f"EarlyStopping: mode={mode!r} must be 'max' or 'min'")
+        if patience < 1 or min_delta < 0:
+            raise UserError(f"EarlyStopping: patience={patience} must be at least 1, min_delta={min_delta} at least 0")
+        self._metric, self._patience, self._mode, self._min_delta = metric, patience, mode, min_delta
+        self._best: float | None = None
+        self._waited = 0
+        self._seen = False
+
+    def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        if self._metric.startswith("eval/"):
+            self._look(trainer, metrics, required=True)
+
+    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        if not self._metric.startswith("eval/"):
+            self._look(trainer, metrics, required="policy/loss" in metrics)  # else nothing was trained
+
+    def _look(self, trainer: Watched, metrics: Mapping[str, float], *, required: bool) -> None:
+        value = metrics.get(self._metric)
+        if value is None:
+            if required and not self._seen:
+                close = nearest(self._metric, metrics, count=1)
+                hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+                raise UserError(f"EarlyStopping: there is no metric {self._metric}: {hint}")
+            return
+        self._seen = True
+        gain = 0.0 if self._best is None else (value - self._best if self._mode == "max" else self._best - value)
+        if self._best is None or gain > self._min_delta:
+            self._best, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            trainer.stop(f"{self._metric} has not improved on {self._best:g} in {self._waited} values (EarlyStopping)")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"metric": self._metric, "best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["metric"] == self._metric:
+            self._best, self._waited = state["best"], state["waited"]

@@ -1,0 +1,153 @@
+"""The ledger of a run's prompts, as its steps write it and its checkpoints keep it.
+
+Invariant: what is finished and not yet trained is in every checkpoint (``ckpt_rollouts``), as the generator gave it,
+before any hook has changed it; a run that resumes from there gets it back instead of generating it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from skyasync.arrays import TURN_TOKENS
+from skyasync.callbacks import RunExtension, Watched
+from skyasync.config.resume import saves
+from skyasync.rollout import saved
+from skyasync.rollout.contract import Generator, TrajectoryGenerator
+from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
+from skyasync.trainer.checkpoint.ledger import Ledger, Line, trained_behind
+from skyasync.trainer.context import RunContext
+
+log = logging.getLogger(__name__)
+
+NO_SIGNAL = "not worth training on (trainer.algorithm.dynamic_sampling)"
+TRUNCATED = "no response ended by itself (trainer.algorithm.truncated_responses=drop)"
+LEFT_OUT = "no update was made of its step, whose numbers are not finite (trainer.on_nonfinite=skip)"
+FAILED = "no episode reached its end (environment.on_error)"
+
+
+class PromptLedger(RunExtension):
+    """Follows prompts from their start to their end.
+
+    Attributes:
+        ledger: the state of each prompt, by its name.
+    """
+
+    def __init__(self, context: RunContext, generator: Generator) -> None:
+        self.ledger: Ledger[Group] = Ledger()
+        self._generator, self._prompts = generator, context.prompts
+        self._samples = context.cfg.generator.n_samples_per_prompt
+        self._keeps = context.cfg.trainer.ckpt_rollouts and saves(context.cfg.trainer)
+        self._ids: dict[str, PromptId] = {}  # of open prompts
+        self._rejected: dict[str, str] = {}  # found in the current step, and why
+        self._undone = ""  # why the current step, and those since a checkpoint, count for nothing
+
+    def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
+        """These are rolled out now; the groups of those that need not be, since a checkpoint had them."""
+        self._ids |= {str(prompt.id): prompt.id for prompt in prompts}
+        found = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
+        return {identity: _copy(group) for identity, group in found.items() if group is not None}
+
+    def on_rollout(self, trainer: Watched, groups: Sequence[Group]) -> None:
+        for group in groups if self._keeps else ():
+            self.ledger.finish(str(group.prompt.id), _copy(group))
+
+    def reject(self, before: Sequence[Group], kept: Sequence[Group], why: str) -> None:
+        """Some of the groups are left out of the current step."""
+        if len(kept) < len(before):
+            left = {str(group.prompt.id) for group in kept}
+            self._rejected |= {name: why for group in before if (name := str(group.prompt.id)) not in left}
+
+    def leave_out(self) -> None:
+        """No update is made of the current step: its numbers are not finite."""
+        self._undone = LEFT_OUT
+
+    def undo(self, step: int, lines: Iterable[Line]) -> None:
+        """The models are what they were after that step again, and so the current step trains nothing either.
+
+        Args:
+            lines: of the run's ``ledger.jsonl``.
+        """
+        self._undone = f"its step was undone, back to step {step} (trainer.on_spike=rollback)"
+        self.ledger.undo(trained_behind(lines, step), self._undone)
+
+    def close(self, rollout: Rollout) -> Line:
+        """A step has trained this; what is to be written about it."""
+        failed = {str(group.prompt.id) for group in rollout.groups if _failed(group)}
+        rejected = {str(identity): NO_SIGNAL for identity in rollout.rejected} | self._rejected
+        trained = {str(group.prompt.id): None for group in rollout.groups}
+        others = [name for name in trained if name not in failed and name not in rejected]
+        self.ledger.close(others, "given_up" if self._undone else "trained", self._undone)
+        for name in sorted(rejected.keys() - failed):
+            self.ledger.close([name], "rejected", rejected[name])
+        self.ledger.close(sorted(failed), "given_up", FAILED)
+        self._rejected, self._undone = {}, ""
+        self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
+        return self.ledger.line()
+
+    async def save(self, folder: Path) -> None:
+        """Write the open prompts into a checkpoint: finished groups, and the tokens so far of what is in flight."""
+        if not self._keeps:
+            return
+        begun = await self._generator.begun() if isinstance(self._generator, TrajectoryGenerator) else []
+        if not self.ledger.versions:
+            return
+        versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
+        in_flight = self.ledger.versions.keys() - self.ledger.finished.keys()
+        partial = [trajectory for trajectory in begun if str(trajectory.id.prompt) in in_flight]
+        kept = saved.Kept(versions, list(self.ledger.finished.values()), partial)
+        if kept.tokens < TURN_TOKENS:
+            saved.write(folder / saved.FILE, kept)
+        else:
+            await asyncio.to_thread(saved.write, folder / saved.FILE, kept)
+
+    def resume(self, folder: Path) -> None:
+        """Take over what a checkpoint kept, if it fits this run: groups are given back when ``start`` asks for them."""
+        if not self._keeps or not (folder / saved.FILE).exists():
+            return
+        kept = saved.read(folder / saved.FILE, self._prompts.of_identity)
+        if any(len(group.trajectories) != self._samples for group in kept.groups):
+            log.warning(
+                "the rollouts in %s are left out and generated anew: they are not of generator.n_samples_per_prompt=%d",
+                folder,
+                self._samples,
+            )
+            return
+        self._ids = {str(identity): identity for identity in kept.versions}
+        groups = {str(group.prompt.id): group for group in kept.groups}
+        self.ledger.restore({str(identity): version for identity, version in kept.versions.items()}, groups)
+        log.info("%d finished groups of that checkpoint will be trained as they are", len(kept.groups))
+        if isinstance(self._generator, TrajectoryGenerator):
+            self._generator.go_on_from(kept.begun)
+            if kept.begun:
+                written = sum(len(action.tokens) for each in kept.begun for action in each.actions)
+                log.info("%d episodes of it go on from the %d tokens that they had", len(kept.begun), written)
+
+    def open_positions(self, position: int, ahead: frozenset[int]) -> dict[int, int]:
+        """Where the open prompts are in the stream, from ``position`` on, and the version when each was started."""
+        left, found = dict(self.ledger.versions), {}
+        for place in range(position, self._prompts.total):
+            if not left:
+                break
+            if place not in ahead and (name := str(self._prompts.prompt(place).id)) in left:
+                found[place] = left.pop(name)
+        return found
+
+
+def _copy(group: Group) -> Group:
+    """A hook may set a reward or replace a segment; arrays are never changed, and shared."""
+    trajectories = []
+    for trajectory in group.trajectories:
+        own = copy.copy(trajectory)
+        own.segments = [copy.copy(segment) for segment in trajectory.segments]
+        own.branches = [[copy.copy(segment) for segment in branch] for branch in trajectory.branches]
+        own.metrics = dict(trajectory.metrics)
+        trajectories.append(own)
+    return Group(group.prompt, trajectories)
+
+
+def _failed(group: Group) -> bool:
+    return all(trajectory.metrics.get("given_up") for trajectory in group.trajectories)

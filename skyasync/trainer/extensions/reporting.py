@@ -1,0 +1,173 @@
+"""What a run reports: metrics to trackers, samples and trajectories to files, how busy its parts were.
+
+Invariant: a step is logged once, when all of it is done, with everything that was found out about it. One that is saved
+has its line in the run's folder before. A file that the disk does not take is left out, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from skyasync.arrays import Floats, Ints, ints
+from skyasync.callbacks import RunExtension, Watched
+from skyasync.errors import UserError
+from skyasync.observe.sample import Sample
+from skyasync.observe.usage import UsageMeter
+from skyasync.rollout import recorded
+from skyasync.rollout.metrics import rollout_metrics, sample_records
+from skyasync.rollout.repeats import repeat_metrics, repeat_warning, repeats_of
+from skyasync.rollout.types import Group, Rollout
+from skyasync.trainer.context import Metrics, RunContext
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.workers.batch import UpdateBatch
+
+log = logging.getLogger(__name__)
+
+
+class Reporter(RunExtension):
+    """Where the metrics of steps go.
+
+    Attributes:
+        last_metrics: the newest value of every metric that was logged.
+        last_sample: the newest sample that was written, in short.
+    """
+
+    def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
+        self.last_metrics: Metrics = {}
+        self.last_sample: Sample | None = None
+        self._context, self._decode = context, decode
+        self._samples = context.cfg.trainer.save_samples  # per step
+        self._trajectories = context.cfg.trainer.dump_trajectories
+        self._trained = 0  # trajectories, in the last step
+        self._failed: set[str] = set()  # logged once, until it is written again
+        self._usage: UsageMeter | None = None
+
+    async def on_step_begin(self, trainer: Watched, step: int) -> None:
+        """Measure the work of the parts from here on: that of an evaluation belongs to no step."""
+        self._usage = UsageMeter(self._context.client, self._context.dispatch)
+        await self._usage.start()
+
+    async def usage(self, wall_s: float) -> Metrics:
+        """How busy engines and trainer were since the step began."""
+        assert self._usage is not None, "on_step_begin() comes first"
+        return await self._usage.lap(wall_s, self._trained)
+
+    def rolled_out(self, groups: Sequence[Group]) -> Metrics:
+        """Metrics of what has been sampled; a warning if samples repeat as chance would not."""
+        repeats = repeats_of(groups)
+        if problem := repeat_warning(repeats):
+            log.warning("%s", problem)
+        return rollout_metrics(groups) | repeat_metrics(repeats)
+
+    async def trained(self, step: int, rollout: Rollout, parts: Sequence[UpdateBatch] = ()) -> None:
+        """This was trained in this step: write a few samples of it, or all trajectories.
+
+        Args:
+            parts: the batches that it became, for the trainer's log-probabilities of the tokens.
+        """
+        self._trained = sum(len(group.trajectories) for group in rollout.groups)
+        if self._context.run_dir is None:
+            return
+        rows = TrainedRows(parts)
+        if self._samples and self._decode is not None:
+            await self._write("samples", step, self._write_samples(step, rollout.groups, self._decode, rows))
+        if self._trajectories:
+            await self._write("trajectories", step, self._write_trajectories(step, rollout, rows))
+
+    async def keep_bad(self, rollout: Rollout, parts: Sequence[UpdateBatch]) -> None:
+        """Write down what could not be learned from, for ``skyasync replay RUN --nonfinite``."""
+        if self._context.run_dir is None:
+            return
+        step, rows = self._context.phases.step, TrainedRows(parts)
+        try:
+            recorded.need_pyarrow()
+        except UserError:
+            log.warning("the batch of step %d is not written: that takes pyarrow (uv pip install pyarrow)", step)
+            return
+        await self._write("batch", step, self._write_trajectories(step, rollout, rows, recorded.NONFINITE))
+
+    async def ended(self, step: int, prompts: Mapping[str, object]) -> None:
+        """Write how the prompts of this step ended."""
+        run_dir = self._context.run_dir
+        if run_dir is not None:
+
+            async def write() -> None:
+                run_dir.write_ledger(step, prompts)
+
+            await self._write("ledger's line", step, write())
+
+    async def _write_samples(
+        self, step: int, groups: Sequence[Group], decode: Callable[..., str], rows: TrainedRows
+    ) -> None:
+        assert self._context.run_dir is not None
+        records = sample_records(list(groups), self._samples, decode, rows.logprobs)
+        self.last_sample = Sample.of(step, records[0]) if records else None
+        self._context.run_dir.write_samples(step, records)
+
+    async def _write_trajectories(self, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
+        assert self._context.run_dir is not None
+        total = self._context.length.steps
+        whole = recorded.Recorded(step, rollout.groups, rollout.position, rollout.ahead, total)
+        path = recorded.path_of(self._context.run_dir.path, step, *kind)
+        await asyncio.to_thread(recorded.write, path, whole, rows.logprobs)
+
+    async def _write(self, what: str, step: int, writing: Awaitable[None]) -> None:
+        try:
+            await writing
+            self._failed.discard(what)
+        except OSError as error:
+            if what not in self._failed:
+                log.warning("the %s of step %d were not written, and the run goes on: %s", what, step, error)
+            self._failed.add(what)
+
+    def keep(self, metrics: Metrics, step: int) -> None:
+        """Before a checkpoint of this step: a run that resumes from it does not make the step again."""
+        if hasattr(self._context.tracker, "keep"):
+            self._context.tracker.keep(metrics, step)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._context.tracker.log(metrics, step=step)
+        self.last_metrics = {**self.last_metrics, **metrics}
+
+
+class TrainedRows:
+    """The trainer's log-probabilities of the sequences that it trained in a step.
+
+    A sequence is found by its tokens alone, so neither filters, nor micro-batches, nor the order of rows can mix up two
+    of them; equal ones have equal log-probabilities, being of one policy.
+
+    Args:
+        parts: as they were trained; of a row that was trained twice the first time counts.
+    """
+
+    def __init__(self, parts: Sequence[UpdateBatch] = ()) -> None:
+        self._parts = [part for part in parts if part.proximal_logprobs is not None]
+        self._rows: dict[int, dict[int, tuple[int, int]]] = {}  # by length, as far as it was asked for: by digest
+
+    def logprobs(self, tokens: Ints) -> Floats | None:
+        """The proximal policy's, one per token (0 if it was not asked); None for a sequence that was not trained."""
+        length = len(tokens)
+        if length not in self._rows:
+            self._rows[length] = {
+                _digest(ints(part.tokens[row, :length].cpu().numpy())): (number, row)
+                for number, part in reversed(list(enumerate(self._parts)))  # the last one written counts
+                for row in (part.attention_mask.sum(1) == length).nonzero().flatten().tolist()
+            }
+        found = self._rows[length].get(_digest(tokens))
+        if found is None:
+            return None
+        part, row = found
+        values = self._parts[part].proximal_logprobs
+        assert values is not None
+        logprobs: Floats = values[row, :length].float().cpu().numpy()
+        return logprobs
+
+
+def _digest(tokens: Ints) -> int:
+    return xxhash.xxh3_64_intdigest(tokens.tobytes())

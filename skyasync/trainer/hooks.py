@@ -1,0 +1,165 @@
+"""What an algorithm may override, for every plan alike.
+
+Invariant: each hook does by itself what the configuration says, is called by the trainer's steps in the order in which
+they stand here, and is given all that it decides on: a hook of one's own needs to know no other. What the configuration
+asks of whole batches sees whole batches. Metrics that are found are written into ``self.metrics``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.rollout.types import Group
+from skyasync.trainer.context import Metrics
+from skyasync.trainer.learner import Learner
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
+
+
+class AlgorithmHooks:
+    """``RayPPOTrainer`` inherits it; a mixin that overrides a hook combines with every plan."""
+
+    cfg: Config
+    learner: Learner
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of the current step; a hook may add to them."""
+        raise NotImplementedError
+
+    def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
+        """Change trajectories or their rewards before anything is computed from them.
+
+        Called with a whole batch, or, if groups are trained or replaced as they come, with those that arrive together.
+        """
+        return groups
+
+    def filter_groups(self, groups: list[Group]) -> list[Group]:
+        """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps.
+
+        Groups with rewards that are not finite stay: ``on_nonfinite`` says what becomes of them.
+        """
+        from skyasync.algorithms.filters import group_filter
+
+        algorithm = self.cfg.trainer.algorithm
+        keep, metric = group_filter(algorithm), algorithm.dynamic_sampling.metric
+        return [g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.judged_by(metric))]
+
+    def drop_truncated(self, groups: list[Group]) -> list[Group]:
+        """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
+        if self.cfg.trainer.algorithm.truncated_responses != "drop":
+            return groups
+        kept = [replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"]) for g in groups]
+        dropped = sum(len(group.trajectories) for group in groups) - sum(len(group.trajectories) for group in kept)
+        self.metrics["response/dropped"] = self.metrics.get("response/dropped", 0.0) + dropped
+        return [group for group in kept if group.trajectories]
+
+    async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch:
+        """Let models and scorers of one's own look at a batch, before its rewards are shaped.
+
+        ``await self.dispatch.ask("role", "method", batch)``; see ``skyasync.workers.roles``.
+        """
+        return batch
+
+    def shape_rewards(self, batch: RolloutBatch) -> RolloutBatch:
+        """Truncation, length penalty, scale, clip, normalisation of ``batch.rewards``; with
+        ``truncated_responses=mask`` truncated responses leave the loss."""
+        from skyasync.algorithms.shaping import overlong_filter, shape_rewards
+
+        algorithm, before = self.cfg.trainer.algorithm, batch.rewards
+        batch.rewards = shape_rewards(
+            algorithm,
+            before,
+            batch.loss_mask,
+            truncated=batch.truncated,
+            group_ids=batch.group_ids,
+            trajectory_ids=batch.trajectory_ids,
+        )
+        if batch.rewards is not before:
+            rows = len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
+            self.metrics["reward/shaped_mean"] = float(batch.rewards.sum()) / rows
+        if algorithm.truncated_responses == "mask":
+            batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated)
+        return batch
+
+    def apply_reward_kl_penalty(self, batch: ScoredBatch) -> ScoredBatch:
+        """Subtract the KL penalty from the token rewards, if ``use_kl_in_reward``.
+
+        Raises:
+            ValueError: if the batch lacks the log-probabilities that it takes.
+        """
+        algorithm, controller = self.cfg.trainer.algorithm, self.learner.kl_controller
+        if not algorithm.use_kl_in_reward:
+            return batch
+        from skyasync.algorithms.kl import penalize_rewards
+
+        proximal, reference = batch.proximal_logprobs, batch.reference_logprobs
+        if proximal is None or reference is None:
+            raise ValueError("a KL penalty in the reward takes proximal_logprobs and reference_logprobs")
+        batch.rewards, kl = penalize_rewards(
+            batch.rewards,
+            proximal,
+            reference,
+            batch.loss_mask,
+            coef=controller.value,
+            estimator=algorithm.kl_estimator_type,
+            bound=algorithm.kl_clamp,
+        )
+        self.metrics.update({"reward/kl": float(kl), "reward/kl_coef": controller.value})
+        controller.update(float(kl), len(batch))
+        return batch
+
+    def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
+        """Make advantages of ``batch.rewards``, and of the critic's values, if there is one.
+
+        Returns:
+            A ``TrainingBatch``, or the batch with ``batch.advantages`` set.
+        """
+        from skyasync.algorithms.advantages import compute_advantages
+        from skyasync.workers.batch import TrainingBatch
+
+        advantages, returns = compute_advantages(
+            self.cfg.trainer.algorithm,
+            batch.rewards,
+            batch.loss_mask,
+            batch.group_ids,
+            batch.values,
+            batch.trajectory_ids,
+        )
+        kept = None if batch.values is None else returns
+        return batch.to_stage(TrainingBatch, advantages=advantages, returns=kept)
+
+    def add_teacher_advantages(self, batch: TrainingBatch) -> TrainingBatch:
+        """Add the teacher's part to ``batch.advantages``, if there is one (``trainer.teacher``).
+
+        Raises:
+            ValueError: if the batch lacks the policy's log-probabilities, which the teacher's are compared with.
+        """
+        from skyasync.algorithms.distillation import teacher_advantages
+
+        if batch.teacher_logprobs is None:
+            return batch
+        if batch.proximal_logprobs is None:
+            raise ValueError(
+                "a teacher's log-probabilities are compared with proximal_logprobs, and the batch has none"
+            )
+        taught, kl = teacher_advantages(batch.proximal_logprobs, batch.teacher_logprobs, batch.loss_mask)
+        batch.advantages = batch.advantages + self.cfg.trainer.teacher.weight * taught
+        self.metrics["teacher/kl"] = float(kl)
+        return batch
+
+
+def with_advantages(batch: ScoredBatch) -> TrainingBatch:
+    """What the hook returned: the next stage, or what it was given with ``batch.advantages`` set."""
+    from skyasync.workers.batch import TrainingBatch
+
+    if isinstance(batch, TrainingBatch):
+        return batch
+    if not hasattr(batch, "advantages"):
+        raise UserError("compute_advantages_and_returns must set batch.advantages, and returned a batch without them")
+    return batch.to_stage(TrainingBatch)

@@ -1,0 +1,188 @@
+"""The plan ``streamed``: groups are trained as they finish, on policy."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+
+from skyasync.data.prompts import PromptBatch
+from skyasync.rollout.types import Group, Prompt
+from skyasync.trainer import RayPPOTrainer, Rollout
+from skyasync.trainer.context import Metrics
+from skyasync.trainer.plans import PLANS
+from skyasync.trainer.plans.fully_async import merge
+from skyasync.utils.task_group import Tasks, run_together, together
+
+
+@dataclass
+class Arrivals:
+    """The rollouts of one batch: each has a place, in the order of the stream, and ends kept or rejected.
+
+    A pure record. ``in_order`` lets a group out only when all before it have been decided; ``portion`` so many places
+    at a time, less only at the end: what is trained together is then the same, however the rollouts end.
+    """
+
+    in_order: bool
+    started: int
+    portion: int = 0
+    ended: int = 0
+    kept: list[Group] = field(default_factory=list)
+    rejected: list[Group] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
+    waiting: dict[int, list[Group]] = field(default_factory=dict)  # by place: ended, not yet taken
+    _next: int = 0  # the first place that has not been taken
+
+    def start(self) -> int:
+        """The place of another rollout."""
+        self.started += 1
+        return self.started - 1
+
+    def end(self, place: int, groups: list[Group], metrics: Metrics, *, kept: bool = True) -> None:
+        """The rollout at this place has ended."""
+        self.ended += 1
+        self.waiting[place] = groups if kept else []
+        self.metrics.append(metrics)
+        if not kept:
+            self.rejected += groups
+
+    def take(self) -> list[Group]:
+        """All groups that may be trained now (or a portion of them), in the order of their places."""
+        groups: list[Group] = []
+        while not groups and (places := self._takeable()):  # all of a portion may have been rejected
+            self._next = places[-1] + 1
+            for place in places:
+                groups += self.waiting.pop(place)
+        self.kept += groups
+        return groups
+
+    def _takeable(self) -> list[int]:
+        if not (self.in_order or self.portion):
+            return sorted(self.waiting)
+        places = list(takewhile(self.waiting.__contains__, count(self._next)))
+        if not self.portion:
+            return places
+        enough = len(places) >= self.portion or self.ended == self.started
+        return places[: self.portion] if enough else []
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is generated any more, and everything has been taken."""
+        return self.ended == self.started and not self.waiting
+
+
+@PLANS.register("streamed")
+class StreamedRayPPOTrainer(RayPPOTrainer):
+    """Streamed: on policy, and yet overlapped. Groups are trained as they finish, while the batch's tail is generated.
+
+    ```
+    engines    g0 g1 g2 g3 ............ g4 (a long one)
+                 ╲  ╲                    ╲
+    trainer       +0  +1+2+3   (waits)    +4  optimizer step ─▶ sync ─▶ next batch
+    ```
+
+    | who waits     | for what                                 | woken by                                            |
+    |---------------|------------------------------------------|-----------------------------------------------------|
+    | a rollout     | the engines                              | they answer or fail                                 |
+    | training loop | a finished group that may be trained now | a rollout that ends; when all have, there is one or |
+    |               |                                          | the batch is complete                               |
+    | ``train``     | both: all rollouts, and the last update  | their end, or the first error, which cancels both   |
+    | ``train``     | the weights in every engine              | the weight sync; nothing is in flight then          |
+
+    Every sample is of the policy that it trains: staleness is 0 and nothing needs a correction. Gradients add up
+    while groups come in; the loss's denominator, which only the whole batch knows, is applied by the optimizer
+    step. The gradient is that of the synchronous plan but for the order in which it is summed.
+
+    With mini-batches an optimizer step follows as soon as the next ``policy_mini_batch_size`` groups, in the order
+    of the prompt stream, are complete. What is generated after it is still of the policy before: the engines get
+    weights at the end of the batch. That policy is then gone, so the behaviour log-probabilities stand for the
+    proximal ones.
+
+    What compares the prompts of a whole batch cannot be streamed and is refused (``skyasync.config.schema.algorithm``).
+    """
+
+    streams = True
+
+    async def train(self) -> None:
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                await self._step(prompts)
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(self.metrics)
+
+    async def _step(self, prompts: PromptBatch) -> None:
+        several = self.cfg.trainer.policy_mini_batch_size > 0  # updates, with generation in between
+        self._arrivals = Arrivals(several, len(prompts.prompts), self.cfg.trainer.stream_groups)
+        self._arrived, self._last = asyncio.Event(), prompts
+        both = run_together(self._roll_out_all(prompts), self._train_all())
+        async with self.keeping_bad(lambda: self._rollout()):
+            await (self.checkpointer.uninterrupted(both) if several else both)
+
+    async def _roll_out_all(self, prompts: PromptBatch) -> None:
+        async with together() as rollouts:
+            for place, prompt in enumerate(prompts.prompts):
+                rollouts.start(self._roll_out(rollouts, prompt, place))
+
+    async def _roll_out(self, rollouts: Tasks, prompt: Prompt, place: int) -> None:
+        groups, metrics = await self.roll_out([prompt])
+        refilling = self.context.refill.active
+        if not refilling:
+            groups = self.postprocess_generator_output(groups)
+        kept = not refilling or bool(self.filter_groups(groups))
+        if not kept and len(self._arrivals.rejected) + 1 < self.context.refill.most_rejected:
+            self._replace(rollouts)
+        self._arrivals.end(place, groups, metrics, kept=kept)
+        self._arrived.set()
+
+    def _replace(self, rollouts: Tasks) -> None:
+        """Start the next prompt of the stream in the place of one that was rejected, if there is one."""
+        more = self.context.refill.more(1)
+        if more.prompts:
+            self._last = more
+            rollouts.start(self._roll_out(rollouts, more.prompts[0], self._arrivals.start()))
+
+    async def _train_all(self) -> None:
+        in_gradient = 0
+        while not self._arrivals.complete:
+            if groups := self._arrivals.take():
+                with self.timed("train"):
+                    async with self.context.phases.limited("update"):
+                        in_gradient = await self._train_some(groups, in_gradient)
+            elif not self._arrivals.complete:
+                self._arrived.clear()
+                await self.waiting("data", self._arrived.wait())
+        with self.timed("train"):
+            self.checkpointer.step_begun()
+            await self.checkpointer.uninterrupted(self._last_step(update=in_gradient > 0))
+
+    async def _train_some(self, groups: list[Group], in_gradient: int) -> int:
+        """Add their gradient, and step where a mini-batch is complete; returns how many groups wait for the step."""
+        batch, size = await self.prepare(groups), self.cfg.trainer.policy_mini_batch_size
+        if batch is None:
+            return in_gradient
+        with self.timed("update"):
+            for part, count in batch.mini_batches(size, first=size - in_gradient):
+                await self.forward_backward(part, complete=False)
+                in_gradient += count
+                if in_gradient == size:
+                    self.checkpointer.step_begun()
+                    await self.checkpointer.uninterrupted(self._update())
+                    in_gradient = 0
+        return in_gradient
+
+    async def _update(self) -> None:
+        await self.optimizer_step()
+
+    async def _last_step(self, *, update: bool) -> None:
+        async with self.context.phases.limited("update"):
+            if update:
+                with self.timed("update"):
+                    await self.optimizer_step()
+        self.metrics.update(self.learner.finish())
+        await self.finish_step(self._rollout())
+
+    def _rollout(self) -> Rollout:
+        """What of the batch has been taken so far."""
+        done, last = self._arrivals, self._last
+        metrics = merge(done.metrics)
+        return self.assemble(done.kept, metrics, last.position, last.ahead, done.rejected, postprocessed=True)

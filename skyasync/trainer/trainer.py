@@ -1,0 +1,639 @@
+"""The synchronous plan, and every step that plans are made of.
+
+Invariant: a step is complete in itself (metrics, timeline, errors), so a plan is only the order in which
+steps run and who waits for whom. This file knows neither Ray nor an engine: it is given its parts, and
+takes its time from the event loop, so it runs on a cluster, in one process and in simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from itertools import chain
+from math import ceil
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
+
+from skyasync.callbacks import RunExtension
+from skyasync.config.resume import keeps_checkpoints
+from skyasync.config.rules import Plan, check_correction, corrected
+from skyasync.config.schema import Config
+from skyasync.config.streaming import check_streaming
+from skyasync.data.prompts import PromptBatch, PromptStream
+from skyasync.errors import NonFiniteError, UserError
+from skyasync.observe.jsonl import read_rows
+from skyasync.observe.run_dir import RunDirectory
+from skyasync.observe.status import give_reason
+from skyasync.observe.timeline import Timeline
+from skyasync.observe.trackers import Tracker
+from skyasync.rollout.contract import Generator, hands_over_trajectories, play
+from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
+from skyasync.rollout.metrics import staleness_metrics
+from skyasync.rollout.requests import eval_prompts, request_for
+from skyasync.rollout.rules import check_given_up
+from skyasync.rollout.tokenizer import Tokenizer
+from skyasync.rollout.types import Group, Prompt, Rollout
+from skyasync.trainer import one_ahead
+from skyasync.trainer.checkpoint.checkpointer import Checkpointer
+from skyasync.trainer.checkpoint.checkpoints import Checkpoints
+from skyasync.trainer.context import Client, Metrics, Parts, RunContext
+from skyasync.trainer.extensions import notify
+from skyasync.trainer.extensions.divergence_guard import DivergenceGuard
+from skyasync.trainer.extensions.profiling import Profiler
+from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED, PromptLedger
+from skyasync.trainer.extensions.reporting import Reporter
+from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
+from skyasync.trainer.learner import Learner
+from skyasync.trainer.plan_tasks import RunStopped, supervised
+from skyasync.trainer.plans import PLANS
+from skyasync.trainer.weight_updates import WeightSyncing, WeightUpdates
+from skyasync.utils.task_group import afterwards
+from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.workers.roles import POLICY
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.workers.batch import TrainingBatch
+    from skyasync.workers.protocol import WorkerDispatch
+
+T = TypeVar("T")
+
+#: Attributes of earlier versions, which plans and hooks of users may read.
+FORMER = {
+    "ahead": "context.progress.ahead",
+    "book": "checkpointer.ledger",
+    "cadence": "context.schedule",
+    "handover": "weight_updates",
+    "judging": "context.reward_model",
+    "kl_controller": "learner.kl_controller",
+    "last_sample": "reporter.last_sample",
+    "length": "context.length",
+    "phase_name": "context.phases.name",
+    "phases": "context.phases",
+    "position": "context.progress.position",
+    "progress": "context.progress",
+    "prompts": "context.prompts",
+    "refill": "context.refill",
+    "reporting": "reporter",
+    "saving": "checkpointer",
+    "total_updates": "context.length.updates",
+}
+
+log = logging.getLogger(__name__)
+
+
+@PLANS.register("sync")
+class RayPPOTrainer(AlgorithmHooks):
+    """Generate, train, sync, one after the other: every sample is from the newest policy.
+
+    | who waits      | for what                      | woken by                          |
+    |----------------|-------------------------------|-----------------------------------|
+    | ``train``      | the trajectories of this step | the generator (engines)           |
+    | ``train``      | the update                    | the workers                       |
+    | ``train``      | the weights in every engine   | the weight sync                   |
+
+    Subclass it and override a hook (``postprocess_generator_output``, ``filter_groups``,
+    ``apply_reward_kl_penalty``, ``compute_advantages_and_returns``) to change the algorithm, or ``train`` to
+    change the plan. Hooks combine with every plan by inheritance.
+
+    Args:
+        cfg: a ``skyasync.config.Config``.
+        tracker: receives ``log(metrics, step)``.
+        train_dataset: prompts; see ``skyasync.data.prompts``.
+        colocate_pg: what ``BasePPOExp.get_colocate_pg`` gave. Accepted for experiments that pass it on; not used.
+        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``; a ``TrajectoryGenerator``
+            gives trajectories, without lists in between.
+        callbacks: further extensions of the run (``skyasync.callbacks``).
+
+    Raises:
+        UserError: if the plan is asynchronous and nothing corrects for stale samples.
+    """
+
+    #: Groups are trained before their batch is complete: nothing may depend on the whole batch.
+    streams: bool = False
+    #: Samples may come from an older policy than the one they train: a correction is needed.
+    asynchronous: bool = False
+    #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    # of a plan that is made of ``one_ahead``'s loops alone
+    generation_ack: asyncio.Event
+    sync_finished: asyncio.Event
+    train_dataloader: Any
+    unfinished_step: Metrics | None = None
+
+    def __init__(
+        self,
+        cfg: Config,
+        tracker: Tracker,
+        tokenizer: Tokenizer,
+        train_dataset: Sequence[Prompt],
+        inference_engine_client: Client,
+        generator: Generator,
+        colocate_pg: object = None,
+        eval_dataset: Sequence[Prompt] | None = None,
+        callbacks: Sequence[RunExtension] | None = None,
+    ) -> None:
+        self.cfg, self.tokenizer, self.generator = cfg, tokenizer, generator
+        self.eval_dataset = eval_prompts(eval_dataset or [])
+        self.context = RunContext(cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client)
+        self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
+        guard, ledger = DivergenceGuard(self.context), PromptLedger(self.context, generator)
+        self.extensions: list[RunExtension] = [ledger, Profiler(self.context), guard, self.reporter, *(callbacks or ())]
+        self.learner = Learner(self.context, guard)
+        self.weight_updates = WeightUpdates(self.context)
+        self.checkpointer = Checkpointer(self.context, self.learner, ledger, self.extensions)
+        self._check_settings()
+
+    def __init_subclass__(cls, **more: object) -> None:
+        super().__init_subclass__(**more)
+        if "train" in vars(cls):
+            cls.train = supervised(vars(cls)["train"])  # type: ignore[method-assign]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            if name not in FORMER:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            warnings.warn(f"{type(self).__name__}.{name} is called {FORMER[name]} now", FutureWarning, stacklevel=2)
+            return attrgetter(FORMER[name])(self)
+
+    @classmethod
+    def get_trainer(cls, **parts: Unpack[Parts]) -> RayPPOTrainer:
+        """Make a trainer from the parts that ``BasePPOExp`` has built."""
+        return cls(**parts)
+
+    def attach(
+        self,
+        dispatch: WorkerDispatch,
+        weight_sync: WeightSyncing,
+        *,
+        timeline: Timeline | None = None,
+        run_dir: RunDirectory | None = None,
+        turns: DeviceTurns | None = None,
+    ) -> None:
+        """Set what the steps work with: the models, the weight sync, and where to write.
+
+        Args:
+            turns: schedules devices that models and engines share.
+        """
+        self.context.dispatch, self.weight_updates.weight_sync, self.weight_updates.turns = dispatch, weight_sync, turns
+        self.context.run_dir, self.context.phases.timeline = run_dir, timeline or Timeline(None)
+        folder = self.cfg.trainer.ckpt_path or (run_dir and run_dir.checkpoints)
+        self.checkpointer.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
+
+    # ---------------------------------------------------------------- the plan
+
+    @supervised
+    async def train(self) -> None:
+        """THE PLAN: the only method that another plan overrides."""
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                rollout = await self.generate(prompts)
+                status = await self.train_on(rollout)
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+    _run_generate_loop = one_ahead.run_generate_loop
+    _run_training = one_ahead.run_training
+
+    def stop(self, reason: str) -> None:
+        """End the run well after the current step, with its checkpoint and report; the run's status says why."""
+        self.context.stop_reason = self.context.stop_reason or reason
+
+    # ---------------------------------------------------------------- steps
+
+    def remaining_prompts(self) -> Iterator[PromptBatch]:
+        """The batches that have not been trained; ``generate`` may take prompts between two of them."""
+        progress = self.context.progress
+        cursor = self.context.refill.cursor = self.context.prompts.cursor(progress.position, progress.ahead)
+        for _ in range(self.total_steps - self.global_step):
+            batch = cursor.take(self.cfg.trainer.train_batch_size)
+            if not batch.prompts:
+                return
+            yield batch
+
+    async def generate(self, prompts: PromptBatch) -> Rollout:
+        """Prompts to groups of trajectories, stamped with the versions that computed them."""
+        self._check_running("generate")
+        refill, untrained = self.context.refill, prompts.position - self.context.progress.position
+        step = self.global_step + ceil(untrained / self.cfg.trainer.train_batch_size)  # that will train them
+        if not refill.active:
+            return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.ahead)
+        kept, rejected, metrics, last = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
+        return self.assemble(kept, metrics, last.position, last.ahead, rejected)
+
+    async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
+        """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
+        metrics: Metrics = {}
+        found: Metrics = {}
+        ledger, scorer = self.checkpointer.ledger, self.context.reward_model
+        async with self.weight_updates.rollout():
+            version = self.policy_version
+            with self.timed("generate", metrics, "rollout", step):
+                finished = ledger.start(prompts, version)  # in the checkpoint
+                left = [prompt for prompt in prompts if prompt.id not in finished]
+                self.weight_updates.check_awake(type(self).__name__)
+                if scorer.overlaps and len(left) > 1 and hands_over_trajectories(self.generator):
+                    groups = await scorer.while_generating(lambda one: self._play([one], self.policy_version), left)
+                else:
+                    groups, found = await self._play(left, version)
+                    await scorer.add_scores(groups)
+                if groups:
+                    await notify(self, "on_rollout", groups)
+                if finished:
+                    known = finished | {group.prompt.id: group for group in groups}
+                    groups = [known[prompt.id] for prompt in prompts]
+        if self.context.refill.active:  # what is worth keeping is decided by what will be trained
+            groups = self.postprocess_generator_output(groups)
+        return groups, metrics | found
+
+    async def _play(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
+        request = request_for(prompts, self.cfg.generator)
+        async with self.context.phases.limited("generation"):
+            return await play(self.generator, request, prompts, version)
+
+    def assemble(
+        self,
+        groups: list[Group],
+        metrics: Metrics,
+        position: int,
+        ahead: frozenset[int],
+        rejected: Sequence[Group] = (),
+        *,
+        postprocessed: bool = False,
+    ) -> Rollout:
+        """What has been rolled out, as the batch of a step. Metrics are of all groups, those ``rejected`` as well."""
+        refill = self.context.refill
+        if not refill.active and not postprocessed:
+            groups = self.postprocess_generator_output(groups)
+        found = self.reporter.rolled_out([*groups, *rejected]) | metrics
+        check_given_up([*groups, *rejected], self.cfg.environment.max_given_up)
+        if refill.active:
+            found |= refill.count(len(groups), len(rejected))
+        return Rollout(groups, position, found, ahead, [group.prompt.id for group in rejected])
+
+    async def train_on(self, rollout: Rollout) -> Metrics:
+        """Groups to advantages to one or more updates; the policy is then one step newer."""
+        self._check_running("train_on")
+        with self.timed("train"):
+            await self.weight_updates.offload_engines()
+            self.checkpointer.step_begun()
+            await self.checkpointer.uninterrupted(self._advance(rollout))
+        return self.metrics
+
+    async def _advance(self, rollout: Rollout) -> None:
+        """What is not interrupted: weights and position belong together."""
+        async with self.context.phases.limited("update"), self.keeping_bad(lambda: rollout):
+            await self.learn_from(rollout.groups)
+        await self.finish_step(rollout)
+
+    @asynccontextmanager
+    async def keeping_bad(self, rollout: Callable[[], Rollout]) -> AsyncIterator[None]:
+        """Around updates: a batch that ends the run because something in it is not finite is written down."""
+        try:
+            yield
+        except NonFiniteError:
+            await self.reporter.keep_bad(rollout(), self.learner.parts)
+            raise
+
+    async def learn_from(self, groups: list[Group]) -> None:
+        """The part of ``train_on`` that changes the weights: prepare, then mini-batch by mini-batch."""
+        batch, trainer = await self.prepare(groups), self.cfg.trainer
+        if batch is None:
+            return
+        with self.timed("update"):
+            for _ in range(trainer.update_epochs_per_batch):
+                for part, _ in batch.mini_batches(trainer.policy_mini_batch_size):
+                    await self.forward_backward(part)
+                    await self.optimizer_step()
+        self.metrics.update(self.learner.finish(batch))
+
+    async def prepare(self, groups: list[Group]) -> TrainingBatch | None:
+        """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth training on.
+
+        Needs whole groups, and all of them at once if the estimator compares prompts.
+        """
+        from skyasync.rollout.collate import collate_in_turns
+
+        ledger = self.checkpointer.ledger
+        self.learner.guard.examine(groups)
+        self.learner.groups += groups
+        self.check_stale(groups)
+        if not self.context.refill.active:  # else they were filtered as they came
+            sampled = groups
+            groups = self.filter_groups(groups)
+            self.learner.count_rejected(len(sampled) - len(groups))
+            ledger.reject(sampled, groups, NO_SIGNAL)
+        whole, groups = groups, self.drop_truncated(groups)
+        ledger.reject(whole, groups, TRUNCATED)
+        if not groups:
+            return None
+        batch = self.shape_rewards(await self.ask_roles(await collate_in_turns(groups)))
+        scored = self.apply_reward_kl_penalty(await self.learner.scored(batch))
+        return self.add_teacher_advantages(with_advantages(self.compute_advantages_and_returns(scored)))
+
+    async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
+        """Add the gradient of a part of a prepared batch; ``complete``: it is all that the next update trains."""
+        await self.learner.forward_backward(part, complete=complete)
+
+    async def optimizer_step(self) -> Metrics:
+        """Change the weights by the gradient that has been added up."""
+        return await self.learner.optimizer_step()
+
+    async def finish_step(self, rollout: Rollout) -> None:
+        """The policy is one step newer: count it, and write down what it was trained on."""
+        own = {group.prompt.id for group in rollout.groups}
+        again = [group for group in self.learner.groups if group.prompt.id not in own]
+        self.learner.groups = []
+        staleness = await staleness_metrics([*rollout.groups, *again], self.global_step)
+        for name, value in (rollout.metrics | staleness).items():
+            self.metrics.setdefault(name, value)  # what a hook has found has precedence
+        self.weight_updates.check_sampled_tokens(self.metrics)
+        await self._guard_step(rollout)
+        self.context.progress.trained(rollout.position, rollout.ahead)
+        self.checkpointer.step_done()
+        step = self.global_step
+        await self.reporter.ended(step, self.checkpointer.ledger.close(rollout))
+        await self.reporter.trained(step, rollout, self.learner.take_trained())
+        if self.context.schedule.export(step) and self.run_dir is not None:  # while the policy has its devices
+            with self.timed("export"):
+                await self._export(self.run_dir.path / "exports" / f"step_{step:06d}")
+
+    async def _guard_step(self, rollout: Rollout) -> None:
+        """Before engines get the weights: what was left out is kept, and what went too far may be undone."""
+        guard, ledger = self.learner.guard, self.checkpointer.ledger
+        if guard.dropped:
+            await self.reporter.keep_bad(rollout, self.learner.trained)
+            guard.check_dropped()
+            if "policy/loss" not in self.metrics:
+                ledger.leave_out()
+        found = guard.spikes(self.metrics)
+        if found and guard.rolls_back:
+            guard.undo(found)
+            guard.undone(step := await self.checkpointer.roll_back())
+            ledger.undo(step, read_rows(self.run_dir.ledger) if self.run_dir is not None else ())
+        else:
+            guard.went_well()
+
+    async def sync_policy_weights_to_inference_engines(self) -> None:
+        """Give the newest weights to engines that are idle, in the steps in which that is due."""
+        if self.weight_updates.due(self.global_step >= self.total_steps):
+            async with self.weight_updates.syncing():
+                await self.weight_sync.sync(self.global_step)
+            await notify(self, "on_weight_update", self.policy_version)
+
+    async def async_sync_policy_weights_to_inference_engines(self) -> None:
+        """Give the newest weights to engines that are busy; ``partial_rollout`` says what becomes of their requests."""
+        if not self.weight_updates.due(self.global_step >= self.total_steps):
+            return
+        if self.cfg.trainer.partial_rollout == "wait":
+            async with self.weight_updates.without_rollouts():
+                await self.sync_policy_weights_to_inference_engines()
+        else:
+            async with self.weight_updates.syncing():
+                await self.weight_sync.sync(self.global_step, self.weight_updates.engines_paused)
+            await notify(self, "on_weight_update", self.policy_version)
+
+    async def end_step(self, status: Metrics) -> None:
+        """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
+        self._check_running("end_step")
+        self.metrics.update(status)  # a plan's status may be a copy
+        metrics, step, schedule = self.metrics, self.global_step, self.context.schedule
+        async with self.context.phases.limited("report of the engines"):
+            metrics |= await self.reporter.usage(self.context.phases.step_s)
+        evaluated = schedule.evaluation(step) or step >= self.total_steps
+        if evaluated:
+            metrics |= await self.evaluate()
+        await notify(self, "on_step_end", metrics)
+        metrics |= await self.checkpointer.arrived()
+        await self._notify_of_checkpoints()
+        best = self.checkpointer.improves(metrics, evaluated=evaluated and bool(self.eval_dataset))
+        stopped = bool(self.context.stop_reason)
+        last = (step >= self.total_steps or stopped) and keeps_checkpoints(self.cfg.trainer)
+        if schedule.checkpoint(step) or best or last or self.learner.guard.undid:
+            self.reporter.keep(metrics, step)
+            await self.save_checkpoint()
+        self.reporter.log(metrics, step)
+        if stopped and step < self.total_steps:
+            raise RunStopped
+        await self._begin_step()
+
+    async def evaluate(self) -> Metrics:
+        """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
+        metrics: Metrics = {}
+        if not self.eval_dataset:
+            return metrics
+        self.context.phases.name = "evaluating"
+        pause = self.cfg.trainer.eval_mode == "pause"
+        async with self.weight_updates.without_rollouts() if pause else nullcontext():
+            with self.timed("eval", metrics, "evaluation"):
+                groups: list[Group] = []
+                for prompts, request in eval_requests(self.eval_dataset, self.cfg):
+                    self.weight_updates.check_awake(type(self).__name__)
+                    async with self.context.phases.limited("evaluation"):
+                        found, _ = await play(self.generator, request, prompts, self.policy_version)
+                    await self.context.reward_model.add_scores(found)
+                    groups += found
+                self.learner.guard.check_rewards(groups)
+                scoring = Scoring.of(self.cfg)
+                scores = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
+                metrics |= eval_metrics(groups, scores)
+        metrics["eval/version"] = float(self.policy_version)
+        await notify(self, "on_evaluate", metrics)
+        return metrics
+
+    async def save_checkpoint(self, *, patient: bool = True) -> Path | None:
+        """Model, optimizer, data position and versions; complete or absent.
+
+        The folder, if there is one now: with ``ckpt_async`` it comes later, and extensions are notified then.
+        """
+        folder = await self.checkpointer.save(patient=patient)
+        await self._notify_of_checkpoints()
+        return folder
+
+    async def _notify_of_checkpoints(self) -> None:
+        while self.checkpointer.complete:
+            await notify(self, "on_checkpoint", self.checkpointer.complete.pop(0))
+
+    # ---------------------------------------------------------------- around the plan
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened.
+
+        Trackers and timeline are closed after it, and the errors that are raised are the plan's.
+        """
+        context = self.context
+        context.phases.plan_runs = True
+        async with afterwards(self._close):
+            await self._begin()
+            async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
+                try:
+                    yield
+                except RunStopped:
+                    log.info("the run ends after step %d: %s", self.global_step, context.stop_reason)
+            if context.stop_reason and self.run_dir is not None:
+                give_reason(self.run_dir.path, f"step {self.global_step}: {context.stop_reason}")
+            context.phases.name = "finishing"
+            steps = self.cfg.trainer.max_training_steps
+            if self.global_step < steps and not context.length.prompts_left:
+                log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
+            if self.checkpointer.exports:
+                await self.weight_updates.offload_engines()
+                for role, folder in self.checkpointer.exports.items():
+                    await self._export(Path(folder), role)
+            await notify(self, "on_end")
+            self.checkpointer.check_end()
+            context.phases.name = "finished"
+
+    async def _begin(self) -> None:
+        resumed = await self.checkpointer.resume()
+        if self.learner.guard.rolls_back and not resumed:
+            await self.save_checkpoint()  # of what it began as: the first step may be one to undo
+        await self.sync_policy_weights_to_inference_engines()
+        await notify(self, "on_start")
+        if self.cfg.trainer.eval_before_train and not resumed:
+            self.reporter.log(await self.evaluate(), 0)
+        self.context.schedule.begin()
+        await self._begin_step()
+
+    async def _begin_step(self) -> None:
+        await notify(self, "on_step_begin", self.global_step + 1)
+        self.context.phases.begin_step(self.global_step + 1)
+
+    async def _export(self, folder: Path, role: str = POLICY) -> None:
+        async with self.context.phases.limited("export"):
+            await self.dispatch.export(folder, role)
+
+    async def _save_on_exit(self) -> None:
+        """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""
+        phases, step = self.context.phases, self.global_step
+        phases.name = "saving"
+        async with phases.limited("checkpoint"):
+            await self.checkpointer.arrived(wait=True)
+        await self._notify_of_checkpoints()
+        if self.checkpointer.wanted_on_exit:
+            unlogged = step >= phases.step  # trained, but its end was not reached
+            if unlogged:
+                self.reporter.keep(self.metrics, step)
+            await self.save_checkpoint(patient=False)
+            if unlogged:
+                self.reporter.log(self.metrics, step)
+
+    async def _close(self) -> None:
+        try:
+            await self.checkpointer.close()
+            self.tracker.close()
+        finally:
+            self.context.phases.timeline.close()
+
+    # ---------------------------------------------------------------- checks
+
+    def _check_running(self, step: str) -> None:
+        if not self.context.phases.plan_runs:
+            raise UserError(
+                f"{type(self).__name__}.train calls {step} outside of `async with self.running():`, which starts the "
+                f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
+            )
+
+    def _check_settings(self) -> None:
+        """The program has checked them for the plan that it knew of: an experiment may make another."""
+        plan = Plan.of(self.cfg, type(self))
+        assert plan is not None
+        for problem in chain(check_streaming(self.cfg, plan), check_correction(self.cfg, plan)):
+            raise UserError(problem)
+        self.context.on_policy = not plan.stale(self.cfg) and not corrected(self.cfg.trainer.algorithm)
+        if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
+            raise UserError(
+                f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data or data.val_sets"
+            )
+
+    def check_stale(self, groups: Sequence[Group]) -> None:
+        """Whether a plan that calls itself synchronous is, by the tokens' versions, if stale ones are not corrected.
+
+        Raises:
+            UserError: for the first batch that an older policy has sampled.
+        """
+        if not self.context.on_policy:
+            return
+        step = self.context.progress.step
+        actions = (action for group in groups for t in group.trajectories for action in t.actions)
+        oldest = min((int(action.versions.min()) for action in actions if len(action.tokens)), default=step)
+        if oldest < step:
+            raise UserError(
+                f"{type(self).__name__}.train trains samples of policy version {oldest} in step "
+                f"{step + 1}, whose policy is version {step}, and trainer.algorithm."
+                f"off_policy_correction=none leaves them uncorrected: choose a correction (auto, token_tis), or set "
+                f"`asynchronous = True` in the class and trainer.allow_uncorrected=true"
+            )
+
+    # ---------------------------------------------------------------- what plans, hooks and callbacks read
+
+    @property
+    def global_step(self) -> int:
+        """Training steps done."""
+        return self.context.progress.step
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; while rejected prompts are replaced, the most that it can be."""
+        return self.context.length.steps
+
+    @property
+    def policy_version(self) -> int:
+        """The training step whose weights the engines have: what they stamp tokens with."""
+        return self.context.progress.version
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of the current step; a hook may add to them."""
+        return self.context.phases.metrics
+
+    @property
+    def last_metrics(self) -> Metrics:
+        """The newest value of every metric that was logged."""
+        return self.reporter.last_metrics
+
+    @property
+    def callbacks(self) -> list[RunExtension]:
+        """The extensions, those of the user among them; more may be appended."""
+        return self.extensions
+
+    @property
+    def tracker(self) -> Tracker:
+        """Receives ``log(metrics, step)``."""
+        return self.context.tracker
+
+    @property
+    def run_dir(self) -> RunDirectory | None:
+        """The run's folder."""
+        return self.context.run_dir
+
+    @property
+    def inference_engine_client(self) -> Client:
+        """The engines."""
+        return self.context.client
+
+    @property
+    def dispatch(self) -> WorkerDispatch:
+        """The models that are trained or asked."""
+        return self.context.dispatch
+
+    @property
+    def weight_sync(self) -> WeightSyncing:
+        """How weights get to the engines."""
+        return self.weight_updates.weight_sync
+
+    def timed(
+        self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Measure a phase of a step, by default the current one: a span on the timeline and ``time/<name>_s``."""
+        return self.context.phases.timed(name, into, track, step)
+
+    async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
+        """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
+        return await self.context.phases.waiting(what, awaitable)

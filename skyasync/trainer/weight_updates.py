@@ -1,0 +1,133 @@
+"""How new weights reach the engines, and who has the devices meanwhile.
+
+Invariant: a version is announced (``policy_version``) when every engine computes with it, and then verified. Engines
+that share their devices with the policy (``trainer.placement.colocate_all``) sleep from the beginning of a training
+step to the next sync, which wakes them; nothing is asked of them in between.
+
+| who waits                             | for what                        | woken by                           |
+|---------------------------------------|---------------------------------|------------------------------------|
+| a sync                                | the engines to take the weights | they do or fail; ``step_timeout_s``|
+| ``partial_rollout=wait``, eval paused | rollouts in flight to end       | the generator; its own limits      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from skyasync.cleanup import afterwards
+from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import samples_as_scored
+from skyasync.config.sampling import samples_as_scored
+from skyasync.engines.protocol import PauseMode
+from skyasync.errors import UserError
+from skyasync.rollout.gate import RolloutGate
+from skyasync.errors import UserError
+from skyasync.inference.interface import PauseMode
+from skyasync.rollout.gate import Gate
+from skyasync.utils.task_group import afterwards
+from skyasync.weight_sync.sync import Paused
+from skyasync.weight_sync.turns import DeviceTurns
+
+if TYPE_CHECKING:
+    from skyasync.trainer.context import RunContext
+
+ENOUGH_TOKENS = 256  # as the verification prompts have at most; a few may be off by chance
+
+
+class WeightSyncing(Protocol):
+    """See ``skyasync.weight_sync.sync.WeightSync``."""
+
+    async def sync(self, version: int, paused: Paused = nullcontext) -> object: ...
+    async def verify(self, version: int) -> dict[str, float]: ...
+
+
+class Client(Protocol):
+    """What is asked of the engines while weights are on their way to them."""
+
+    async def cut(self) -> None: ...
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+
+
+class WeightUpdates:
+    """Weight syncs of one run.
+
+    Attributes:
+        weight_sync: ``sync(version)`` and ``verify(version)``; set when the models are up.
+        turns: schedules devices that engines and policy share; None where they have their own.
+    """
+
+    weight_sync: WeightSyncing
+
+    def __init__(self, context: RunContext) -> None:
+        self.turns: DeviceTurns | None = None
+        self._cfg, self._client = context.cfg.trainer, context.client
+        self._progress, self._phases = context.progress, context.phases
+        self._gate = RolloutGate()  # where rollouts for training can be kept out of the engines
+        self._comparable = samples_as_scored(context.cfg.generator.sampling_params)
+        self._announced = False  # the engines have got weights at all
+
+    def due(self, last: bool) -> bool:
+        """Whether weights are synced now: at first, every ``trainer.sync_interval`` steps, and in the end."""
+        return last or not self._announced or self._progress.step % self._cfg.sync_interval == 0
+
+    @asynccontextmanager
+    async def engines_paused(self) -> AsyncIterator[None]:
+        """Around an in-flight weight update: requests go on, or (``partial_rollout=recompute``) as new requests."""
+        client = self._client
+        self._comparable = self._comparable and self._cfg.partial_rollout == "recompute"  # caches of older weights
+        await (client.cut() if self._cfg.partial_rollout == "recompute" else client.pause("keep"))
+        async with afterwards(client.resume):
+            yield
+
+    def check_sampled_tokens(self, metrics: Mapping[str, float]) -> None:
+        """Prove a sync by a batch's tokens of the trainer's own version, if they are enough.
+
+        Raises:
+            WeightSyncError: if the engines computed with something else.
+        """
+        judge = getattr(self.weight_sync, "sampled", None)
+        enough = metrics.get("staleness/tokens_0", 0) >= ENOUGH_TOKENS
+        if judge and enough and self._comparable and "gap/mean" in metrics:
+            judge(self._progress.step, metrics["gap/mean"])
+
+    @asynccontextmanager
+    async def syncing(self) -> AsyncIterator[None]:
+        """Around a weight sync; after it, when the engines compute again, it is verified."""
+        with self._phases.timed("sync"):
+            async with self._phases.limited("weight sync"):
+                yield
+                self._progress.synced()
+                self._announced = True
+                self._phases.metrics |= await self.weight_sync.verify(self._progress.version)
+
+    async def offload_engines(self) -> None:
+        """Put engines that share devices with the policy to sleep, until the next sync. They must be idle."""
+        if self.turns is not None:
+            with self._phases.timed("sleep"):
+                async with self._phases.limited("sleep of the engines"):
+                    await self.turns.make_way_for_policy()
+
+    def check_awake(self, plan: str) -> None:
+        """Raises UserError if a plan generates between a training step and the sync that follows it."""
+        if self.turns is not None and not self.turns.engines_are_awake:
+            raise UserError(
+                f"{plan} generates after training without a weight sync in between, when "
+                f"trainer.placement.colocate_all=true has put the engines to sleep: sync first, or set "
+                f"trainer.placement.colocate_all=false"
+            )
+
+    @asynccontextmanager
+    async def rollout(self) -> AsyncIterator[None]:
+        """Around the rollouts of a training step, which ``without_rollouts`` keeps out."""
+        async with self._gate.entered():
+            yield
+
+    @asynccontextmanager
+    async def without_rollouts(self) -> AsyncIterator[None]:
+        """Let rollouts in flight end and none begin, inside of the block."""
+        async with AsyncExitStack() as stack:
+            await self._phases.waiting("rollouts", stack.enter_async_context(self._gate.closed()))
+            yield

@@ -1,0 +1,162 @@
+"""Which files a checkpoint has, how long they are, and what their bytes add up to; a manifest has a sum of its own.
+
+Invariant: a digest is taken of the bytes that are handed to the file system, not of what it gives back later, so a
+file that arrived damaged differs from one that was written. What a manifest lists is on the disk before it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+NAME = "manifest.json"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Bytes, and their XXH3 in 16 hexadecimal digits: against accidents, not against forgery."""
+
+    size: int
+    xxh3: str
+
+
+Sums = dict[str, FileSum]
+"""By path relative to the folder, with ``/`` between its parts."""
+
+
+class SummingFile:
+    """A binary file opened for writing that adds up what passes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash, self._size = file, xxhash.xxh3_64(), 0
+
+    def write(self, data: bytes) -> int:
+        written = self._file.write(data)
+        self._hash.update(data)
+        self._size += written
+        return written
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """The file's owner closes it, when it is on the disk."""
+
+    @property
+    def sum(self) -> FileSum:
+        return FileSum(self._size, self._hash.hexdigest())
+
+
+@contextmanager
+def summed(path: Path, into: Sums, name: str) -> Iterator[SummingFile]:
+    """Write ``path``; after the block it is on the disk and ``into[name]`` says what it must hold."""
+    with path.open("wb") as file:
+        summing = SummingFile(file)
+        yield summing
+        file.flush()
+        os.fsync(file.fileno())
+    into[name] = summing.sum
+
+
+def sum_of(path: Path) -> FileSum:
+    """What a file holds now."""
+    taken, size = xxhash.xxh3_64(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            taken.update(chunk)
+            size += len(chunk)
+    return FileSum(size, taken.hexdigest())
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file that others have written to the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write(folder: Path, sums: Mapping[str, FileSum]) -> None:
+    """Write the manifest of a folder, last of all its files; then every name in it is on the disk."""
+    entries = {name: asdict(sums[name]) for name in sorted(sums)}
+    text = json.dumps({**entries, NAME: _own_sum(entries)}, indent=1)
+    with summed(folder / NAME, {}, NAME) as file:
+        file.write(text.encode())
+    for part in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync_folder(part)
+
+
+def read(folder: Path) -> Sums:
+    """The sums that a folder's manifest lists; one without a sum of its own is an earlier version's.
+
+    Raises:
+        ValueError: if it cannot be understood, or does not say what was written.
+        OSError: if it cannot be read.
+    """
+    try:
+        entries = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        own = entries.pop(NAME, None)
+        sums = {name: FileSum(int(entry["size"]), str(entry["xxh3"])) for name, entry in entries.items()}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{NAME} cannot be understood") from error
+    if own not in (None, _own_sum(entries)):
+        raise ValueError(f"{NAME} does not hold what was written (its checksum differs)")
+    return sums
+
+
+def unlisted(folder: Path, sums: Mapping[str, FileSum]) -> list[str]:
+    """Files of a folder that its manifest does not list, but for hidden ones, which file systems and tools leave."""
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file())
+    return sorted(set(files) - sums.keys() - {NAME})
+
+
+def _own_sum(entries: Mapping[str, object]) -> str:
+    """Of what a manifest lists."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(entries, sort_keys=True).encode())
+
+
+def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
+    """What is seen without reading: files that are missing, or of another size."""
+    for name, wanted in sums.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            yield f"{name} is missing"
+        except OSError as error:
+            yield f"{name} cannot be read: {error.strerror or error}"
+        else:
+            if size != wanted.size:
+                yield f"{name} has {size} bytes instead of {wanted.size}"
+
+
+def damage(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
+    """What is wrong with files, each of which is read."""
+    for name, wanted in sums.items():
+        wrong = list(misfits(folder, {name: wanted}))
+        try:
+            if not wrong and sum_of(folder / name) != wanted:
+                wrong = [f"{name} does not hold what was written (its checksum differs)"]
+        except OSError as error:
+            wrong = [f"{name} cannot be read: {error.strerror or error}"]
+        yield from wrong

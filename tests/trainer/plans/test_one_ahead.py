@@ -1,0 +1,101 @@
+"""The tutorial's printed ``train()``, which brings neither loop: what it calls is there."""
+
+import asyncio
+
+import pytest
+
+from skyasync.errors import UserError
+from skyasync.trainer import RayPPOTrainer as Base
+from tests.trainer.plans.parts import make_run, stream
+
+
+class AsyncRayPPOTrainer(Base):
+    async def train(self):
+        assert not self.cfg.trainer.placement.colocate_all, "colocate_all is not supported for async training"
+        generation_buffer = asyncio.Queue(maxsize=1)
+        generator_task = asyncio.create_task(self._run_generate_loop(generation_buffer))
+        assert generator_task
+        for idx in range(len(self.train_dataloader)):
+            status = await self._run_training(generation_buffer)
+            assert status
+            if idx != len(self.train_dataloader) - 1:
+                await self.generation_ack.wait()
+            await self.async_sync_policy_weights_to_inference_engines()
+            self.sync_finished.set()
+            self.generation_ack.clear()
+
+
+class EpochsTrainer(Base):
+    """As the complete example does it: once per epoch, with events of its own."""
+
+    async def train(self):
+        for _ in range(self.cfg.trainer.epochs):
+            generation_buffer = asyncio.Queue(maxsize=1)
+            self.sync_finished, self.generation_ack = asyncio.Event(), asyncio.Event()
+            generator_task = asyncio.create_task(self._run_generate_loop(generation_buffer))
+            for idx in range(len(self.train_dataloader)):
+                await self._run_training(generation_buffer)
+                if idx != len(self.train_dataloader) - 1:
+                    await self.generation_ack.wait()
+                await self.async_sync_policy_weights_to_inference_engines()
+                self.sync_finished.set()
+                self.generation_ack.clear()
+            generator_task.cancel()
+
+
+class EarlyTrainer(AsyncRayPPOTrainer):
+    """Whose author knows that its samples are stale."""
+
+    asynchronous = True
+
+
+both = pytest.mark.parametrize("plan", [AsyncRayPPOTrainer, EpochsTrainer])
+
+
+@both
+def test_it_trains_all_steps_of_the_run_one_step_off(plan):
+    run = make_run(plan, prompts=10, trainer__epochs=2, trainer__eval_interval=2, eval_prompts=2).train()
+    assert run.tracker.of("staleness/max") == {1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert run.trained == stream(10, epochs=2)
+    assert run.sync.versions == [0, 1, 2, 3, 4, 5]
+    assert sorted(run.tracker.of("eval/version")) == [2, 4, 5]
+    assert run.tracker.closed == 1
+
+
+@both
+def test_generation_overlaps_training(plan):
+    run = make_run(plan, prompts=24, generating=[2.0], updating=[2.0], syncing=[0.0]).train()
+    assert all(run.tracker.of("time/step_s")[step] == pytest.approx(2.0) for step in range(2, 6))
+
+
+@both
+def test_it_reads_the_number_of_steps_saves_and_resumes(plan, tmp_path):
+    settings = {"prompts": 24, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    first = make_run(plan, **settings, trainer__max_training_steps=2).train()
+    more = make_run(plan, **settings, trainer__max_training_steps=5, trainer__resume_mode="latest").train()
+    assert first.trained + more.trained == stream(24)[: len(first.trained + more.trained)]
+    assert (first.trainer.global_step, more.trainer.global_step) == (2, 5)
+    assert [step for step, _ in more.tracker.rows] == [3, 4, 5]
+
+
+UNCORRECTED = {"prompts": 24, "trainer__algorithm__off_policy_correction": "none"}
+
+
+@both
+def test_stale_samples_that_nothing_corrects_end_the_run_at_the_first_batch(plan):
+    run = make_run(plan, **UNCORRECTED)
+    with pytest.raises(UserError, match=r"trains samples of policy version 0 in step 2, whose policy is version 1"):
+        run.train()
+    assert run.trainer.global_step == 1 and run.dispatch.weights == 1
+    make_run(plan, **UNCORRECTED | {"trainer__algorithm__off_policy_correction": "auto"}).train()
+    make_run(plan, **UNCORRECTED | {"trainer__algorithm__policy_loss_type": "decoupled_ppo"}).train()
+
+
+def test_whoever_wants_them_uncorrected_says_so():
+    with pytest.raises(UserError, match="asynchronous"):
+        make_run(EarlyTrainer, **UNCORRECTED)
+    make_run(EarlyTrainer, **UNCORRECTED, trainer__allow_uncorrected=True).train()
+
+
+def test_a_synchronous_run_without_a_correction_is_what_it_says():
+    make_run(Base, **UNCORRECTED).train()

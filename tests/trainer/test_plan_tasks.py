@@ -1,0 +1,194 @@
+"""Tasks that a plan makes: a failure that nobody takes ends the run, one that somebody takes does not."""
+
+import asyncio
+import sys
+import traceback
+
+import pytest
+
+from skyasync.simulate.clock import run_virtual
+from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plan_tasks import GRACE_S
+from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
+from tests.trainer.plans.parts import make_run
+
+
+class Broken(Exception):
+    pass
+
+
+class AheadTrainer(RayPPOTrainer):
+    """Generates in a task that is never awaited."""
+
+    async def train(self):
+        async with self.running():
+            buffer = asyncio.Queue(maxsize=1)
+            self.task = asyncio.create_task(self.generate_ahead(buffer))
+            while self.global_step < self.total_steps:
+                status = await self.train_on(await self.waiting("data", buffer.get()))
+                await self.async_sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+    async def generate_ahead(self, buffer):
+        for prompts in self.remaining_prompts():
+            await buffer.put(await self.generate(prompts))
+
+
+class ExitingTrainer(AheadTrainer):
+    async def generate_ahead(self, buffer):
+        try:
+            await super().generate_ahead(buffer)
+        except Exception:
+            sys.exit(1)
+
+
+class OutsideTrainer(AheadTrainer):
+    """Has left out ``async with self.running()``."""
+
+    async def train(self):
+        buffer = asyncio.Queue(maxsize=1)
+        self.task = asyncio.create_task(self.generate_ahead(buffer))
+        await buffer.get()
+
+
+def failing(plan, part="generate", call=2, **settings):
+    run = make_run(plan, generating=[2.0], **settings)
+    run.engines.swap_in_flight = True
+    run.faults[part, call] = Broken("no sample")
+    return run
+
+
+def ends(run):
+    """The error by which a run ends, and when."""
+
+    async def scenario():
+        try:
+            await run.trainer.train()
+        except Exception as error:
+            assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+            assert isinstance(run.trainer, AsyncRayPPOTrainer) or asyncio.current_task().cancelling() == 0
+            assert asyncio.get_running_loop().get_task_factory() is None
+            return error, asyncio.get_running_loop().time()
+
+    return run_virtual(scenario())
+
+
+@pytest.mark.parametrize("plan", [AheadTrainer, ExitingTrainer])
+def test_a_task_that_nobody_awaits_ends_the_run_with_its_error_and_traceback(plan):
+    error, at = ends(run := failing(plan))
+    assert isinstance(error, Broken) and str(error) == "no sample"
+    assert "generate_ahead" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert at < 20
+    assert run.tracker.closed == run.timeline.closed == 1
+
+
+def test_it_ends_within_the_steps_limit_however_busy_the_others_are():
+    run = failing(AheadTrainer, trainer__step_timeout_s=30.0, updating=[1e3])
+    error, at = ends(run)
+    assert "no sample" in f"{error!r} {getattr(error, '__notes__', '')}"
+    assert at <= 40
+
+
+def test_a_step_outside_of_running_is_refused_in_a_task_as_in_the_plan():
+    error, at = ends(make_run(OutsideTrainer))
+    assert "outside of `async with self.running():`" in str(error) and at <= GRACE_S
+
+
+class TakingTrainer(RayPPOTrainer):
+    """Awaits its task, when it has trained, and does without."""
+
+    async def train(self):
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                task = asyncio.create_task(self.fetch())
+                status = await self.train_on(await self.generate(prompts))
+                with pytest.raises(Broken):
+                    await task
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+    async def fetch(self):
+        raise Broken
+
+
+class GatheringTrainer(TakingTrainer):
+    async def fetch(self):
+        found = await asyncio.gather(super().fetch(), return_exceptions=True)
+        raise found[0]
+
+
+@pytest.mark.parametrize("plan", [TakingTrainer, GatheringTrainer])
+def test_an_error_that_the_plan_takes_is_its_own_affair_however_late_it_takes_it(plan):
+    run = make_run(plan, generating=[400.0], updating=[400.0])
+    run_virtual(run.trainer.train())
+    assert run.trainer.global_step == run.trainer.total_steps
+
+
+def test_an_error_that_is_raised_anew_ends_the_run_once():
+    class Anew(TakingTrainer):
+        async def train(self):
+            async with self.running():
+                await asyncio.create_task(self.fetch())
+
+    error, _ = ends(make_run(Anew))
+    assert isinstance(error, Broken) and not hasattr(error, "__notes__")
+
+
+def test_a_plan_that_ends_before_anybody_took_the_error_fails_with_it():
+    class Forgets(TakingTrainer):
+        async def train(self):
+            async with self.running():
+                self.task = asyncio.create_task(self.fetch())
+                await asyncio.sleep(1)
+
+    error, at = ends(make_run(Forgets))
+    assert isinstance(error, Broken) and at < GRACE_S
+
+
+def test_what_else_has_failed_is_noted_on_the_plans_own_error():
+    class Both(TakingTrainer):
+        async def train(self):
+            async with self.running():
+                self.task = asyncio.create_task(self.fetch())
+                await asyncio.sleep(1)
+                raise KeyError("mine")
+
+    error, _ = ends(make_run(Both))
+    assert isinstance(error, KeyError) and error.__notes__ == ["at the same time: Broken()"]
+
+
+def test_a_cancelled_run_stays_cancelled_and_its_tasks_end():
+    async def scenario():
+        run = make_run(AheadTrainer, generating=[50.0])
+        task = asyncio.create_task(run.trainer.train())
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(scenario())
+
+
+def test_tasks_of_other_packages_answer_for_themselves(tmp_path, monkeypatch):
+    from skyasync.trainer import plan_tasks as attended
+
+    (tmp_path / "others.py").write_text(
+        "import asyncio\n\ndef start(coroutine):\n    return asyncio.create_task(coroutine)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(attended, "_INSTALLED", (*attended._INSTALLED, str(tmp_path)))
+    import others
+
+    class Starts(TakingTrainer):
+        async def train(self):
+            async with self.running():
+                self.task = others.start(self.fetch())
+                await asyncio.sleep(60)
+
+    run_virtual(make_run(Starts).trainer.train())
+
+
+def test_a_plan_of_ours_ends_at_once_as_before():
+    error, at = ends(failing(AsyncRayPPOTrainer))
+    assert isinstance(error, Broken) and at < GRACE_S

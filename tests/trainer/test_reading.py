@@ -1,0 +1,16 @@
+"""A reader can follow the synchronous loop in few files, and the page that names them is right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_one_prompts_way_is_at_most_twelve_files_that_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page[page.index("## One prompt's way") : page.index("## House rules")]
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+    assert 0 < len(files) <= 12
+    assert [file for file in files if not (ROOT / file).is_file()] == []
