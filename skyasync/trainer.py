@@ -51,7 +51,7 @@ from skyasync.training.stages import with_advantages
 from skyasync.weight_sync.turns import DeviceTurns
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
     from skyasync.workers.protocol import WorkerDispatch
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyasync.config.schema import Config
+from skyasync.models.axes import Axes
 from skyasync.planning.activations import FLOAT32
 from skyasync.planning.adapters import adapter_parameters, between_halves
 from skyasync.planning.axes import divided, filters
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, learnt, scoring, updating
 from skyasync.planning.work import expert_bytes, largest_micro_batch
-from skyasync.workers.axes import Axes
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role
 
 BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}

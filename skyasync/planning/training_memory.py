@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyasync.models.limits import MAX_LOGITS, STEPPED_AT_ONCE
 from skyasync.planning.activations import FLOAT32, Pass, final_norm_bytes, kept_bytes, layer_bytes, mask_bytes
 from skyasync.planning.shape import ModelShape
-from skyasync.workers.limits import MAX_LOGITS, STEPPED_AT_ONCE
 
 Lines = dict[str, int]
 """Bytes by what takes them."""

@@ -1,6 +1,6 @@
 """How much a rank computes at once, from the settings: every prompt and every response at its longest.
 
-Invariant: the arithmetic of ``skyasync.workers.packing``, for a batch whose rows are all alike.
+Invariant: the arithmetic of ``skyasync.models.packing``, for a batch whose rows are all alike.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 
 from skyasync.config.schema import Config
+from skyasync.models.limits import MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS
 from skyasync.planning.activations import Pass
 from skyasync.planning.shape import ModelShape
-from skyasync.workers.limits import MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS
 
 BYTES_PER_CELL = 40
 """Of a training batch: tokens 8, masks 2, and up to seven numbers per token."""

@@ -18,7 +18,7 @@ from skyasync.config.reward_models import WHERE
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute, absolute_all
 from skyasync.errors import UserError
-from skyasync.model_config import complaints
+from skyasync.models.config import complaints
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
 from skyasync.preflight.parallel import check_axes
 from skyasync.preflight.routers import check_routers

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyasync.arrays import TURN_TOKENS, Experts, joined_experts
+from skyasync.models.batch import RolloutBatch
 from skyasync.rollout.types import Group, Segment
-from skyasync.workers.batch import RolloutBatch
 
 
 def collate(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # with torch
     from torch import Tensor
 
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
 
 log = logging.getLogger(__name__)
 

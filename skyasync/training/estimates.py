@@ -16,8 +16,8 @@ from skyasync.rollout.types import Group
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.algorithms.kl import AdaptiveKLController, FixedKLController
+    from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch
     from skyasync.training.phases import Metrics
-    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
 
 
 def filter_groups(algorithm: AlgorithmConfig, groups: list[Group]) -> list[Group]:
@@ -103,7 +103,7 @@ def teach(settings: TeacherConfig, batch: TrainingBatch, metrics: Metrics) -> Tr
 def advantages(algorithm: AlgorithmConfig, batch: ScoredBatch) -> TrainingBatch:
     """The batch with advantages and returns, which are made of ``batch.rewards``, and of the critic's values."""
     from skyasync.algorithms.advantages import compute_advantages
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
 
     found, returns = compute_advantages(
         algorithm, batch.rewards, batch.loss_mask, batch.group_ids, batch.values, batch.trajectory_ids

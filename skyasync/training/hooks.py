@@ -14,7 +14,7 @@ from skyasync.training import estimates
 from skyasync.training.views import Views
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
+    from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch
 
 
 class AlgorithmHooks(Views):

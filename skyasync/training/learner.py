@@ -26,7 +26,7 @@ from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, TEACHER_ROLE
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from torch import Tensor
 
-    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
+    from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
     from skyasync.workers.protocol import WorkerDispatch
 
 
@@ -77,7 +77,7 @@ class Learner:
         log-probabilities anyway. Behind an update of the same step that policy is gone, and the engines' own
         log-probabilities are what is left of it.
         """
-        from skyasync.workers.batch import ScoredBatch
+        from skyasync.models.batch import ScoredBatch
 
         batch = sampled.to_stage(ScoredBatch)
         if self._cfg.policy.router_replay != "none":
@@ -173,7 +173,7 @@ class Learner:
 
     def _weighted(self, part: TrainingBatch, complete: bool) -> UpdateBatch:
         from skyasync.algorithms.reductions import loss_numerators, loss_weights
-        from skyasync.workers.batch import UpdateBatch
+        from skyasync.models.batch import UpdateBatch
 
         algorithm, ids = self._cfg.algorithm, part.trajectory_ids
         if complete:

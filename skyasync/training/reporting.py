@@ -25,7 +25,7 @@ from skyasync.training.phases import Metrics
 from skyasync.training.trained import TrainedRows
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import UpdateBatch
+    from skyasync.models.batch import UpdateBatch
 
 log = logging.getLogger(__name__)
 

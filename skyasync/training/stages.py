@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from skyasync.errors import UserError
 
 if TYPE_CHECKING:
-    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
+    from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
 
 
 def check_experts(batch: RolloutBatch) -> None:
     """Raises ``UserError`` unless the experts are known of every token that a loss token follows."""
-    from skyasync.routing import unknown_expert
+    from skyasync.models.router_replay import unknown_expert
 
     experts = batch.routed_experts
     if experts is None:
@@ -29,7 +29,7 @@ def check_experts(batch: RolloutBatch) -> None:
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:
     """What the hook returned: it may have made the next stage, or set ``batch.advantages`` on what it was given."""
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
 
     if isinstance(batch, TrainingBatch):
         return batch
@@ -40,6 +40,6 @@ def with_advantages(batch: ScoredBatch) -> TrainingBatch:
 
 def joined(parts: list[UpdateBatch]) -> UpdateBatch:
     """Batches one below the other."""
-    from skyasync.workers.batch import UpdateBatch
+    from skyasync.models.batch import UpdateBatch
 
     return parts[0] if len(parts) == 1 else UpdateBatch.concatenate(parts)

@@ -14,7 +14,7 @@ import xxhash
 from skyasync.arrays import Floats, Ints, ints
 
 if TYPE_CHECKING:
-    from skyasync.workers.batch import UpdateBatch
+    from skyasync.models.batch import UpdateBatch
 
 
 class TrainedRows:

@@ -24,17 +24,17 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.errors import UserError
+from skyasync.models.backend import SaveResult, files_of
+from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.state.manifest import Sums
 from skyasync.together import within
 from skyasync.weight_sync.changed_weights import Published
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.across import Across
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.parts import Parts
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES
-from skyasync.workers.saved import Saved, files_of
 
 AS_SAMPLED = ("logprobs", "values", "logprobs_and_values")
 """What the policy is asked of tokens with the experts that were chosen for them."""
@@ -367,7 +367,7 @@ def _as_update(version: int, file: Published) -> WeightUpdate:
     return WeightUpdate(version, "shared_memory", {"path": file.path}, file.content, file.base, file.metrics)
 
 
-def _arrived(folder: Path, ranks: Sequence[Saved | None]) -> Sums:
+def _arrived(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:
     """The files of all ranks of a role, by path from the checkpoint's folder; they can be seen from here."""
     files = files_of(ranks)
     if not folder.is_dir() or not any(folder.iterdir()):

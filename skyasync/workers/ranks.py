@@ -23,9 +23,9 @@ from torch import Tensor
 
 from skyasync.config.resume import restarts_workers
 from skyasync.config.schema import Config
+from skyasync.models.batch import TokenBatch
 from skyasync.processes.identity import Identity
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
-from skyasync.workers.batch import TokenBatch
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 

@@ -16,8 +16,8 @@ from skyasync.config.algorithm import CRITIC, KL
 from skyasync.config.conditions import holds
 from skyasync.config.schema import REWARD, TEACHER, Config
 from skyasync.errors import UserError, unknown
+from skyasync.models.axes import Axes
 from skyasync.registry import absolute_reference, resolve_reference
-from skyasync.workers.axes import Axes
 
 POLICY, REFERENCE, CRITIC_ROLE, REWARD_ROLE, TEACHER_ROLE = "policy", "reference", "critic", "reward", "teacher"
 VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
@@ -42,7 +42,7 @@ class Role:
         base: its model, where it names none of its own, is what the policy began as: a policy that trains adapters
             beside frozen weights answers for it (``base_logprobs``), and it has no ranks.
         on_policy: where this condition holds it is a head on the policy's layers, and has no ranks.
-        head: what its model, if it has one, says of a token (``skyasync.workers.heads``): ``vocabulary`` (a causal
+        head: what its model, if it has one, says of a token (``skyasync.models.heads``): ``vocabulary`` (a causal
             language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
     """
 
@@ -152,7 +152,7 @@ _OURS = {
         ),
         Role(
             REFERENCE,
-            "skyasync.workers.reference:ReferenceWorker",
+            "skyasync.workers.frozen:ReferenceWorker",
             section="trainer.ref",
             when=KL,
             ranks=("trainer.placement.ref_num_nodes", "trainer.placement.ref_num_gpus_per_node"),
@@ -172,7 +172,7 @@ _OURS = {
         ),
         Role(
             REWARD_ROLE,
-            "skyasync.workers.reward:RewardWorker",
+            "skyasync.workers.frozen:RewardWorker",
             section="trainer.reward",
             when=REWARD,
             ranks=("trainer.placement.reward_num_nodes", "trainer.placement.reward_num_gpus_per_node"),
@@ -180,7 +180,7 @@ _OURS = {
         ),
         Role(
             TEACHER_ROLE,
-            "skyasync.workers.teacher:TeacherWorker",
+            "skyasync.workers.frozen:TeacherWorker",
             section="trainer.teacher",
             when=TEACHER,
             ranks=("trainer.placement.teacher_num_nodes", "trainer.placement.teacher_num_gpus_per_node"),

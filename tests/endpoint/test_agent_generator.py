@@ -25,13 +25,13 @@ from skyasync.endpoint.agent_process import AgentProcess, load_program
 from skyasync.endpoint.server import Endpoint
 from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
+from skyasync.models.batch import RolloutBatch
 from skyasync.processes.local import LocalHost
 from skyasync.rollout import rules as episode_rules
 from skyasync.rollout.collate import collate
 from skyasync.rollout.contract import play as roll_out
 from skyasync.rollout.rules import EpisodeRules
 from skyasync.rollout.types import Group
-from skyasync.workers.batch import RolloutBatch
 from tests.endpoint import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
 

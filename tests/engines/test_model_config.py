@@ -11,7 +11,7 @@ from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.settings import engine_config
 from skyasync.engines.vllm.server_check import complaint
 from skyasync.engines.vllm.setup import engine_arguments
-from skyasync.model_config import complaints, load_config, overrides, overrides_of
+from skyasync.models.config import complaints, load_config, overrides, overrides_of
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.roles import ROLES
 from tests.engines.tiny_llama import save_tiny_llama

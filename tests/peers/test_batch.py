@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from skyasync.compat.skyrl import TrainingInputBatch
-from skyasync.workers.batch import ScoredBatch
+from skyasync.models.batch import ScoredBatch
 
 
 @pytest.fixture

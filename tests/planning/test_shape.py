@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.errors import UserError
+from skyasync.models.token_model import can_share_prefixes
 from skyasync.planning.families import FAMILIES
 from skyasync.planning.shape import read_shape, shape_of
-from skyasync.workers.model import can_share_prefixes
 from tests.planning.models import MODELS, as_json, configuration
 
 

@@ -13,12 +13,12 @@ from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
+from skyasync.models.batch import UpdateBatch
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns
-from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.roles import POLICY, wanted_roles
 
@@ -58,7 +58,7 @@ class RecordingDispatch(LocalDispatch):
 
     def _put(self, weights: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, parameter in self._policy.model.named_parameters():
+            for name, parameter in self._policy.backend.model.named_parameters():
                 parameter.copy_(weights[name])
 
     def weights(self, role: str = POLICY) -> dict[str, Any]:

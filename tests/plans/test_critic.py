@@ -11,11 +11,11 @@ import torch
 from skyasync.algorithms.returns import gae
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.models.batch import ScoredBatch
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.trainer import RayPPOTrainer
-from skyasync.workers.batch import ScoredBatch
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, RecordingDispatch, config, without_times
 
@@ -80,13 +80,13 @@ async def test_streamed_gradients_of_both_are_those_of_the_synchronous_plan(mode
 
 def _noting(worker: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    clip = worker._clip
+    clip = worker.backend._clip
 
     def noted() -> float:
-        found.extend(p.grad.flatten().clone() for p in worker.model.parameters())
+        found.extend(p.grad.flatten().clone() for p in worker.backend.model.parameters())
         return clip()
 
-    worker._clip = noted
+    worker.backend._clip = noted
     return found
 
 

@@ -12,7 +12,7 @@ from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.trainer import RayPPOTrainer
-from skyasync.workers.reference import ReferenceWorker
+from skyasync.workers.frozen import ReferenceWorker
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config
 

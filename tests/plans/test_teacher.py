@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from skyasync.algorithms.advantages import compute_advantages
 from skyasync.algorithms.presets import apply_preset
 from skyasync.config.schema import Config
+from skyasync.models.batch import ScoredBatch, UpdateBatch
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.trainer import RayPPOTrainer
-from skyasync.workers.batch import ScoredBatch, UpdateBatch
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 

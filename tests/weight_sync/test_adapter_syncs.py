@@ -8,12 +8,12 @@ from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.engines.vllm.adapter import lora_arguments
 from skyasync.errors import UserError
+from skyasync.models.fsdp import checkpoint
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapter_file import read_adapter, with_added
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.workers import checkpoint
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.planning.models import configuration
 from tests.plans.local_run import LocalRun, config, without_times
@@ -51,7 +51,7 @@ async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
         await pair.hand_over()
         metrics = await pair.verify()
         assert merged(pair.dispatch._policy).items() <= held(pair).items()
-        adapters = [p for n, p in pair.dispatch._policy.model.named_parameters() if ".lora_" in n]
+        adapters = [p for n, p in pair.dispatch._policy.backend.model.named_parameters() if ".lora_" in n]
         assert metrics["sync/bytes"] == sum(p.numel() * 4 for p in adapters)
         assert metrics["sync/logprob_gap_mean"] <= metrics["sync/logprob_gap_limit"]
     assert held(pair) != before

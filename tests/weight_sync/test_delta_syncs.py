@@ -7,12 +7,12 @@ import torch
 
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig
+from skyasync.models.fsdp import checkpoint
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync import changed_weights
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import PREFIX, directories
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.workers import checkpoint
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running

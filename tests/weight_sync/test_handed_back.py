@@ -10,9 +10,9 @@ import torch
 
 from skyasync.config.load import load_config
 from skyasync.errors import UserError
+from skyasync.models.fsdp import checkpoint
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import PREFIX, directories, read_weights, remove_weights, write_weights
-from skyasync.workers import checkpoint
 from skyasync.workers.policy import PolicyWorker
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import running

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
+from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
 
 
 def batch(lengths, groups=None, width=0):

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from skyasync.errors import UserError
+from skyasync.models.backend import SaveResult
+from skyasync.models.fsdp import checkpoint
 from skyasync.state import manifest
-from skyasync.workers import checkpoint
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.saved import Saved
 from tests.full_disk import files_end_at
 from tests.workers.conftest import config_for, make_batch, make_model
 
@@ -32,7 +32,7 @@ def test_saving_takes_much_less_memory_than_the_state_that_is_saved(
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1 << 23)
     worker = started(make_model(tmp_path / "model", tied=True, intermediate_size=50_000))
     worker.update_policy(make_batch())
-    size = 3 * sum(p.nbytes for p in worker.model.parameters())  # the weights and two moments
+    size = 3 * sum(p.nbytes for p in worker.backend.model.parameters())  # the weights and two moments
     assert size > 100 << 20
     Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
     before = _memory("VmHWM")
@@ -49,7 +49,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, tied_m
 
 def test_a_parameter_without_a_gradient_has_no_moments_after_loading_either(tmp_path: Path, tied_model: str) -> None:
     worker = started(tied_model)
-    still = worker.model.model.base_model.norm.weight
+    still = worker.backend.model.model.base_model.norm.weight
     still.requires_grad_(False)
     worker.update_policy(make_batch())
     worker.save(str(tmp_path))
@@ -82,7 +82,7 @@ def test_what_is_written_behind_training_is_the_state_of_the_beginning(
     assert [str(warning.message) for warning in recwarn if "torch.distributed" in str(warning.message)] == []
 
 
-def finished(worker: PolicyWorker) -> Saved:
+def finished(worker: PolicyWorker) -> SaveResult:
     while (found := worker.saved()) is None:
         time.sleep(0.01)
     return found
@@ -98,7 +98,7 @@ def test_a_disk_that_takes_no_more_is_an_answer_and_the_worker_goes_on(
     def full(self: manifest.SummingFile, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def save() -> Saved:
+    def save() -> SaveResult:
         if not behind:
             return worker.save(str(tmp_path / "saved"))
         worker.begin_save(str(tmp_path / "saved"))

@@ -12,7 +12,7 @@ import torch
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.workers.compiling import check_compiler
+from skyasync.models.fsdp.layers import check_compiler
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import config_for
 from tests.workers.test_shapes import distance, gradient, ragged

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from skyasync.config.schema import Config
+from skyasync.models.fsdp import sharding as offload
+from skyasync.models.fsdp.sharding import process_group_backend
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
-from skyasync.workers import offload
-from skyasync.workers.groups import process_group_backend
+from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.reference import ReferenceWorker
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_offload import _local
@@ -41,17 +41,23 @@ class Watched(PolicyWorker):
 
     def setup(self, *args: Any) -> None:
         super().setup(*args)
-        self.optimizer.register_step_pre_hook(lambda *_: self.during.append(self.places()) if self.moments() else None)
+        self.backend.optimizer.register_step_pre_hook(
+            lambda *_: self.during.append(self.places()) if self.moments() else None
+        )
 
     def moments(self) -> dict[str, Tensor]:
-        states = [(name, self.optimizer.state[p]) for name, p in self.model.named_parameters() if p.requires_grad]
+        states = [
+            (name, self.backend.optimizer.state[p])
+            for name, p in self.backend.model.named_parameters()
+            if p.requires_grad
+        ]
         return {f"{name}.{k}": v for name, state in states for k, v in state.items()}
 
     def places(self) -> set[str]:
         return {getattr(tensor, "place", "") for tensor in self.moments().values()}
 
     def bits(self) -> dict[str, Tensor]:
-        found = {name: p for name, p in self.model.named_parameters() if p.requires_grad} | self.moments()
+        found = {name: p for name, p in self.backend.model.named_parameters() if p.requires_grad} | self.moments()
         return {name: _local(tensor).detach().clone() for name, tensor in found.items()}
 
 
@@ -69,7 +75,7 @@ def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
     worker.save(str(folder))
     worker.update_policy(make_batch(seed=3))
     worker.load(str(folder))
-    if worker.offloads == "optimizer":
+    if worker.settings.cpu_offload == "optimizer":
         assert worker.places() == {"cpu"}, "behind a checkpoint too"
     worker.offload()  # as engines ask for the device
     worker.onload()
@@ -87,7 +93,6 @@ def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
             cfg.trainer.policy.cpu_offload = kind
             worker = Watched(copy.deepcopy(cfg), process.rank, process.count, threads=1)
             if process.count > 1:
-                worker._join = lambda host, port: None  # type: ignore[method-assign]
                 if not dist.is_initialized():
                     store = dist.FileStore(str(folder / "store"), process.count)
                     dist.init_process_group("gloo", store=store, rank=process.rank, world_size=process.count)
@@ -105,7 +110,7 @@ def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
 
 
 def check_places(worker: Watched, kind: str) -> None:
-    shards = [module for module in worker.model.modules() if isinstance(module, FSDPModule)]
+    shards = [module for module in worker.backend.model.modules() if isinstance(module, FSDPModule)]
     policies = {type(module._get_fsdp_state()._fsdp_param_group.offload_policy) for module in shards}
     assert (policies == {CPUOffloadPolicy}) == (kind == "parameters")
     if kind == "optimizer":
@@ -115,7 +120,7 @@ def check_places(worker: Watched, kind: str) -> None:
         )
     if kind == "parameters":
         assert worker.places() <= {"", "cpu"}, "they never leave the host"
-    buffers = {getattr(buffer, "place", "") for buffer in worker.model.buffers()}
+    buffers = {getattr(buffer, "place", "") for buffer in worker.backend.model.buffers()}
     assert kind != "parameters" or buffers == {str(DEVICE)}, "what FSDP does not bring is there"
 
 

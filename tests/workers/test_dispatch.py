@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ray.util.placement_group import PlacementGroup
 
 from skyasync.config.schema import Config
+from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.weight_sync.lent import Borrower
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.ranks import HeartbeatTimeoutError, WorkerPlacement, row_costs, split_for_ranks
@@ -157,7 +157,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
             metrics = await update(dispatch, batch)
             assert metrics == pytest.approx(single.update_policy(batch), rel=1e-4, abs=1e-6)
         trained = await published(dispatch)
-        expected = {name: p.detach() for name, p in single.model.model.named_parameters()}
+        expected = {name: p.detach() for name, p in single.backend.model.model.named_parameters()}
         assert set(trained) == set(expected)
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-4)
@@ -181,11 +181,11 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
 
     resumed = in_process(cfg)
     resumed.load(str(tmp_path / "two" / "policy"))
-    for name, parameter in resumed.model.model.named_parameters():
+    for name, parameter in resumed.backend.model.model.named_parameters():
         assert torch.equal(parameter, trained[name])
     assert resumed.update_policy(make_batch(seed=2)) == pytest.approx(further, rel=1e-4, abs=1e-6)
     cfg.trainer.policy.model.path = str(tmp_path / "export")
-    for name, parameter in in_process(cfg).model.model.named_parameters():
+    for name, parameter in in_process(cfg).backend.model.model.named_parameters():
         assert torch.equal(parameter, trained[name])
 
 

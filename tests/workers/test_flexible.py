@@ -14,10 +14,11 @@ import transformers.integrations.flex_attention as library
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from skyasync.workers import blocks, flexible, model
-from skyasync.workers.blocks import owners_mask
-from skyasync.workers.flexible import Sight, looked_at, window_mask
-from skyasync.workers.parallel import context
+from skyasync.models import attention as blocks
+from skyasync.models import attention as flexible
+from skyasync.models import token_model as model
+from skyasync.models.attention import Sight, looked_at, owners_mask, window_mask
+from skyasync.models.parallel import context
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import config_for, make_batch
 
@@ -85,7 +86,7 @@ def _learnt(path: str) -> tuple[Tensor, Tensor]:
     batch.group_ids = torch.where(batch.group_ids > 1, torch.arange(len(batch)) + 9, batch.group_ids)
     said = worker.logprobs(batch)
     worker.forward_backward(batch)
-    return said, torch.cat([p.grad.flatten() for p in worker.model.parameters() if p.grad is not None])
+    return said, torch.cat([p.grad.flatten() for p in worker.backend.model.parameters() if p.grad is not None])
 
 
 class _Heads(torch.nn.Module):

@@ -27,10 +27,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from skyasync.workers.base import ModelWorker
-from skyasync.workers.heads import load_causal_lm
+from skyasync.models.heads import load_causal_lm
+from skyasync.workers.frozen import ReferenceWorker
+from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.reference import ReferenceWorker
 from tests.workers.conftest import config_for
 from tests.workers.processes import Rank, Ranks
 
@@ -106,15 +106,14 @@ def load(role: type[ModelWorker], path: Path, rank: int, world: int) -> ModelWor
     """A policy with float32 masters, or a bfloat16 reference."""
     cfg = config_for(str(path))
     cfg.trainer.policy.model.dtype = "bfloat16"
-    member = type("Member", (role,), {"_join": lambda self, host, port: None})  # has joined
-    worker = member(cfg, rank, world)
+    worker = role(cfg, rank, world)
     worker.setup()
     return worker
 
 
 def differences(worker: ModelWorker) -> list[str]:
     """Names of parameters and buffers that ``from_pretrained`` gives otherwise."""
-    loaded, expected = worker.model.model, as_published(worker.path, worker.master_dtype())
+    loaded, expected = worker.backend.model.model, as_published(worker.backend.spec.path, worker.backend.master_dtype())
     wrong = []
     if type(loaded) is not type(expected) or loaded.config.to_dict() != expected.config.to_dict():
         wrong.append("class or configuration")

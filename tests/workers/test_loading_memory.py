@@ -28,11 +28,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from skyasync.workers.base import ModelWorker
 from skyasync.workers.critic import CriticWorker
+from skyasync.workers.frozen import ReferenceWorker, RewardWorker
+from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.reference import ReferenceWorker
-from skyasync.workers.reward import RewardWorker
 from tests.workers.conftest import config_for
 from tests.workers.processes import Rank, Ranks
 
@@ -97,7 +96,6 @@ def load(process: Rank, folder: str, case: Case) -> int:
     """On each of the ranks: what it added to its memory at most."""
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=process.rank, world_size=RANKS)
-    member = type("Member", (case.role,), {"_join": lambda self, host, port: None})  # has joined
 
     def worker(path: str) -> ModelWorker:
         cfg = config_for(path)
@@ -106,8 +104,7 @@ def load(process: Rank, folder: str, case: Case) -> int:
         for key, value in case.settings.items():
             section, _, name = key.rpartition(".")
             setattr(attrgetter(section)(cfg), name, value)
-        found: ModelWorker = member(cfg, process.rank, RANKS, threads=1)
-        return found
+        return case.role(cfg, process.rank, RANKS, threads=1)
 
     worker(f"{folder}/narrow").setup()
     gc.collect()

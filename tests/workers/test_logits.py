@@ -18,14 +18,14 @@ from transformers import (
 
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig
-from skyasync.workers import logits as logits_module
-from skyasync.workers import model as model_module
-from skyasync.workers.base import sequences_as_batch
-from skyasync.workers.heads import load_causal_lm
-from skyasync.workers.model import TokenLogprobs
-from skyasync.workers.packing import plain_layout
+from skyasync.models import token_model as logits_module
+from skyasync.models import token_model as model_module
+from skyasync.models.heads import load_causal_lm
+from skyasync.models.packing import plain_layout, sequences_as_batch
+from skyasync.models.token_model import TokenModel
 from tests.workers.conftest import make_batch
 from tests.workers.test_critic import SMALL
+from tests.workers.test_model import WITH_ENTROPY
 
 WIDE: dict[str, Any] = {**SMALL, "initializer_range": 0.5}
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -70,13 +70,13 @@ def test_the_model_says_what_the_logits_are(
 ) -> None:
     monkeypatch.setattr(model_module, "MAX_LOGITS", limit)
     batch, dtype = make_batch(), dtype_of(name)
-    model = TokenLogprobs(load_causal_lm(shapes[name], dtype))
-    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), with_entropy=True)
-    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    model = TokenModel(load_causal_lm(shapes[name], dtype))
+    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), WITH_ENTROPY)
+    (scores["logprobs"].sum() + scores["entropy"].sum()).backward()
     logprobs, entropy, gradients = library(shapes[name], batch, dtype)
     near = 1e-6 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(scores.logprobs.double(), logprobs, atol=near, rtol=0)
-    torch.testing.assert_close(scores.entropy.double(), entropy, atol=near, rtol=0)
+    torch.testing.assert_close(scores["logprobs"].double(), logprobs, atol=near, rtol=0)
+    torch.testing.assert_close(scores["entropy"].double(), entropy, atol=near, rtol=0)
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     for (parameter, found), expected in zip(model.model.named_parameters(), gradients, strict=True):
         assert float((found.grad - expected).norm() / norm) < 1e-6, parameter
@@ -86,11 +86,11 @@ def test_a_linear_head_alone_would_say_something_else(shapes: dict[str, str], mo
     batch = make_batch()
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     for name, path in shapes.items():
-        model = TokenLogprobs(load_causal_lm(path, torch.float32))
-        right = model(layout).logprobs
+        model = TokenModel(load_causal_lm(path, torch.float32))
+        right = model(layout)["logprobs"]
         with monkeypatch.context() as changed, torch.no_grad():
             changed.setattr(logits_module, "NOT_LINEAR", ())
-            assert float((model(layout).logprobs - right).abs().max()) > 0.01, name
+            assert float((model(layout)["logprobs"] - right).abs().max()) > 0.01, name
 
 
 async def test_the_embedded_engine_says_the_same(shapes: dict[str, str]) -> None:
@@ -100,8 +100,8 @@ async def test_the_embedded_engine_says_the_same(shapes: dict[str, str]) -> None
         await engine.start()
         found = await engine.score(tokens)
         await engine.shutdown()
-        model = TokenLogprobs(load_causal_lm(path, torch.float32))
+        model = TokenModel(load_causal_lm(path, torch.float32))
         batch = sequences_as_batch(tokens)
-        ours = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)).logprobs
+        ours = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))["logprobs"]
         for i, sequence in enumerate(found):
             assert sequence == pytest.approx(ours[i, 1 : len(tokens[i])].tolist(), abs=1e-5)

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.models.heads import put
+from skyasync.models.lora import whole
 from skyasync.preflight.parts import check_parts
 from skyasync.weight_sync.nccl import Rendezvous
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights
-from skyasync.workers.heads import put
-from skyasync.workers.lora import whole
+from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.reference import ReferenceWorker
 from tests.planning.models import configuration
 from tests.workers.calls import digest, equal
 from tests.workers.conftest import config_for, make_batch
@@ -49,20 +49,22 @@ def start(cfg: Config) -> PolicyWorker:
 def excite(worker: Any) -> None:
     """A is without a gradient while B is 0."""
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in worker.model.named_parameters():
+    for name, parameter in worker.backend.model.named_parameters():
         if ".lora_B" in name:
             put(parameter, torch.randn(parameter.shape, generator=generator) / 10)
 
 
 def keep_gradients(worker: Any) -> None:
     def remember(*_: object) -> None:
-        worker.seen = {n: whole(p.grad).clone() for n, p in worker.model.named_parameters() if p.grad is not None}
+        worker.seen = {
+            n: whole(p.grad).clone() for n, p in worker.backend.model.named_parameters() if p.grad is not None
+        }
 
-    worker.optimizer.register_step_pre_hook(remember)
+    worker.backend.optimizer.register_step_pre_hook(remember)
 
 
 def all_weights(worker: PolicyWorker) -> dict[str, Tensor]:
-    return {name: whole(p).clone() for name, p in worker.model.named_parameters()}
+    return {name: whole(p).clone() for name, p in worker.backend.model.named_parameters()}
 
 
 def by_peft(worker: PolicyWorker, folder: Path) -> dict[str, Tensor]:
@@ -70,7 +72,7 @@ def by_peft(worker: PolicyWorker, folder: Path) -> dict[str, Tensor]:
     worker.settings.lora.export = "adapter"
     worker.export(str(folder))
     worker.settings.lora.export = "merged"
-    base = AutoModelForCausalLM.from_pretrained(worker.path, dtype=worker.dtype)
+    base = AutoModelForCausalLM.from_pretrained(worker.backend.spec.path, dtype=worker.backend.dtype)
     merged = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     return {name: p.detach() for name, p in merged.named_parameters()}
 
@@ -92,8 +94,11 @@ def test_a_step_changes_the_adapters_and_nothing_else(model_path: str) -> None:
     assert changed == {name for name in before if ".lora_" in name}
     assert set(worker.seen) == changed
     assert len(changed) == 2 * 2 * 7  # two layers of seven matrices
-    trained = sum(p.numel() for group in worker.optimizer.param_groups for p in group["params"])
-    assert sum(p.numel() for state in worker.optimizer.state.values() for p in state.values() if p.dim()) == 2 * trained
+    trained = sum(p.numel() for group in worker.backend.optimizer.param_groups for p in group["params"])
+    assert (
+        sum(p.numel() for state in worker.backend.optimizer.state.values() for p in state.values() if p.dim())
+        == 2 * trained
+    )
 
 
 def test_what_is_published_exported_and_broadcast_is_what_peft_merges(model_path: str, tmp_path: Path) -> None:
@@ -129,7 +134,7 @@ def test_other_families_leave_as_peft_merges_them(family: str, tmp_path: Path) -
 
 
 def base_weights(worker: PolicyWorker) -> dict[str, Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(worker.path).named_parameters())
+    return dict(AutoModelForCausalLM.from_pretrained(worker.backend.spec.path).named_parameters())
 
 
 def test_the_reference_is_the_policy_without_its_adapters(model_path: str) -> None:
@@ -205,7 +210,7 @@ def same_files(rank: Rank, folder: str) -> None:
 def resumed(rank: Rank, folder: str) -> tuple[dict[str, Tensor], str]:
     """The state that was saved, and that after one more step."""
     rank.worker.load(folder)
-    state = {n: whole(p).clone() for n, p in rank.worker.model.named_parameters()}
+    state = {n: whole(p).clone() for n, p in rank.worker.backend.model.named_parameters()}
     step(rank, seed=2)
     return state, digest(rank.worker)
 
@@ -255,7 +260,7 @@ def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp
 
 
 def check_dtypes(rank: Rank, dtype: str) -> None:
-    for name, parameter in rank.worker.model.named_parameters():
+    for name, parameter in rank.worker.backend.model.named_parameters():
         assert isinstance(parameter, DTensor)
         assert parameter.dtype == (torch.float32 if ".lora_" in name else getattr(torch, dtype)), name
         assert parameter.requires_grad == (".lora_" in name)
@@ -281,7 +286,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit_with_dropout_as_well(tied_model: s
 
 def test_layers_are_chosen_by_the_ends_of_their_names(untied_model: str) -> None:
     def adapted(**lora: Any) -> set[str]:
-        found = start(lora_config(untied_model, **lora)).model.named_parameters()
+        found = start(lora_config(untied_model, **lora)).backend.model.named_parameters()
         return {name.removeprefix("model.model.").partition(".lora_")[0] for name, _ in found if ".lora_" in name}
 
     assert adapted(target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["layers.0.self_attn.q_proj"]) == {

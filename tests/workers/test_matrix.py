@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
-from skyasync.workers import base, offload
+from skyasync.models.fsdp import backend as fsdp
+from skyasync.models.fsdp import sharding as offload
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.workers.processes import Rank, Ranks
@@ -72,7 +73,7 @@ class Way:
         return cfg
 
     def rows_packed(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.packed else patch.object(base, "can_share_prefixes", lambda config: False)
+        return nullcontext() if self.packed else patch.object(fsdp, "can_share_prefixes", lambda config: False)
 
 
 WITHOUT, WITH = (False,), (True,)
@@ -129,7 +130,7 @@ def step(rank: Rank, way: Way) -> Any:
         with patch.object(offload, "moved", lambda tensor, device: tensor.to(device).clone()):
             worker.offload()
             worker.onload()
-    axes = worker.axes
+    axes = worker.backend.spec.axes
     rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
     worker.forward_backward(batch.select(rows).trim())
     return gradient(worker).numpy()

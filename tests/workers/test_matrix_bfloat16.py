@@ -48,7 +48,7 @@ WAYS = {
 def step(rank: Rank, backwards: bool = False) -> Any:
     worker, batch = rank.worker, ragged()
     begun(rank)
-    axes = worker.axes
+    axes = worker.backend.spec.axes
     rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
     if backwards:
         rows = rows.flip(0)

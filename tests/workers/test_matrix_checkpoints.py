@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from skyasync.config.schema import Config
+from skyasync.models.backend import VALUE_HEAD
 from skyasync.workers.critic import CriticWorker
+from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.trained import TrainedWorker
 from tests.workers import calls
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import learning
@@ -127,9 +128,9 @@ def config(path: str, kind: str, way: str) -> Config:
     return cfg
 
 
-def update(worker: TrainedWorker) -> None:
-    batch = learning() if worker.critic or isinstance(worker, CriticWorker) else ragged()
-    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(worker.rank)]
+def update(worker: ModelWorker) -> None:
+    batch = learning() if VALUE_HEAD in worker.backend.trained or isinstance(worker, CriticWorker) else ragged()
+    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(worker.rank)]
     worker.forward_backward(batch.select(rows).trim())
     worker.optimizer_step()
 
@@ -151,7 +152,7 @@ def resume(rank: Rank, folder: str) -> tuple[str, str]:
     return loaded, calls.digest(rank.worker)
 
 
-def on(way: str, worker: type[TrainedWorker], cfg: Config, ranks: Callable[[int], Ranks]) -> Callable[..., set[Any]]:
+def on(way: str, worker: type[ModelWorker], cfg: Config, ranks: Callable[[int], Ranks]) -> Callable[..., set[Any]]:
     """What new ranks answer, or this process where one is enough."""
     count = WAYS[way].ranks
     if count > 1:
@@ -164,7 +165,7 @@ def on(way: str, worker: type[TrainedWorker], cfg: Config, ranks: Callable[[int]
     return lambda function, *args: {function(alone, *args)}
 
 
-def check(worker: type[TrainedWorker], case: Case, path: str, ranks: Callable[[int], Ranks], folder: str) -> None:
+def check(worker: type[ModelWorker], case: Case, path: str, ranks: Callable[[int], Ranks], folder: str) -> None:
     kind, way, other, _ = case
     written = on(way, worker, config(path, kind, way), ranks)(write, folder)
     assert len(written) == 1, "the ranks differ"

@@ -8,12 +8,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
-from skyasync.workers import model as model_module
-from skyasync.workers.chosen import chosen_logprobs
-from skyasync.workers.heads import load_causal_lm
-from skyasync.workers.model import TokenLogprobs, can_share_prefixes
-from skyasync.workers.packing import plain_layout
+from skyasync.models import token_model as model_module
+from skyasync.models.backend import ENTROPY, LOGPROBS, OutputRequest
+from skyasync.models.heads import load_causal_lm
+from skyasync.models.packing import plain_layout
+from skyasync.models.token_model import TokenModel, can_share_prefixes, chosen_logprobs
 from tests.workers.conftest import make_batch
+
+WITH_ENTROPY = OutputRequest.of(LOGPROBS, ENTROPY)
 
 
 def plain_forward(path: str, batch, temperature: float = 1.0, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,11 +31,11 @@ def plain_forward(path: str, batch, temperature: float = 1.0, dtype=torch.float6
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_entropy_equal_those_of_a_plain_forward(model_path: str, temperature: float) -> None:
     batch = make_batch()
-    model = TokenLogprobs(load_causal_lm(model_path, torch.float64), SampledDistribution(temperature))
-    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), with_entropy=True)
+    model = TokenModel(load_causal_lm(model_path, torch.float64), SampledDistribution(temperature))
+    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), WITH_ENTROPY)
     logprobs, entropy = plain_forward(model_path, batch, temperature)
-    torch.testing.assert_close(scores.logprobs, logprobs, atol=1e-6, rtol=0)
-    torch.testing.assert_close(scores.entropy, entropy, atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores["logprobs"], logprobs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores["entropy"], entropy, atol=1e-6, rtol=0)
 
 
 @torch.no_grad()
@@ -41,7 +43,7 @@ def test_logprobs_are_those_of_the_filtered_distribution_and_plain_ones_of_the_m
     batch = make_batch()
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     filtered = SampledDistribution(0.7, top_k=8, logit_bias={3: 1.0})
-    model = TokenLogprobs(load_causal_lm(model_path, torch.float64), filtered)
+    model = TokenModel(load_causal_lm(model_path, torch.float64), filtered)
     logits = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)(batch.tokens).logits
     logits[:, :, 3] += 1.0
     rows, columns = batch.loss_mask.nonzero().T
@@ -49,26 +51,26 @@ def test_logprobs_are_those_of_the_filtered_distribution_and_plain_ones_of_the_m
     kept = before >= before.topk(8).values[:, -1:]
     kept[torch.arange(len(targets)), targets] = True  # what was sampled stays possible
     expected = before.masked_fill(~kept, -torch.inf).log_softmax(-1)[torch.arange(len(targets)), targets]
-    found = model(layout, with_entropy=True)
-    torch.testing.assert_close(found.logprobs[rows, columns], expected, atol=1e-6, rtol=0)
-    assert found.entropy is not None and found.entropy.isfinite().all()
-    plain = model(layout, plain=True).logprobs
+    found = model(layout, WITH_ENTROPY)
+    torch.testing.assert_close(found["logprobs"][rows, columns], expected, atol=1e-6, rtol=0)
+    assert found["entropy"] is not None and found["entropy"].isfinite().all()
+    plain = model(layout, OutputRequest(plain=True))["logprobs"]
     torch.testing.assert_close(plain, plain_forward(model_path, batch)[0], atol=1e-6, rtol=0)
 
 
 def test_gradients_through_filters_are_finite(model_path: str) -> None:
     batch = make_batch()
-    model = TokenLogprobs(load_causal_lm(model_path, torch.float32), SampledDistribution(0.7, top_p=0.5, min_p=0.01))
-    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), with_entropy=True)
-    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    model = TokenModel(load_causal_lm(model_path, torch.float32), SampledDistribution(0.7, top_p=0.5, min_p=0.01))
+    scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), WITH_ENTROPY)
+    (scores["logprobs"].sum() + scores["entropy"].sum()).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_float32_logprobs_are_close_to_float64(model_path: str) -> None:
     batch = make_batch()
-    model = TokenLogprobs(load_causal_lm(model_path, torch.float32))
+    model = TokenModel(load_causal_lm(model_path, torch.float32))
     scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))
-    torch.testing.assert_close(scores.logprobs.double(), plain_forward(model_path, batch)[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(scores["logprobs"].double(), plain_forward(model_path, batch)[0], atol=2e-5, rtol=0)
 
 
 def test_temperature_zero_is_treated_as_one(model_path: str) -> None:
@@ -76,13 +78,13 @@ def test_temperature_zero_is_treated_as_one(model_path: str) -> None:
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     model = load_causal_lm(model_path, torch.float32)
     greedy = SampledDistribution.of(SamplingConfig(temperature=0.0, top_k=2))
-    assert torch.equal(TokenLogprobs(model, greedy)(layout).logprobs, TokenLogprobs(model)(layout).logprobs)
+    assert torch.equal(TokenModel(model, greedy)(layout)["logprobs"], TokenModel(model)(layout)["logprobs"])
 
 
 def test_bfloat16_weights_still_give_a_float32_softmax(model_path: str) -> None:
     batch = make_batch()
-    model = TokenLogprobs(load_causal_lm(model_path, torch.bfloat16))
-    assert model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)).logprobs.dtype == torch.float32
+    model = TokenModel(load_causal_lm(model_path, torch.bfloat16))
+    assert model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))["logprobs"].dtype == torch.float32
 
 
 def test_recomputing_logits_in_pieces_changes_neither_values_nor_gradients(
@@ -93,10 +95,10 @@ def test_recomputing_logits_in_pieces_changes_neither_values_nor_gradients(
     results = []
     for limit in (1 << 27, 96 * 5):
         monkeypatch.setattr(model_module, "MAX_LOGITS", limit)
-        model = TokenLogprobs(load_causal_lm(model_path, torch.float64))
-        scores = model(layout, with_entropy=True)
-        (scores.logprobs.sum() + scores.entropy.sum()).backward()
-        results.append((scores.logprobs.detach(), [p.grad for p in model.parameters()]))
+        model = TokenModel(load_causal_lm(model_path, torch.float64))
+        scores = model(layout, WITH_ENTROPY)
+        (scores["logprobs"].sum() + scores["entropy"].sum()).backward()
+        results.append((scores["logprobs"].detach(), [p.grad for p in model.parameters()]))
     torch.testing.assert_close(results[0], results[1], atol=1e-12, rtol=1e-12)
 
 
@@ -121,13 +123,13 @@ def test_an_entropy_that_is_only_logged_leaves_the_gradient_as_it_is(model_path:
     batch = make_batch()
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     found = []
-    for options in ({}, {"with_entropy": True, "entropy_gradient": False}):
-        model = TokenLogprobs(load_causal_lm(model_path, torch.float32), SampledDistribution(temperature))
-        scores = model(layout, **options)
-        scores.logprobs.sum().backward()
-        found.append((scores.logprobs, [p.grad for p in model.parameters()]))
-    assert not scores.entropy.requires_grad
-    torch.testing.assert_close(scores.entropy, model(layout, with_entropy=True).entropy, atol=1e-6, rtol=0)
+    for request in (OutputRequest(), OutputRequest.of(LOGPROBS, ENTROPY, entropy_gradient=False)):
+        model = TokenModel(load_causal_lm(model_path, torch.float32), SampledDistribution(temperature))
+        scores = model(layout, request)
+        scores["logprobs"].sum().backward()
+        found.append((scores["logprobs"], [p.grad for p in model.parameters()]))
+    assert not scores["entropy"].requires_grad
+    torch.testing.assert_close(scores["entropy"], model(layout, WITH_ENTROPY)["entropy"], atol=1e-6, rtol=0)
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
-from skyasync.workers import offload
-from skyasync.workers.batch import UpdateBatch
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp import sharding as offload
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import ROLES
@@ -34,12 +34,12 @@ class Elsewhere(PolicyWorker):
         offload.moved = lambda tensor, device: tensor.to(device).clone()
 
     def tensors(self) -> dict[str, Tensor]:
-        for module in self.model.modules():
+        for module in self.backend.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # after a forward without gradient its root is gathered
-        found = dict(self.model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            found |= {f"{name}.{k}": v for k, v in self.optimizer.state[parameter].items()}
+        found = dict(self.backend.model.named_parameters())
+        for name, parameter in self.backend.model.named_parameters():
+            found |= {f"{name}.{k}": v for k, v in self.backend.optimizer.state[parameter].items()}
         return {name: _local(tensor).detach() for name, tensor in found.items()}
 
     def bits(self) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class Elsewhere(PolicyWorker):
         """How many tensors lie elsewhere afterwards, gradients dropped."""
         before = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
         self.offload()
-        assert all(parameter.grad is None for parameter in self.model.parameters())
+        assert all(parameter.grad is None for parameter in self.backend.model.parameters())
         self.onload()
         return sum(tensor.data_ptr() != before[name] for name, tensor in self.tensors().items())
 
@@ -96,7 +96,7 @@ def test_tied_weights_are_one_tensor_wherever_they_are(tied_model: str, monkeypa
     monkeypatch.setattr(offload, "moved", offload.moved)
     worker = started(config_for(tied_model))
     worker.offload()
-    model = worker.model.model
+    model = worker.backend.model.model
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
 from skyasync.config.schema import Config
-from skyasync.workers.optimizers import MOMENTUM, MuonAdamW
+from skyasync.models.fsdp.optimizers import MOMENTUM, MuonAdamW
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.workers.calls import load_whole, step_and_save, whole_weights
@@ -63,7 +63,9 @@ def test_two_ranks_turn_whole_matrices_and_one_goes_on_from_their_checkpoint(
     alone = PolicyWorker(cfg, threads=1)
     alone.setup()
     expected = steps(Rank(0, 1, alone))
-    turned = {name for name, p in alone.model.model.named_parameters() if MOMENTUM in alone.optimizer.state[p]}
+    turned = {
+        name for name, p in alone.backend.model.model.named_parameters() if MOMENTUM in alone.backend.optimizer.state[p]
+    }
     assert len(turned) == 2 * 7 and not any("embed" in name or "norm" in name for name in turned)
     ranks(2).set_up(PolicyWorker, cfg)
     for found in ranks(2).call(steps):
@@ -75,10 +77,10 @@ def test_two_ranks_turn_whole_matrices_and_one_goes_on_from_their_checkpoint(
 
 def matrix(rank: Rank, update: Any) -> Any:
     """Of a step by a given gradient: a matrix that rows of two ranks make up."""
-    parameter = rank.worker.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
+    parameter = rank.worker.backend.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
     whole = torch.from_numpy(update)
     parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    rank.worker.optimizer.step()
+    rank.worker.backend.optimizer.step()
     result: Tensor = parameter.full_tensor()
     return result.detach().numpy()
 
@@ -89,11 +91,11 @@ def test_of_one_gradient_ranks_make_the_weights_of_one_bit_for_bit(
 ) -> None:
     alone = PolicyWorker(muon(tied_model), threads=1)
     alone.setup()
-    parameter = alone.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
+    parameter = alone.backend.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
     parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     cfg = muon(tied_model)
     cfg.trainer.parallel.tensor = tensor
     ranks(count).set_up(PolicyWorker, cfg)
     found = ranks(count).call(matrix, parameter.grad.numpy())
-    alone.optimizer.step()
+    alone.backend.optimizer.step()
     assert all(torch.equal(torch.from_numpy(one), parameter.detach()) for one in found)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.workers.batch import TokenBatch, UpdateBatch
-from skyasync.workers.heads import load_causal_lm
-from skyasync.workers.model import TokenLogprobs
-from skyasync.workers.packing import MicroBatches, plain_layout
+from skyasync.models.batch import TokenBatch, UpdateBatch
+from skyasync.models.heads import load_causal_lm
+from skyasync.models.packing import MicroBatches, plain_layout
+from skyasync.models.token_model import TokenModel
 from tests.workers.conftest import make_batch
 
 
@@ -104,14 +104,14 @@ def test_shared_prompts_and_rows_end_to_end_change_neither_logprobs_nor_gradient
     model_path: str, max_tokens: int, ends: bool
 ) -> None:
     batch = UpdateBatch.concatenate([make_batch(groups=3, samples=5), make_batch(groups=1, samples=1, seed=2)])
-    model = TokenLogprobs(load_causal_lm(model_path, torch.float64))
+    model = TokenModel(load_causal_lm(model_path, torch.float64))
     weights = torch.randn(batch.tokens.shape, dtype=torch.float64)
 
     def run(layouts: list) -> tuple[torch.Tensor, list[torch.Tensor]]:
         model.zero_grad()
         result = torch.zeros_like(weights)
         for rows, layout in layouts:
-            scores = model(layout).logprobs
+            scores = model(layout)["logprobs"]
             (scores * weights[rows][:, : scores.shape[1]]).sum().backward()
             result[rows, : scores.shape[1]] = scores.detach()
         return result, [p.grad.clone() for p in model.parameters()]
@@ -143,12 +143,12 @@ def test_rows_end_to_end_have_no_padding_and_few_blocks() -> None:
 def test_a_model_that_does_not_hand_attention_its_mask_keeps_rows_below_each_other(untied_model: str) -> None:
     model = load_causal_lm(untied_model, torch.float32)
     model._supports_attention_backend = False
-    assert not TokenLogprobs(model).packs
+    assert not TokenModel(model).packs
 
 
 def test_blocks_are_refused_by_any_other_attention(untied_model: str) -> None:
     """Silence would be attention to everything."""
-    wrapped = TokenLogprobs(load_causal_lm(untied_model, torch.float32))
+    wrapped = TokenModel(load_causal_lm(untied_model, torch.float32))
     wrapped.model.set_attn_implementation("sdpa")
     (piece,) = pack(make_batch(groups=4, samples=2, longest_response=40), ends=True, share=False)
     assert piece.layout.blocks

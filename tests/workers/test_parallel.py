@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.models.fsdp.checkpoint import full_weights
+from skyasync.models.heads import put
+from skyasync.models.parallel import tensor as sums
+from skyasync.models.parallel.tensor import NormOfOwnHeads
 from skyasync.weight_sync.shared_memory import read_weights
-from skyasync.workers.checkpoint import full_weights
 from skyasync.workers.critic import CriticWorker
-from skyasync.workers.heads import put
-from skyasync.workers.parallel import sums
-from skyasync.workers.parallel.styles import NormOfOwnHeads
+from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.teacher import TeacherWorker
 from tests.workers import calls
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS
@@ -67,7 +67,7 @@ def of_one(path: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
 
 def step(rank: Rank) -> Any:
     worker, batch = rank.worker, ragged()
-    axes = worker.axes
+    axes = worker.backend.spec.axes
     rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
     mine = batch.select(rows).trim()
     logprobs = worker.logprobs(mine)
@@ -103,7 +103,7 @@ def test_plans_that_gather_have_one_ranks_gradient_as_well(ranks: Callable[[int]
 
 def valued(rank: Rank) -> Any:
     worker, batch = rank.worker, ragged()
-    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
     return rows.numpy(), worker.values(batch.select(rows).trim()).numpy()
 
 
@@ -174,13 +174,13 @@ def test_parts_are_multiplied_to_float32_on_any_device() -> None:
 def begun(rank: Rank) -> None:
     """B of each adapter is no longer 0, so that A has a gradient; the same on any ranks."""
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in rank.worker.model.named_parameters():
+    for name, parameter in rank.worker.backend.model.named_parameters():
         if ".lora_B." in name:
             put(parameter, torch.randn(parameter.shape, generator=generator) / 10)
 
 
 def merged(rank: Rank) -> dict[str, Any]:
-    weights = full_weights(rank.worker.weights(), torch.float32, keep=True)
+    weights = full_weights(rank.worker.backend.sharded_weights(), torch.float32, keep=True)
     return {name: weight.numpy() for name, weight in weights.items()}
 
 
@@ -220,7 +220,7 @@ def test_adapters_train_beside_what_is_split(
 def compared(rank: Rank) -> Any:
     """What a teacher says of whole distributions, and the gradient of following it."""
     worker, batch = rank.worker, ragged()
-    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
     mine = batch.select(rows).trim()
     mine.teacher_top_k = TeacherWorker.top_logprobs(worker, mine) * 1.1
     mine.teacher_top_k[..., :4] /= 1.1
@@ -239,7 +239,7 @@ def test_a_teachers_likeliest_tokens_are_one_ranks(
     alone = PolicyWorker(cfg, threads=1)
     cfg.trainer.parallel.context = cfg.trainer.parallel.tensor = 1
     alone.setup()
-    with patch("skyasync.workers.model.MAX_LOGITS", 96 * 5):
+    with patch("skyasync.models.token_model.MAX_LOGITS", 96 * 5):
         _, said, expected = compared(Rank(0, 1, alone))
     ranks(2).set_up(PolicyWorker, parallel_of(cfg, sizes))
     for rows, found, gradients in ranks(2).call(compared):
@@ -278,7 +278,7 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
         worker.load(loaded)
     before = calls.digest_of_whole(worker)
     batch = ragged()
-    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
     worker.update_policy(batch.select(rows).trim())
     worker.save(folder)
     path = worker.publish()

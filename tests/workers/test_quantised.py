@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
-from skyasync.workers import checkpoint
-from skyasync.workers.heads import load_causal_lm
+from skyasync.models.fsdp import checkpoint
+from skyasync.models.fsdp.quantized_base import Quantised, round_base
+from skyasync.models.heads import load_causal_lm
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.quantised import Quantised, round_base
 from skyasync.workers.ranks import split_for_ranks
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
@@ -57,7 +57,7 @@ def learnt(worker: PolicyWorker) -> tuple[Tensor, dict[str, float], Tensor]:
     """Two steps: what came of the second."""
     for _ in range(2):
         worker.forward_backward(make_batch())
-        gradient = torch.cat([_whole(p.grad) for p in worker.model.parameters() if p.grad is not None])
+        gradient = torch.cat([_whole(p.grad) for p in worker.backend.model.parameters() if p.grad is not None])
         metrics = worker.optimizer_step()
     return gradient, metrics, worker.logprobs(make_batch())
 
@@ -102,10 +102,10 @@ def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path:
 
 def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     batch = make_batch(groups=5)
-    axes = rank.worker.axes
+    axes = rank.worker.backend.spec.axes
     rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
     rank.worker.forward_backward(batch.select(rows).trim())
-    gradient = torch.cat([_whole(p.grad) for p in rank.worker.model.parameters() if p.grad is not None])
+    gradient = torch.cat([_whole(p.grad) for p in rank.worker.backend.model.parameters() if p.grad is not None])
     return gradient.numpy(), rank.worker.optimizer_step()
 
 

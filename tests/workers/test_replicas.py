@@ -11,10 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM
 
-from skyasync.workers.base import ModelWorker
 from skyasync.workers.critic import CriticWorker
+from skyasync.workers.frozen import ReferenceWorker
+from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.reference import ReferenceWorker
 from tests.workers.calls import load_whole, step_and_save
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_shapes import SHAPES, distance, of_a_rank, of_one, ragged, settings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 def said(rank: Rank) -> tuple[bool, Any]:
     """Whether its weights are sharded in groups, and what it says of each token."""
-    parameters = list(rank.worker.model.parameters())
+    parameters = list(rank.worker.backend.model.parameters())
     right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
     asked = rank.worker.values if isinstance(rank.worker, CriticWorker) else rank.worker.logprobs
     return right, asked(ragged()).numpy()
@@ -50,7 +50,7 @@ def test_a_critic_and_a_reference_have_replicas_too(
 
 def layout(rank: Rank) -> tuple[bool, str]:
     """Whether every parameter is sharded in its group and replicated among them; what the first rank publishes."""
-    parameters = list(rank.worker.model.parameters())
+    parameters = list(rank.worker.backend.model.parameters())
     right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
     path = rank.worker.publish()
     if path:

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from skyasync.errors import UserError
-from skyasync.workers.model import training_config
-from skyasync.workers.packing import plain_layout
-from skyasync.workers.parallel import ring
-from skyasync.workers.parallel.context import Context, check
+from skyasync.models.packing import plain_layout
+from skyasync.models.parallel import context as ring
+from skyasync.models.parallel.context import Context, check
+from skyasync.models.token_model import training_config
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.processes import Ranks
 from tests.workers.test_parallel import of_one, parallel, step
@@ -91,12 +91,12 @@ def test_what_cudas_kernel_cannot_is_refused_with_ulysses_named(
     dtype: torch.dtype, size: int, can: tuple[int, int], line: str
 ) -> None:
     config = LlamaConfig(head_dim=size)
-    ring.check_device(config, dtype, "cpu")
+    ring.check_ring_device(config, dtype, "cpu")
     with patch.object(torch.cuda, "is_available", lambda: True), patch.object(
         torch.cuda, "get_device_capability", lambda: can
     ):  # fmt: skip
         if not line:
-            return ring.check_device(config, dtype, "cuda")
+            return ring.check_ring_device(config, dtype, "cuda")
         with pytest.raises(UserError, match=f"context_kind=ring: .*{line}: set .*context_kind=ulysses"):
-            ring.check_device(config, dtype, "cuda")
+            ring.check_ring_device(config, dtype, "cuda")
     return None

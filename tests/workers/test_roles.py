@@ -14,8 +14,8 @@ from ray.util.placement_group import PlacementGroup
 from skyasync.cluster.placement import plan_slots
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.models.batch import TokenBatch
 from skyasync.registry import user_parts
-from skyasync.workers.batch import TokenBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.ranks import WorkerPlacement

@@ -28,10 +28,10 @@ from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.pieces import continuation, join
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.errors import UserError
+from skyasync.models.batch import RolloutBatch, UpdateBatch
+from skyasync.models.router_replay import Routers
 from skyasync.rollout.collate import collate
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
-from skyasync.routing import Routers
-from skyasync.workers.batch import RolloutBatch, UpdateBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.workers.conftest import config_for
@@ -163,7 +163,7 @@ async def test_the_routers_of_replayed_experts_learn(make: Callable[[float | Non
         worker = worker_of(settings(path))
         worker.forward_backward(told)
         found.append(gradient(worker))
-    gates = [p.grad for name, p in worker.model.named_parameters() if name.endswith("gate.weight")]
+    gates = [p.grad for name, p in worker.backend.model.named_parameters() if name.endswith("gate.weight")]
     assert distance(found[0], found[1]) < 1e-6 < 0.1 < distance(found[2], found[0])
     assert len(gates) == 2 and all(g is not None and g.norm() > 1e-5 for g in gates)
 
@@ -191,7 +191,7 @@ async def test_packing_and_ranks_replay_alike(folders: tuple[str, str], ranks: C
 
 def step(rank: Rank, batch: UpdateBatch) -> Any:
     worker = rank.worker
-    rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
     mine = batch.select(rows).trim()
     logprobs = worker.logprobs(mine)
     worker.forward_backward(mine)

@@ -15,7 +15,7 @@ from skyasync.config import load_config
 from skyasync.config.check import check_config
 from skyasync.config.schema import SCHEDULES, Config, OptimizerConfig
 from skyasync.errors import UserError
-from skyasync.workers.schedule import learning_rate
+from skyasync.workers.learning_rate import learning_rate
 
 
 def config(**settings: Any) -> OptimizerConfig:

@@ -23,14 +23,14 @@ from transformers import (
 )
 
 from skyasync.config.schema import Config
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp import backend as fsdp
+from skyasync.models.packing import plain_layout
 from skyasync.planning.activations import Pass, kept_bytes
 from skyasync.planning.shape import shape_of
-from skyasync.workers import base
-from skyasync.workers.batch import UpdateBatch
-from skyasync.workers.packing import plain_layout
+from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.teacher import TeacherWorker
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS, SMALL
@@ -75,7 +75,7 @@ def settings(path: str) -> Config:
 
 
 def gradient(worker: PolicyWorker) -> Tensor:
-    found = [p.grad for p in worker.model.parameters()]
+    found = [p.grad for p in worker.backend.model.parameters()]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in found if g is not None]
     return torch.cat([g.flatten() for g in whole])
 
@@ -106,7 +106,7 @@ def test_one_two_and_four_ranks_packed_or_row_by_row_have_one_gradient(
 ) -> None:
     packed = of_one(shapes[name])
     with monkeypatch.context() as changed:
-        changed.setattr(base, "can_share_prefixes", lambda config: False)
+        changed.setattr(fsdp, "can_share_prefixes", lambda config: False)
         assert distance(packed, of_one(shapes[name], max_rows=1)) < 1e-6
     for count in (2, 4) if name in WIDELY else (2,):
         ranks(count).set_up(PolicyWorker, settings(shapes[name]))
@@ -150,7 +150,7 @@ def test_all_but_the_results_of_matrices_and_attention_is_recomputed(shapes: dic
         worker = PolicyWorker(cfg, threads=1)
         worker.setup()
         before = _tensors()
-        kept = worker.model.hidden(layout)
+        kept = worker.backend.model.hidden(layout)
         found[how] = _tensors() - before
         del kept
     shape = shape_of(SHAPES["llama"].to_dict(), "llama")

@@ -14,10 +14,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.workers.blockwise import block_of, code_book, decode, encode
+from skyasync.models.fsdp.low_precision_adamw import (
+    ShortAdamW,
+    block_of,
+    chances,
+    code_book,
+    decode,
+    encode,
+    places,
+    round_by_chance,
+)
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.rounding import chances, places, round_by_chance
-from skyasync.workers.short_adamw import ShortAdamW
 from tests.workers import calls
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
@@ -123,13 +130,13 @@ def of_one_gradient(rank: Rank, seeds: list[int]) -> list[Any]:
     """Every parameter after steps by given gradients, whole."""
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
-        for parameter in rank.worker.model.parameters():
+        for parameter in rank.worker.backend.model.parameters():
             whole = torch.randn(parameter.shape, generator=generator)
             parameter.grad_dtype = None
             if isinstance(parameter, DTensor):
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.grad = whole
-        rank.worker.optimizer.step()
+        rank.worker.backend.optimizer.step()
     return [tensor.float().numpy() for tensor in calls.whole_weights(rank.worker).values()]
 
 
@@ -181,9 +188,9 @@ def test_ranks_change_nothing_and_checkpoints_are_resumed_by_the_same_and_read_b
 def test_gradients_of_micro_batches_are_added_up_in_float32(untied_model: str) -> None:
     worker = PolicyWorker(short(untied_model, "bfloat16"), threads=1)
     worker.setup()
-    assert {p.dtype for p in worker.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in worker.backend.model.parameters()} == {torch.bfloat16}
     worker.forward_backward(make_batch())
-    assert {p.grad.dtype for p in worker.model.parameters() if p.grad is not None} == {torch.float32}
+    assert {p.grad.dtype for p in worker.backend.model.parameters() if p.grad is not None} == {torch.float32}
     assert worker.optimizer_step()["grad_norm"] > 0
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skyasync.errors import UserError
-from skyasync.workers.heads import ValueHead
+from skyasync.models.heads import ValueHead
 from tests.workers.conftest import make_batch
 from tests.workers.test_critic import SHAPES, critic, critic_config, learning, started
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from skyasync.envs.registry import Foreign
-from skyasync.workers.batch import ScoredBatch, TokenBatch, TrainingBatch
+from skyasync.models.batch import ScoredBatch, TokenBatch, TrainingBatch
 
 #: Theirs, and ours for it.
 NAMES = {

@@ -18,9 +18,9 @@ from skyasync.compat.skyrl.callbacks import CallbackHandler, TrainingCallback, c
 from skyasync.compat.skyrl.loader import TrainDataLoader, with_epochs
 from skyasync.compat.skyrl.shims import Told, Tracker, numbers
 from skyasync.envs.registry import Foreign
+from skyasync.models.batch import TokenBatch
 from skyasync.rollout.types import Group
 from skyasync.training.phases import Metrics
-from skyasync.workers.batch import TokenBatch
 
 if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer as _Base

@@ -32,9 +32,8 @@ from skyasync.engines.embedded.products import multiply_by_onednn
 from skyasync.engines.embedded.slot_cache import SlotCache
 from skyasync.engines.protocol import EngineConfig
 from skyasync.errors import UserError, unknown
-from skyasync.model_config import load_config
-from skyasync.model_loading import ONE_AT_A_TIME
-from skyasync.routing import Routers
+from skyasync.models.config import ONE_AT_A_TIME, load_config
+from skyasync.models.router_replay import Routers
 from skyasync.weight_sync.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.server_check import Kind
-from skyasync.model_config import overrides_of
+from skyasync.models.config import overrides_of
 
 WAY = "start it with: python -m sglang.launch_server --model-path MODEL --port PORT"
 BEYOND = 5  # tokens that SGLang keeps free behind a prompt

@@ -12,7 +12,7 @@ from typing import Any
 
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.server_check import KEY_VARIABLE, Kind, check_servers
-from skyasync.model_config import overrides_of
+from skyasync.models.config import overrides_of
 
 __all__ = ["KEY_VARIABLE", "check_servers", "complaint"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.adapter import lora_arguments
 from skyasync.engines.vllm.options import devices
-from skyasync.model_config import overrides_of
+from skyasync.models.config import overrides_of
 
 if TYPE_CHECKING:
     import vllm

@@ -30,7 +30,7 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
 
 if TYPE_CHECKING:
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
 
 RESTARTS = 1000
 

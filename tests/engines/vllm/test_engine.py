@@ -30,11 +30,11 @@ from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingP
 from skyasync.engines.vllm.core import EngineDiedError
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.errors import UserError
+from skyasync.models.packing import plain_layout
+from skyasync.models.token_model import TokenModel
 from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.model import TokenLogprobs
-from skyasync.workers.packing import plain_layout
 from tests import warm
 from tests.engines.listed import Listed, listed
 from tests.engines.vllm.models import EOS, VOCABULARY, perturb, publish, save_model, token_logprobs
@@ -212,13 +212,13 @@ def _by_our_sampler(
 
 async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(engine: Engine) -> None:
     settings = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, ignore_eos=True)
-    model = TokenLogprobs(engine.model, SampledDistribution.of(settings))
+    model = TokenModel(engine.model, SampledDistribution.of(settings))
     asked = GenerationRequest("filtered", [7, 8, 9], replace(sampling_params(settings), max_tokens=30))
     (output,) = await engine.answer(asked)
     tokens = torch.tensor([[*asked.prompt_token_ids, *output.token_ids]])
     mask = torch.arange(tokens.shape[1])[None] >= 3
     with torch.no_grad():
-        assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]) <= TOLERANCE
+        assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask))["logprobs"][mask]) <= TOLERANCE
 
 
 @pytest.fixture
