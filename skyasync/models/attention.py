@@ -9,7 +9,7 @@ rectangle in which attention pads them; what stands in the padding is read by no
 
 On a GPU the rectangles are not needed: FlexAttention takes the tokens as they stand (``skyasync.models.attention``).
 
-Blocks travel to a model's attention in the place of its mask, on whose way nothing of a model looks inside it.
+Blocks reach a model's attention as a keyword, which all families of transformers hand on to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from skyasync.models.parallel.context import Context
 
 NAME = "skyasync_blocks"
 """Of the attention, in transformers' table. Without blocks it is the library's sdpa."""
@@ -121,43 +124,61 @@ def owners_mask(owners: Tensor) -> Tensor:
     return allowed.tril_()[:, None]
 
 
-class Places(Tensor):
-    """In the place of a mask: ``blocks``, and the dense ``masks`` of those that need one; or a ``sight`` of tokens."""
+@dataclass(eq=False)
+class AttentionPlan:
+    """How one forward pass attends; it reaches every layer's attention as the keyword ``attention_plan``.
 
-    blocks: tuple[Block, ...]
-    masks: list[Tensor | None]
-    sight: Sight | None
+    Args:
+        blocks: of rows end to end.
+        masks: the dense mask of each block; None: it is causal.
+        spec: which tokens each token sees, for FlexAttention.
+        flexible: FlexAttention computes windows as well.
+        context: this rank's place on the context axis.
+    """
 
-    # What is made of it is no such thing.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-def as_mask(blocks: tuple[Block, ...], device: torch.device, *, flexible: bool = False) -> Tensor:
-    """What a model's attention gets of them; ``flexible``: it is FlexAttention."""
-    if flexible:
-        return places(_sight(blocks, device))
-    found = _places(device)
-    found.blocks = blocks
-    found.masks = [None if block.owners is None else owners_mask(block.owners) for block in blocks]
-    return found
+    blocks: tuple[Block, ...] = ()
+    masks: tuple[Tensor | None, ...] = ()
+    spec: MaskSpec | None = None
+    flexible: bool = False
+    context: Context | None = None
 
 
-def places(sight: Sight) -> Tensor:
-    """What a model's attention gets of tokens as they stand."""
-    found = _places(sight.rows.device)
-    found.sight = sight
-    return found
+def attention_inputs(
+    owners: Tensor | None,
+    blocks: tuple[Block, ...],
+    device: torch.device,
+    *,
+    flexible: bool = False,
+    context: Context | None = None,
+) -> dict[str, Any]:
+    """What a model is given besides tokens and positions: ``attention_mask``, and ``attention_plan`` if need be.
+
+    A dense mask, bool ``[packed rows, 1, width, width]``, is made only if nothing else can say which tokens each token
+    sees. Its size is the width's square, so it is made here, where it is used and on that device, and kept nowhere.
+
+    Args:
+        owners: as in ``Layout``.
+        blocks: of rows end to end, which have the owners then.
+        flexible: FlexAttention attends.
+    """
+    plan = AttentionPlan(flexible=flexible, context=context)
+    if blocks and flexible:
+        plan.spec = _spec_of(blocks, device)
+    elif blocks:
+        plan.blocks = blocks
+        plan.masks = tuple(None if block.owners is None else owners_mask(block.owners) for block in blocks)
+    elif owners is None:
+        return {"attention_mask": None, **({"attention_plan": plan} if context else {})}
+    elif flexible and context:
+        plan.spec = MaskSpec.of_rows(owners)
+    else:
+        return {"attention_mask": owners_mask(owners), **({"attention_plan": plan} if context else {})}
+    # Four-dimensional, so that models pass it on as it is; empty and of integers, so that no other attention takes it.
+    stand_in = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device)
+    return {"attention_mask": stand_in, "attention_plan": plan}
 
 
-def _places(device: torch.device) -> Places:
-    """Four-dimensional, so that models hand it on as it is; it has no entries, and of integers, so that no other
-    attention takes it."""
-    found = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device).as_subclass(Places)
-    found.blocks, found.masks, found.sight = (), [], None
-    return found
-
-
-def _sight(blocks: tuple[Block, ...], device: torch.device) -> Sight:
+def _spec_of(blocks: tuple[Block, ...], device: torch.device) -> MaskSpec:
     """Of rows end to end."""
     rows: list[Tensor] = []
     owners: list[Tensor] = []
@@ -169,7 +190,7 @@ def _sight(blocks: tuple[Block, ...], device: torch.device) -> Sight:
             flat = values.reshape(-1)
             found.append(flat if block.cells is None else flat[block.cells])
         first += block.rows
-    return Sight(torch.cat(rows)[None], torch.cat(owners)[None])
+    return MaskSpec(torch.cat(rows)[None], torch.cat(owners)[None])
 
 
 def pack_rows(model: PreTrainedModel) -> bool:
@@ -186,18 +207,19 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    attention_plan: AttentionPlan | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
     """Queries, keys, values ``[1, heads, tokens, size]``; the result is ``[1, tokens, heads, size]``."""
-    if not isinstance(attention_mask, Places):
+    if attention_plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if attention_mask.sight is not None:
-        return attend(module, query, key, value, attention_mask.sight.mask(), **options), None
-    blocks = attention_mask.blocks
+    if attention_plan.spec is not None:
+        return attend(module, query, key, value, attention_plan.spec.mask(), **options), None
+    blocks = attention_plan.blocks
     pieces = [_Cut.apply(tensor.transpose(1, 2)[0], blocks) for tensor in (query, key, value)]
     found = [
         sdpa_attention_forward(module, q, k, v, mask, **options)[0]
-        for mask, q, k, v in zip(attention_mask.masks, *pieces, strict=True)
+        for mask, q, k, v in zip(attention_plan.masks, *pieces, strict=True)
     ]
     return _Joined.apply(blocks, *found)[None], None
 
@@ -253,21 +275,7 @@ SQUARE = 128
 """Tokens on a side of what the kernel takes or leaves as a whole."""
 
 
-_KEEPS = "_skyasync_keeps_blocks"
-
-
-def uses_flex(model: nn.Module, device: torch.device) -> bool:
-    """The one place that says who attends so."""
-    return device.type == "cuda" and not getattr(model, _KEEPS, False)
-
-
-def keep_blocks(model: nn.Module) -> None:
-    """This model attends as on a CPU: where the kernel could not be compiled it would make the whole mask."""
-    for module in model.modules():
-        setattr(module, _KEEPS, True)
-
-
-class Sight:
+class MaskSpec:
     """Which tokens each token sees.
 
     Args:
@@ -280,7 +288,7 @@ class Sight:
         self._masks: dict[int, BlockMask] = {}
 
     @classmethod
-    def of_rows(cls, owners: Tensor) -> Sight:
+    def of_rows(cls, owners: Tensor) -> MaskSpec:
         """Of rows one below the other."""
         return cls(torch.zeros_like(owners), owners)
 
@@ -315,7 +323,7 @@ def _mask(
     rows: Tensor, owners: Tensor, window: int, sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 ) -> BlockMask:
     length = rows.shape[1]
-    some, every = (squares[:, None] for squares in looked_at(rows, owners, window))
+    some, every = (squares[:, None] for squares in block_coverage(rows, owners, window))
     return BlockMask.from_kv_blocks(
         *_in_order(some & ~every),
         *_in_order(every),
@@ -333,7 +341,7 @@ def _sees(rows: Tensor, owners: Tensor, window: int) -> Callable[[Tensor, Tensor
     return sees
 
 
-def looked_at(rows: Tensor, owners: Tensor, window: int = 0, square: int = SQUARE) -> tuple[Tensor, Tensor]:
+def block_coverage(rows: Tensor, owners: Tensor, window: int = 0, square: int = SQUARE) -> tuple[Tensor, Tensor]:
     """Bool ``[batch, squares, squares]``: where a token may see one, and where all see all.
 
     By the least and the greatest row and owner among a square's tokens: where these ranges are apart, no two agree.

@@ -186,7 +186,7 @@ class RankContext:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host: str = "127.0.0.1"
     port: int = 0
     store: dist.Store | None = None
@@ -217,11 +217,13 @@ class ModelBackend(ABC):
     """One rank's part of a model. All ranks make the same calls in the same order.
 
     Attributes:
+        spec: of the model that was loaded.
         step: optimizer steps that the model has taken.
         hidden_size: of the model.
         dtype: that the model is computed in, and in which its weights go to engines.
     """
 
+    spec: ModelSpec
     step: int = 0
     hidden_size: int
     dtype: torch.dtype

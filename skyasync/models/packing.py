@@ -22,7 +22,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from skyasync.models.attention import Block, Sight, as_mask, blocks_of, owners_mask, places
+from skyasync.models.attention import Block, blocks_of
 from skyasync.models.batch import B, TokenBatch
 from skyasync.models.limits import MAX_PADDING, MIN_SAVED_TOKENS
 
@@ -56,21 +56,6 @@ class Layout:
     def to(self, device: torch.device) -> Layout:
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved, blocks=tuple(block.to(device) for block in self.blocks))
-
-    def attention(self, *, flexible: bool = False, split: bool = False) -> Tensor | None:
-        """Bool ``[packed rows, 1, width, width]``: which tokens each token sees; or blocks, in the place of a mask.
-
-        ``flexible``: FlexAttention attends, to rows end to end or ``split`` over ranks: no mask is made.
-
-        Its size is the width's square, so it is made here, where it is used and on that device, and kept nowhere.
-        """
-        if self.blocks:
-            return as_mask(self.blocks, self.tokens.device, flexible=flexible)
-        if self.owners is None:
-            return None
-        if flexible and split:
-            return places(Sight.of_rows(self.owners))
-        return owners_mask(self.owners)
 
     def to_rows(self, values: Tensor) -> Tensor:
         """What there is per loss token, ``[n, ...]``, as ``[rows, length, ...]``, zero elsewhere; differentiable."""

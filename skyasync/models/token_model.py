@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from skyasync.algorithms.sampled import SampledDistribution
-from skyasync.models.attention import pack_rows, uses_flex
+from skyasync.models.attention import attention_inputs, pack_rows
 from skyasync.models.backend import ENTROPY, LOGPROBS, TOKEN_LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.config import load_config
 from skyasync.models.limits import MAX_LOGITS
@@ -70,11 +70,14 @@ class TokenModel(nn.Module):
         vocabulary: this rank's part of the logits, if the head is split.
         routers: of a mixture of experts that replays the engine's choices.
         packs: rows may stand end to end.
+        keeps_blocks: attention is computed block by block on a GPU too: FlexAttention makes the whole mask if it cannot
+            be compiled.
     """
 
     context: Context | None = None
     routers: Routers | None = None
     vocabulary: Vocabulary | None = None
+    keeps_blocks = False
 
     def __init__(self, model: PreTrainedModel, distribution: SampledDistribution | None = None) -> None:
         super().__init__()
@@ -114,14 +117,18 @@ class TokenModel(nn.Module):
         """``[n, hidden]``: the states that predict the n loss tokens."""
         if self.routers:
             self.routers.replay(layout.experts)
-        flexible = uses_flex(self.model, layout.tokens.device)
+        device = layout.tokens.device
+        attention = attention_inputs(
+            layout.owners, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
+        )
         hidden = self.model.base_model(
-            input_ids=layout.tokens,
-            attention_mask=layout.attention(flexible=flexible, split=self.context is not None),
-            position_ids=layout.positions,
-            use_cache=False,
+            input_ids=layout.tokens, position_ids=layout.positions, use_cache=False, **attention
         ).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
+
+    def uses_flex(self, device: torch.device) -> bool:
+        """Whether FlexAttention attends."""
+        return device.type == "cuda" and not self.keeps_blocks
 
     def _value_layer(self) -> nn.Linear:
         layer = self.value_head or self.model.get_submodule(SCORE_LAYER)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyasync.config.schema import Config
+from skyasync.models import VOCABULARY
 from skyasync.models.axes import Axes
 from skyasync.planning.activations import FLOAT32
 from skyasync.planning.adapters import adapter_parameters, between_halves
@@ -15,7 +16,7 @@ from skyasync.planning.axes import divided, filters
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank, held, learnt, scoring, updating
 from skyasync.planning.work import expert_bytes, largest_micro_batch
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, Role
 
 BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
 """Of a number that is held as a code, with its share of a scale; of a row of int8 that is next to nothing."""
@@ -94,7 +95,7 @@ def trained_rank(cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, rank
         eight_bits=optimizer.name == "adamw_8bit",
         offloads=_offloads(cfg, role, gpus=gpus),
         bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
-        critic=role.name == POLICY and ROLES[CRITIC_ROLE].is_the_policys(cfg),
+        critic=role.name == POLICY and ROLES[CRITIC_ROLE].hosted_by_policy(cfg),
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 

@@ -10,7 +10,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from skyasync.config import conditions
 from skyasync.config.keys import Keys
 from skyasync.config.paths import model_path
 from skyasync.config.resume import Resume
@@ -18,6 +17,7 @@ from skyasync.config.reward_models import WHERE
 from skyasync.config.schema import Config
 from skyasync.data.sources import absolute, absolute_all
 from skyasync.errors import UserError
+from skyasync.models import SCORE, VOCABULARY
 from skyasync.models.config import complaints
 from skyasync.preflight.model import check_model, check_one_label, check_same_tokens
 from skyasync.preflight.parallel import check_axes
@@ -25,7 +25,7 @@ from skyasync.preflight.routers import check_routers
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
 from skyasync.rollout.tokenizer import template_text
-from skyasync.workers.roles import POLICY, ROLES, SCORE, TEACHER_ROLE, VOCABULARY, Role
+from skyasync.workers.roles import POLICY, ROLES, TEACHER_ROLE, Role
 
 
 def settle_references(cfg: Config) -> None:
@@ -76,7 +76,7 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         if model is None:
             continue
         named, key = model.path, f"{role.section}.model.path"
-        if not named and key in conditions.paths(role.when):
+        if not named and key in role.enabled_by:
             continue  # there is none
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
         if role not in wanted:

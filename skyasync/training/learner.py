@@ -21,7 +21,7 @@ from skyasync.training.numbers import Numbers
 from skyasync.training.phases import Metrics, Phases
 from skyasync.training.progress import Progress
 from skyasync.training.stages import check_experts, joined
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, TEACHER_ROLE
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES, TEACHER_ROLE
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from torch import Tensor
@@ -51,7 +51,7 @@ class Learner:
         self.updates, self.numbers = 0, Numbers(cfg.trainer, phases)
         self._cfg, self._progress, self._phases, self._length = cfg.trainer, progress, phases, length
         critic = ROLES[CRITIC_ROLE]
-        self._has_critic, self._critic_within = critic.asked(cfg), critic.is_the_policys(cfg)
+        self._has_critic, self._critic_within = critic.asked(cfg), critic.hosted_by_policy(cfg)
         own = self._has_critic and not self._critic_within
         self._at_once = own and not critic.shares(cfg)  # on devices of its own it trains beside the policy
         self._has_teacher = ROLES[TEACHER_ROLE].wanted(cfg)
@@ -88,7 +88,7 @@ class Learner:
             self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
         if "reference" in needs:
             with self._phases.timed("reference"):
-                batch.reference_logprobs = await self.dispatch.reference_logprobs(batch)
+                batch.reference_logprobs = await self.dispatch.ask(REFERENCE, "logprobs", batch)
         several = self._length.updates_per_batch(groups) > 1 and not self._approximates
         proximal = self._has_teacher and not self._cfg.teacher.top_k
         proximal = proximal or "proximal" in early or ("proximal" in needs and several)
@@ -99,7 +99,7 @@ class Learner:
                     both = await self.dispatch.ask(POLICY, "logprobs_and_values", batch)
                     batch.proximal_logprobs, batch.values = both.unbind(-1)
                 else:
-                    batch.values = await self.dispatch.values(batch)
+                    batch.values = await self.dispatch.ask(CRITIC_ROLE, "values", batch)
         if self._has_teacher:
             with self._phases.timed("teacher"):
                 if self._cfg.teacher.top_k:
@@ -112,7 +112,7 @@ class Learner:
             batch.proximal_logprobs = batch.behaviour_logprobs
         elif proximal and not at_once:
             with self._phases.timed("logprobs"):
-                batch.proximal_logprobs = await self.dispatch.policy_logprobs(batch)
+                batch.proximal_logprobs = await self.dispatch.ask(POLICY, "logprobs", batch)
         return batch
 
     def _check_behaviour(self, logprobs: Tensor) -> None:

@@ -34,7 +34,10 @@ from skyasync.workers.across import Across
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.parts import Parts
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES
+from skyasync.workers.roles import POLICY, REFERENCE, ROLES
+
+AS_THE_POLICY = {(REFERENCE, "logprobs"): "base_logprobs"}
+"""The policy's methods for what it answers in the place of another role, if they have other names."""
 
 AS_SAMPLED = ("logprobs", "values", "logprobs_and_values")
 """What the policy is asked of tokens with the experts that were chosen for them."""
@@ -56,8 +59,8 @@ class Started(dict[str, Group]):
     """The ranks of each role of the run, by its name."""
 
     def __missing__(self, role: str) -> Group:
-        when = ROLES[role].when
-        why = f" ({when})" if when else ""
+        keys = ROLES[role].enabled_by
+        why = f" ({' or '.join(keys)})" if keys else ""
         raise RuntimeError(f"no {role} was started: nothing in the configuration asked for one{why}")
 
 
@@ -97,10 +100,8 @@ class Dispatch:
     # ---------------------------------------------------------------- any role
 
     async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
-        """What a role's workers say of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
-
-        They are sent tokens, masks and groups, and the columns that the role's entry names.
-        """
+        if (holder := self._holder(role)) != role:
+            role, method = holder, AS_THE_POLICY.get((role, method), method)
         asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
         if role == POLICY and method in AS_SAMPLED:  # others choose experts of their own
             asked.routed_experts = batch.routed_experts
@@ -140,18 +141,7 @@ class Dispatch:
 
     def _holder(self, role: str) -> str:
         """Whose ranks hold what a role trains: its own, or the policy's."""
-        return POLICY if role not in self._groups and ROLES[role].is_the_policys(self._cfg) else role
-
-    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
-        return await self.ask(POLICY, "logprobs", batch)
-
-    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        if REFERENCE not in self._groups and ROLES[REFERENCE].is_the_policys(self._cfg):
-            return await self.ask(POLICY, "base_logprobs", batch)
-        return await self.ask(REFERENCE, "logprobs", batch)
-
-    async def values(self, batch: TokenBatch) -> Tensor:
-        return await self.ask(self._holder(CRITIC_ROLE), "values", batch)
+        return POLICY if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg) else role
 
     # ---------------------------------------------------------------- the policy's weights, for engines
 

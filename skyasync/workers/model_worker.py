@@ -136,8 +136,10 @@ class ModelWorker(Worker):
             NonFiniteError: on every rank alike, before any weight changes.
         """
         step = self.backend.step if schedule_step is None else schedule_step
-        optimizers = self.spec().optimizers
-        rates = {part: learning_rate(step, options, self.total_steps) for part, options in optimizers.items()}
+        rates = {
+            part: learning_rate(step, options, self.total_steps)
+            for part, options in self.backend.spec.optimizers.items()
+        }
         found: dict[str, float] = {}
         for part, metrics in self.backend.optimizer_step(rates, scale).items():
             prefix = "critic/" if part == VALUE_HEAD else ""

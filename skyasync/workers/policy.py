@@ -88,10 +88,10 @@ class PolicyWorker(Publisher):
 
     role_name: ClassVar[str] = "policy"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loss, critic = PolicyLoss(self.cfg), self.cfg.trainer.critic
-        self.has_value_head = ROLES[CRITIC_ROLE].is_the_policys(self.cfg)
+        self.has_value_head = ROLES[CRITIC_ROLE].hosted_by_policy(self.cfg)
         if self.has_value_head:
             self.loss = JointLoss(self.loss, ValueLoss(critic, VALUE_HEAD, critic.value_loss_coef))
         self._critic_loss = ValueLoss(critic, VALUE_HEAD, gradient=0.0)

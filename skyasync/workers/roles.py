@@ -7,20 +7,36 @@ write its worker (a :class:`skyasync.workers.worker.Worker`) and an entry here, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from operator import attrgetter
 from typing import Any
 
-from skyasync.config.algorithm import CRITIC, KL
-from skyasync.config.conditions import holds
-from skyasync.config.schema import REWARD, TEACHER, Config
+from skyasync.config.schema import Config
 from skyasync.errors import UserError, unknown
+from skyasync.models import SCORE, VALUE, VOCABULARY
 from skyasync.models.axes import Axes
 from skyasync.registry import absolute_reference, resolve_reference
 
 POLICY, REFERENCE, CRITIC_ROLE, REWARD_ROLE, TEACHER_ROLE = "policy", "reference", "critic", "reward", "teacher"
-VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
+
+
+Condition = Callable[[Config], bool]
+
+
+def always(cfg: Config) -> bool:
+    return True
+
+
+def never(cfg: Config) -> bool:
+    return False
+
+
+def _has_critic(cfg: Config) -> bool:
+    from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
+
+    return "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs
 
 
 @dataclass(frozen=True)
@@ -33,15 +49,16 @@ class Role:
         section: its part of the configuration; ``model`` in it is what it loads (the policy's model where that has no
             path), ``optimizer_config`` and ``gradient_checkpointing`` how it is trained, ``threads`` of its ranks.
         trains: its weights change: it has an optimizer, and a folder of its own name in every checkpoint.
-        when: a run has the role where this condition holds (as of a key, see ``skyasync.config.conditions``).
+        enabled_if: whether a run has the role.
+        enabled_by: the keys that this depends on, for errors.
         ranks: keys whose product is how many ranks it has; none: one.
-        beside: where this condition holds, its ranks are the policy's in number and share their devices, and wait in
-            host memory while engines have those (``trainer.placement.colocate_all``).
+        colocated_if: if this holds, its ranks are the policy's in number and share their devices, and wait in host
+            memory while engines have those (``trainer.placement.colocate_all``).
         columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
         gpu: devices of its own are GPUs, if there are any.
         base: its model, where it names none of its own, is what the policy began as: a policy that trains adapters
             beside frozen weights answers for it (``base_logprobs``), and it has no ranks.
-        on_policy: where this condition holds it is a head on the policy's layers, and has no ranks.
+        shared_backbone_if: if this holds, it is a head on the policy's layers, and has no ranks.
         head: what its model, if it has one, says of a token (``skyasync.models.heads``): ``vocabulary`` (a causal
             language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
     """
@@ -50,28 +67,29 @@ class Role:
     worker: str | type[Any]
     section: str = ""
     trains: bool = False
-    when: str = ""
+    enabled_if: Condition = always
+    enabled_by: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
-    beside: str = ""
+    colocated_if: Condition = never
     columns: tuple[str, ...] = ()
     gpu: bool = True
     head: str = VOCABULARY
     base: bool = False
-    on_policy: str = ""
+    shared_backbone_if: Condition = never
 
     def asked(self, cfg: Config) -> bool:
         """Whether a run of this configuration has it, on ranks of its own or the policy's."""
-        return not self.when or holds(self.when, cfg)
+        return self.enabled_if(cfg)
 
     def wanted(self, cfg: Config) -> bool:
         """Whether a run of this configuration has ranks of it."""
-        return self.asked(cfg) and not self.is_the_policys(cfg)
+        return self.asked(cfg) and not self.hosted_by_policy(cfg)
 
-    def is_the_policys(self, cfg: Config) -> bool:
+    def hosted_by_policy(self, cfg: Config) -> bool:
         """Whether the policy answers for it: the same model, beside which only adapters are trained, or a head on its
         layers."""
-        if self.on_policy:
-            return self.asked(cfg) and holds(self.on_policy, cfg)
+        if self.shared_backbone_if(cfg):
+            return self.asked(cfg)
         if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):
             return False
         own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
@@ -80,7 +98,7 @@ class Role:
 
     def shares(self, cfg: Config) -> bool:
         """Whether it is on the policy's devices."""
-        return bool(self.beside) and holds(self.beside, cfg)
+        return self.colocated_if(cfg)
 
     def as_the_policy(self, cfg: Config) -> bool:
         """Whether it is the policy, or is on its devices."""
@@ -154,9 +172,10 @@ _OURS = {
             REFERENCE,
             "skyasync.workers.frozen:ReferenceWorker",
             section="trainer.ref",
-            when=KL,
+            enabled_if=lambda cfg: cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward,
+            enabled_by=("trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_in_reward"),
             ranks=("trainer.placement.ref_num_nodes", "trainer.placement.ref_num_gpus_per_node"),
-            beside="trainer.placement.colocate_policy_ref",
+            colocated_if=lambda cfg: cfg.trainer.placement.colocate_policy_ref,
             base=True,
         ),
         Role(
@@ -164,17 +183,19 @@ _OURS = {
             "skyasync.workers.critic:CriticWorker",
             section="trainer.critic",
             trains=True,
-            when=CRITIC,
+            enabled_if=_has_critic,
+            enabled_by=("trainer.algorithm.advantage_estimator",),
             ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
-            beside="trainer.placement.colocate_policy_critic or trainer.placement.colocate_all",
+            colocated_if=lambda cfg: cfg.trainer.placement.colocate_policy_critic or cfg.trainer.placement.colocate_all,
             head=VALUE,
-            on_policy="trainer.critic.backbone=shared",
+            shared_backbone_if=lambda cfg: cfg.trainer.critic.backbone == "shared",
         ),
         Role(
             REWARD_ROLE,
             "skyasync.workers.frozen:RewardWorker",
             section="trainer.reward",
-            when=REWARD,
+            enabled_if=lambda cfg: bool(cfg.trainer.reward.model.path or cfg.trainer.reward.models),
+            enabled_by=("trainer.reward.model.path", "trainer.reward.models"),
             ranks=("trainer.placement.reward_num_nodes", "trainer.placement.reward_num_gpus_per_node"),
             head=SCORE,
         ),
@@ -182,9 +203,10 @@ _OURS = {
             TEACHER_ROLE,
             "skyasync.workers.frozen:TeacherWorker",
             section="trainer.teacher",
-            when=TEACHER,
+            enabled_if=lambda cfg: bool(cfg.trainer.teacher.model.path),
+            enabled_by=("trainer.teacher.model.path",),
             ranks=("trainer.placement.teacher_num_nodes", "trainer.placement.teacher_num_gpus_per_node"),
-            beside="trainer.placement.colocate_policy_teacher",
+            colocated_if=lambda cfg: cfg.trainer.placement.colocate_policy_teacher,
         ),
     )
 }

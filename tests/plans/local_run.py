@@ -62,7 +62,9 @@ class RecordingDispatch(LocalDispatch):
                 parameter.copy_(weights[name])
 
     def weights(self, role: str = POLICY) -> dict[str, Any]:
-        return {name: parameter.detach().clone() for name, parameter in self.worker(role).model.named_parameters()}
+        return {
+            name: parameter.detach().clone() for name, parameter in self.worker(role).backend.model.named_parameters()
+        }
 
     def worker(self, role: str) -> Any:
         group: Any = self._groups[role]

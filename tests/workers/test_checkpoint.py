@@ -56,9 +56,9 @@ def test_a_parameter_without_a_gradient_has_no_moments_after_loading_either(tmp_
     other = started(tied_model)
     other.update_policy(make_batch())
     other.load(str(tmp_path))
-    names = {id(p): name for name, p in other.model.named_parameters()}
-    assert {names[id(p)] for p in other.optimizer.state} == set(names.values()) - {"model.model.norm.weight"}
-    assert torch.equal(other.model.model.base_model.norm.weight, still)
+    names = {id(p): name for name, p in other.backend.model.named_parameters()}
+    assert {names[id(p)] for p in other.backend.optimizer.state} == set(names.values()) - {"model.model.norm.weight"}
+    assert torch.equal(other.backend.model.model.base_model.norm.weight, still)
 
 
 def _memory(kind: str) -> int:

@@ -92,10 +92,9 @@ def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
         for kind in KINDS:
             cfg.trainer.policy.cpu_offload = kind
             worker = Watched(copy.deepcopy(cfg), process.rank, process.count, threads=1)
-            if process.count > 1:
-                if not dist.is_initialized():
-                    store = dist.FileStore(str(folder / "store"), process.count)
-                    dist.init_process_group("gloo", store=store, rank=process.rank, world_size=process.count)
+            if process.count > 1 and not dist.is_initialized():
+                store = dist.FileStore(str(folder / "store"), process.count)
+                dist.init_process_group("gloo", store=store, rank=process.rank, world_size=process.count)
             worker.setup()
             found[kind] = train(worker, folder / kind)
             check_places(worker, kind)

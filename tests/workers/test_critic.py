@@ -25,13 +25,15 @@ from transformers import (
 
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError, UserError
+from skyasync.models import VALUE
+from skyasync.models.backend import VALUES, OutputRequest
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp import backend as fsdp
 from skyasync.models.heads import HEADS
 from skyasync.models.packing import plain_layout
+from skyasync.models.token_model import TokenModel
 from skyasync.workers.critic import CriticWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.roles import VALUE
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 
@@ -111,9 +113,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_a_value_is_the_head_on_the_state_before_its_token(shapes: dict[str, str], name: str) -> None:
     batch = make_batch()
     model = HEADS[VALUE].load(shapes[name], torch.float32)
-    wrapped = HEADS[VALUE].wrap(model, Config()).eval()
+    wrapped = TokenModel(model).eval()
     with torch.no_grad():
-        found = wrapped(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))
+        layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+        found = wrapped(layout, OutputRequest.of(VALUES))[VALUES]
         backbone = AutoModel.from_pretrained(shapes[name], dtype=torch.float32).eval()
         states = backbone(batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state
         expected = (states @ model.score.weight[0]).roll(1, 1) * batch.loss_mask

@@ -14,11 +14,10 @@ import transformers.integrations.flex_attention as library
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from skyasync.models import attention as blocks
-from skyasync.models import attention as flexible
-from skyasync.models import token_model as model
-from skyasync.models.attention import Sight, looked_at, owners_mask, window_mask
+from skyasync.models.attention import MaskSpec, attention_inputs, block_coverage, owners_mask, window_mask
+from skyasync.models.heads import load_causal_lm
 from skyasync.models.parallel import context
+from skyasync.models.token_model import TokenModel
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import config_for, make_batch
 
@@ -34,8 +33,7 @@ def by_flex(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(library, "compile_friendly_flex_attention", reference)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
-    for module in (model, context):
-        monkeypatch.setattr(module, "uses_flex", lambda module, device: True)
+    monkeypatch.setattr(TokenModel, "uses_flex", lambda model, device: True)
     return asked
 
 
@@ -52,7 +50,7 @@ def test_the_squares_that_are_looked_at_hold_all_that_is_seen(window: int, squar
         seen = owners_mask(owners)[:, 0] & (rows[:, :, None] == rows[:, None, :])
         back = torch.arange(250)[:, None] - torch.arange(250)[None, :]
         seen &= (back < window) if window else True
-        some, every = looked_at(rows, owners, window, square)
+        some, every = block_coverage(rows, owners, window, square)
         missing = -250 % square
         cut = (
             torch.nn.functional.pad(seen, (0, missing, 0, missing))
@@ -68,7 +66,7 @@ def test_packed_rows_and_prompts_in_common_give_the_same_gradient(untied_model: 
     found = _learnt(untied_model)
     assert by_flex and all(states.shape[0] == 1 for states in by_flex), "end to end, without rectangles"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "uses_flex", flexible.uses_flex)
+        patch.setattr(TokenModel, "uses_flex", lambda model, device: False)
         count = len(by_flex)
         expected = _learnt(untied_model)
         assert len(by_flex) == count
@@ -100,18 +98,14 @@ def test_slices_attend_over_windows_and_prompts_in_common_alike(
 ) -> None:
     group = context.Context.of(_alone())
     module = _Heads()
-    setattr(module, context._PLACE, group)
     drawn = torch.Generator().manual_seed(0)
     states = [torch.randn(2, heads, 250, 8, generator=drawn, requires_grad=True) for heads in (4, 2, 2)]
     owned = None if owners is None else torch.tensor(owners, dtype=torch.int32)
     results = []
     try:
         for flex in (True, False):
-            with pytest.MonkeyPatch.context() as patch:
-                if not flex:
-                    patch.setattr(context, "uses_flex", flexible.uses_flex)
-                mask = None if owned is None else blocks.places(Sight.of_rows(owned)) if flex else owners_mask(owned)
-                found, _ = context.attention(module, *states, mask, sliding_window=window, scaling=8**-0.5)
+            given = attention_inputs(owned, (), torch.device("cpu"), flexible=flex, context=group)
+            found, _ = context.attention(module, *states, **given, sliding_window=window, scaling=8**-0.5)
             weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
             read = weights if owned is None else weights * (owned >= 0)[:, :, None, None]
             results.append([found.detach(), *torch.autograd.grad((found * read).sum(), states)])
@@ -129,10 +123,10 @@ def _alone() -> Any:
     return dist.group.WORLD
 
 
-def test_a_mask_has_the_squares_that_are_looked_at() -> None:
+def test_a_mask_has_the_squares_that_are_block_coverage() -> None:
     rows, owners = torch.zeros(2, 250, dtype=torch.int32), torch.tensor(OWNERS, dtype=torch.int32)
-    mask = Sight(rows, owners).mask(60)
-    some, _ = looked_at(rows, owners, 60)
+    mask = MaskSpec(rows, owners).mask(60)
+    some, _ = block_coverage(rows, owners, 60)
     assert torch.equal(mask.to_dense()[:, 0].bool(), some) and mask.seq_lengths == (250, 250)
 
 
@@ -142,8 +136,8 @@ def test_a_window_over_128k_tokens_takes_no_mask_of_its_square() -> None:
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 34 * 1024
 
 
-def test_a_cpu_keeps_sdpa() -> None:
-    one, gpu = torch.nn.Linear(1, 1), torch.device("cuda")
-    assert not flexible.uses_flex(one, torch.device("cpu")) and flexible.uses_flex(one, gpu)
-    flexible.keep_blocks(one)
-    assert not flexible.uses_flex(one, gpu)
+def test_a_cpu_keeps_sdpa(untied_model: str) -> None:
+    one, gpu = TokenModel(load_causal_lm(untied_model, torch.float32)), torch.device("cuda")
+    assert not one.uses_flex(torch.device("cpu")) and one.uses_flex(gpu)
+    one.keeps_blocks = True
+    assert not one.uses_flex(gpu)

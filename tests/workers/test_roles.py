@@ -60,7 +60,15 @@ class LengthWorker(Worker):
 
 @pytest.fixture
 def lengths() -> Iterator[Role]:
-    register_role(Role("lengths", LengthWorker, trains=True, columns=("behaviour_logprobs",), beside=KL))
+    register_role(
+        Role(
+            "lengths",
+            LengthWorker,
+            trains=True,
+            columns=("behaviour_logprobs",),
+            colocated_if=lambda cfg: cfg.trainer.algorithm.use_kl_loss,
+        )
+    )
     yield ROLES["lengths"]
     del ROLES["lengths"]
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError, UserError
+from skyasync.models import VALUE, VOCABULARY
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.heads import HEADS
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.roles import VALUE, VOCABULARY
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 

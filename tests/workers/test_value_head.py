@@ -20,7 +20,7 @@ def test_a_new_head_is_of_the_seed_and_small(untied_model: str) -> None:
     for seed in (1, 1, 2):
         cfg = critic_config(untied_model)
         cfg.trainer.seed = seed
-        heads.append(started(cfg).model.model.score.weight.detach())
+        heads.append(started(cfg).backend.model.model.score.weight.detach())
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert 0.3 / 33 < float(heads[0].std()) < 3 / 33
 

@@ -25,7 +25,6 @@ from transformers.utils.logging import disable_progress_bar
 from skyasync.errors import NonFiniteError
 from skyasync.heap import keep_freed
 from skyasync.models import VALUE
-from skyasync.models.attention import keep_blocks
 from skyasync.models.backend import (
     MODEL,
     TOKEN_LOGPROBS,
@@ -237,7 +236,7 @@ class FSDPBackend(ModelBackend):
             compile_layers(decoder_layers(wrapper), self.device)
         if how := self.recomputes():
             if how == "selective":
-                keep_blocks(model)  # torch compiles nothing while it chooses what to keep
+                wrapper.keeps_blocks = True  # torch compiles nothing while it chooses what to keep
             model.gradient_checkpointing_enable(checkpointing_options(selective=how == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from skyasync.errors import UserError
-from skyasync.models.attention import Places, attend, uses_flex, window_mask
+from skyasync.models.attention import AttentionPlan, attend, window_mask
 from skyasync.models.fsdp.sharding import Mesh
 from skyasync.models.packing import Layout
 from skyasync.models.parallel.vocabulary import summed
@@ -37,7 +37,6 @@ KEY = "trainer.parallel.context"
 ULYSSES, RING = "ulysses", "ring"
 ATTENTION = "skyasync_ulysses"
 ATTENDING = {"full_attention", "sliding_attention"}
-_PLACE = "_skyasync_context"
 
 
 @dataclass(frozen=True)
@@ -100,12 +99,6 @@ class Context:
         """What every rank says of its own loss tokens, ``[rows, length]`` with zeros elsewhere, on all of them."""
         return summed(rows, self.group)
 
-    def install(self, model: PreTrainedModel) -> None:
-        """Let the model's attention be this axis's."""
-        for module in model.modules():
-            setattr(module, _PLACE, self)
-        model.set_attn_implementation(RING_ATTENTION if self.ends else ATTENTION)
-
 
 def split_sequences(model: PreTrainedModel, mesh: Mesh, kind: str, dtype: torch.dtype) -> Context:
     """Prepare a model without memory for the context axis.
@@ -119,7 +112,7 @@ def split_sequences(model: PreTrainedModel, mesh: Mesh, kind: str, dtype: torch.
         check_ring_device(model.config, dtype, mesh.shard.device_type)
     assert mesh.context_group is not None
     context = Context.of(mesh.context_group, kind)
-    context.install(model)
+    model.set_attn_implementation(RING_ATTENTION if kind == RING else ATTENTION)
     return context
 
 
@@ -150,22 +143,23 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    attention_plan: AttentionPlan,
     sliding_window: int | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
     """In the place of sdpa, for this rank's columns: ``[rows, heads, columns, size]`` in, ``[rows, columns, heads,
     size]`` out."""
-    context: Context = getattr(module, _PLACE)
+    context, spec = attention_plan.context, attention_plan.spec
+    assert context is not None
     few = key.shape[1] % context.size != 0
     if few:  # as sdpa would, but before the exchange
         groups = query.shape[1] // key.shape[1]
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     query, key, value = (_exchanged(states, context) for states in (query, key, value))
     windowed = bool(sliding_window and sliding_window < query.shape[2])
-    sight = attention_mask.sight if isinstance(attention_mask, Places) else None
-    if uses_flex(module, query.device) and (sight or (windowed and attention_mask is None)):
+    if attention_plan.flexible and (spec or (windowed and attention_mask is None)):
         window = sliding_window if windowed and sliding_window else 0
-        squares = sight.mask(window) if sight else window_mask(query.shape[2], window, query.device)
+        squares = spec.mask(window) if spec else window_mask(query.shape[2], window, query.device)
         return _exchanged(attend(module, query, key, value, squares, **options), context), None
     if windowed and sliding_window:
         near = _window(query.shape[2], sliding_window, query.device)
@@ -262,6 +256,7 @@ def ring_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    attention_plan: AttentionPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **options: Any,  # noqa: ANN401
@@ -270,8 +265,8 @@ def ring_attention(
     size]`` out."""
     if attention_mask is not None or sliding_window:
         raise UserError(f"{RING_KEY} is for causal attention without masks and windows: use ulysses")
-    group: dist.ProcessGroup = getattr(module, _PLACE).group
-    found: Tensor = _Ring.apply(query, key, value, group, scaling)
+    assert attention_plan.context is not None
+    found: Tensor = _Ring.apply(query, key, value, attention_plan.context.group, scaling)
     return found.transpose(1, 2).contiguous(), None
 
 
