@@ -90,22 +90,22 @@ class Adapters:
         for half in self._halves():
             half.requires_grad_(True)
 
-    def step_aside(self) -> None:
+    def detach_adapters(self) -> None:
         for place in self._places:
             setattr(place.parent, place.child, place.layer.base_layer)
 
-    def step_back(self) -> None:
+    def attach_adapters(self) -> None:
         for place in self._places:
             setattr(place.parent, place.child, place.layer)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Meanwhile the model is that of its files."""
-        self.step_aside()
+        self.detach_adapters()
         try:
             yield
         finally:
-            self.step_back()
+            self.attach_adapters()
 
     @contextmanager
     def dropping(self, seed: int) -> Iterator[None]:
@@ -115,13 +115,13 @@ class Adapters:
             return
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.let_drop(True)
+            self.set_dropout(True)
             try:
                 yield
             finally:
-                self.let_drop(False)
+                self.set_dropout(False)
 
-    def let_drop(self, on: bool) -> None:
+    def set_dropout(self, on: bool) -> None:
         for place in self._places:
             place.layer.lora_dropout.train(on)
 
@@ -210,9 +210,9 @@ def merge(
     """
     model, lora = load_causal_lm(path, dtype), LoraConfig(**settings)
     if lora.base_dtype:
-        from skyasync.models.fsdp.quantized_base import round_base
+        from skyasync.models.fsdp.quantized_base import round_to_quantized
 
-        round_base(model.requires_grad_(requires_grad=False), lora.base_dtype)
+        round_to_quantized(model.requires_grad_(requires_grad=False), lora.base_dtype)
     placed = Adapters(model, lora, path)
     placed.begin(0, torch.device("cpu"))
     own = {name: value for name, value in own_tensors(model).items() if ADAPTER in name}

@@ -220,7 +220,7 @@ def _head_scores(
     if targets.shape[1] == 1:
         chosen = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
     else:
-        chosen = chosen_logprobs(logits, targets)
+        chosen = gather_logprobs(logits, targets)
     if not asked.entropy:
         return chosen, None
     with torch.no_grad():
@@ -236,7 +236,7 @@ def _entropy(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
-def chosen_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """``[n, m]``, of the ``targets`` (int64 ``[n, m]``) by ``logits`` ``[n, vocabulary]``."""
     found: Tensor = _Chosen.apply(logits, targets)
     return found

@@ -84,7 +84,7 @@ def settle_models(cfg: Config, wanted: Sequence[Role], *, own_tokenizer: bool) -
         own = named or role.name == POLICY
         if own:
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
-            if role.as_the_policy(cfg):
+            if role.on_policys_devices(cfg):
                 check_axes(cfg.trainer.parallel, model.path, key)
             if role.name == POLICY:
                 check_routers(cfg.trainer.policy.router_replay, model.path, key)

@@ -100,7 +100,7 @@ class Role:
         """Whether it is on the policy's devices."""
         return self.colocated_if(cfg)
 
-    def as_the_policy(self, cfg: Config) -> bool:
+    def on_policys_devices(self, cfg: Config) -> bool:
         """Whether it is the policy, or is on its devices."""
         return self.name == POLICY or self.shares(cfg)
 
@@ -111,7 +111,7 @@ class Role:
 
     def axes(self, cfg: Config, ranks: int) -> Axes:
         """How its ranks divide the work: as the policy's where they share devices, else each has rows of its own."""
-        if not self.as_the_policy(cfg):
+        if not self.on_policys_devices(cfg):
             return Axes(ranks)
         parallel = cfg.trainer.parallel
         return Axes.dividing(ranks, parallel.context, parallel.tensor)

@@ -11,8 +11,8 @@ from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights
 from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
+from tests.models.test_token_model import plain_forward
 from tests.workers.conftest import config_for, make_batch
-from tests.workers.test_model import plain_forward
 
 
 def start(cfg: Config, **kwargs) -> PolicyWorker:

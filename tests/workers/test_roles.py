@@ -115,7 +115,7 @@ def test_a_role_without_a_model_of_its_own_has_the_policys() -> None:
 async def test_a_role_that_was_not_started_is_named(untied_model: str) -> None:
     dispatch = LocalDispatch(config_for(untied_model))
     with pytest.raises(RuntimeError, match=r"no reference was started.*use_kl_loss"):
-        await dispatch.reference_logprobs(make_batch())
+        await dispatch.ask("reference", "logprobs", make_batch())
     await dispatch.shutdown()
 
 

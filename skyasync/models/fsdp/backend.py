@@ -43,12 +43,12 @@ from skyasync.models.fsdp.layers import checkpointing_options, compile_layers, d
 from skyasync.models.fsdp.loading import load_sharded
 from skyasync.models.fsdp.optimizers import (
     TrainedPart,
-    are_alike,
-    has_short_state,
+    check_replicated_gradients,
+    is_low_precision,
     make_optimizer,
     master_dtype,
 )
-from skyasync.models.fsdp.quantized_base import quantise
+from skyasync.models.fsdp.quantized_base import quantize_base
 from skyasync.models.fsdp.sharding import (
     HOST,
     LOOPBACK,
@@ -161,7 +161,7 @@ class FSDPBackend(ModelBackend):
         def shard(model: PreTrainedModel) -> TokenModel:
             wrapper = self._shard(wrap(model))
             if self.adapters:
-                self.adapters.step_aside()
+                self.adapters.detach_adapters()
             wrapper.value_head = None  # the files know of no such head
             return wrapper
 
@@ -173,10 +173,10 @@ class FSDPBackend(ModelBackend):
         else:
             wrapper = wrap(head.load(spec.path, dtype))
         if self.adapters:
-            self.adapters.step_back()
+            self.adapters.attach_adapters()
             self.adapters.begin(spec.trainer.seed, home)
         if spec.lora.rank and spec.lora.base_dtype:
-            quantise(wrapper.model, spec.lora.base_dtype)
+            quantize_base(wrapper.model, spec.lora.base_dtype)
         if value_head is not None:
             value_head.to_empty(device=self.device)
             put(value_head.weight, new_head("weight", value_head.weight))
@@ -215,7 +215,7 @@ class FSDPBackend(ModelBackend):
             "mp_policy": MixedPrecisionPolicy(computing, reduce_dtype=torch.promote_types(kept, torch.float32)),
             "offload_policy": offload_policy(self.spec.cpu_offload, self.device),
         }
-        by_rows = self.trains and has_short_state(self.spec.optimizers[MODEL])  # counts a rank's rows from its first
+        by_rows = self.trains and is_low_precision(self.spec.optimizers[MODEL])  # counts a rank's rows from its first
         if self.mesh.tensor is None and not by_rows:
             options["shard_placement_fn"] = shard_placement(mesh.size(-1))
         layers = set(wrapper.model._no_split_modules or ())
@@ -240,7 +240,7 @@ class FSDPBackend(ModelBackend):
             model.gradient_checkpointing_enable(checkpointing_options(selective=how == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:
-                self.adapters.let_drop(False)
+                self.adapters.set_dropout(False)
         # Without adapters a weight that is frozen for the moment is still the optimizer's.
         learnt = [p for p in model.parameters() if p.requires_grad or self.adapters is None]
         self.optimizer = make_optimizer(wrapper, learnt, spec.optimizers[MODEL], spec.trainer.seed)
@@ -338,7 +338,7 @@ class FSDPBackend(ModelBackend):
         if not math.isfinite(metrics["loss"]):
             return f"the {whose}loss of optimizer step {self.step} is not finite: {metrics}"
         if name == MODEL:
-            self._alike = self._alike or are_alike(self.model, self.mesh)
+            self._alike = self._alike or check_replicated_gradients(self.model, self.mesh)
         metrics["grad_norm"] = float(part.measure(scale, self.mesh))
         if math.isfinite(metrics["grad_norm"]):
             return ""

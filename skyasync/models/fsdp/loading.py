@@ -155,7 +155,7 @@ def _from_rank_zero(
     """Rank 0 reads parameters in the files' order, and sends each rank its shards of one before it reads the next."""
     wrapper = shard(empty)
     wrapper.to_empty(device=device)
-    post, source = _Post(wrapper.model, device), None
+    post, source = _ShardSender(wrapper.model, device), None
     if dist.get_rank() == 0:
         source = post.send(lambda begin: _read(path, head, empty, dtype, begin))
         _check_ties(path, wrapper.model, source)
@@ -168,7 +168,7 @@ def _from_rank_zero(
     return wrapper
 
 
-class _Post:
+class _ShardSender:
     """Whole parameters from rank 0 into the shards of all ranks, each once; rank 0 says which one comes, then sends it.
 
     Args:

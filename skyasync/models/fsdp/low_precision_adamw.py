@@ -27,7 +27,7 @@ _PARAMETERS = 1 << 20
 """Steps are told apart by more than a model has parameters."""
 
 
-class ShortAdamW(torch.optim.AdamW):
+class LowPrecisionAdamW(torch.optim.AdamW):
     """Parameters in bfloat16 are rounded by chance.
 
     Args:
@@ -138,7 +138,7 @@ def _whole(kept: dict[str, Tensor], moment: str) -> Tensor:
 def _keep(kept: Tensor, values: Tensor, chance: list[Tensor], number: int) -> None:
     """``values``, in the dtype of ``kept``, which may be the same tensor."""
     if kept.dtype == torch.bfloat16:
-        kept.copy_(round_by_chance(values, chance[number]))
+        kept.copy_(round_stochastically(values, chance[number]))
     elif kept.data_ptr() != values.data_ptr():
         kept.copy_(values)
 
@@ -242,7 +242,7 @@ def chances(where: list[Tensor], key: int) -> list[Tensor]:
     return [((bits >> shift) & _WORD).int() for shift in (0, 16, 32)]
 
 
-def round_by_chance(values: Tensor, chance: Tensor) -> Tensor:
+def round_stochastically(values: Tensor, chance: Tensor) -> Tensor:
     """bfloat16 of float32 ``values``; ``chance``: int32 below 2**16, one each. What bfloat16 can say stays as it is."""
     return (values.view(torch.int32) + chance).bitwise_and_(~_WORD).view(torch.float32).bfloat16()
 

@@ -21,7 +21,7 @@ from skyasync.config.schema import OptimizerConfig
 from skyasync.errors import UserError
 from skyasync.models.backend import Totals
 from skyasync.models.fsdp.layers import decoder_layers
-from skyasync.models.fsdp.low_precision_adamw import ShortAdamW
+from skyasync.models.fsdp.low_precision_adamw import LowPrecisionAdamW
 from skyasync.models.fsdp.sharding import Mesh, local
 from skyasync.models.token_model import TokenModel
 
@@ -53,16 +53,16 @@ def make_optimizer(
     if settings.name == "muon":
         groups = [{"muon": False, **group} for group in groups]
         return MuonAdamW(groups, momentum=settings.muon_momentum, **options)
-    if has_short_state(settings):
+    if is_low_precision(settings):
         for parameter in learnt:
             if parameter.dtype == torch.bfloat16:
                 _add_up_in_float32(parameter)
-        return ShortAdamW(groups, eight_bits=settings.name == "adamw_8bit", seed=seed, **options)
+        return LowPrecisionAdamW(groups, eight_bits=settings.name == "adamw_8bit", seed=seed, **options)
     return torch.optim.AdamW(groups, **options)
 
 
-def has_short_state(settings: OptimizerConfig) -> bool:
-    """Moments of eight bits, or weights rounded by chance: both go by the rows of a matrix (``ShortAdamW``)."""
+def is_low_precision(settings: OptimizerConfig) -> bool:
+    """Moments of eight bits, or weights rounded by chance: both go by the rows of a matrix (``LowPrecisionAdamW``)."""
     return settings.name == "adamw_8bit" or settings.bf16_stochastic_round
 
 
@@ -169,7 +169,7 @@ def total_norm(gradients: Sequence[Tensor], mesh: Mesh | None) -> Tensor:
 
 def _over_two_axes(gradients: Sequence[Tensor], *, first: bool) -> Tensor:
     """The library's takes tensors of one mesh."""
-    counted = [local(g) for g in gradients if first or split_over_tensor(g)]
+    counted = [local(g) for g in gradients if first or is_tensor_parallel(g)]
     squares = torch.zeros((), dtype=torch.float64, device=local(gradients[0]).device)
     if counted:
         squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
@@ -218,7 +218,7 @@ class TrainedPart:
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
 
-def are_alike(model: TokenModel, mesh: Mesh | None) -> bool:
+def check_replicated_gradients(model: TokenModel, mesh: Mesh | None) -> bool:
     """True: what all ranks of the tensor axis hold whole has one gradient.
 
     A plan that forgets a parameter which works on a part of the heads is found out before a weight changes; the ranks'
@@ -228,7 +228,7 @@ def are_alike(model: TokenModel, mesh: Mesh | None) -> bool:
         UserError: on all ranks of the axis, naming a parameter whose gradients differ.
     """
     named = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    whole = [(name, local(grad)) for name, grad in named if not split_over_tensor(grad)]
+    whole = [(name, local(grad)) for name, grad in named if not is_tensor_parallel(grad)]
     if mesh is None or mesh.tensor is None or not whole:
         return True
     seen = torch.stack([torch.stack([grad.norm(), grad.sum()]) for _, grad in whole]).double()
@@ -246,7 +246,7 @@ def are_alike(model: TokenModel, mesh: Mesh | None) -> bool:
     return True
 
 
-def split_over_tensor(gradient: Tensor) -> bool:
+def is_tensor_parallel(gradient: Tensor) -> bool:
     """Whether the tensor axis has it in parts: its mesh is then that of shards and that axis."""
     if not isinstance(gradient, DTensor) or gradient.device_mesh.ndim == 1:
         return False

@@ -34,7 +34,7 @@ ON_A_CPU = 1 << 14
 _aten: Any = torch.ops.aten
 
 
-class Quantised(torch.Tensor):
+class QuantizedRows(torch.Tensor):
     """Rows of a weight, each as its codes and behind them its scales; by shape and dtype what they stand for.
 
     Args:
@@ -48,16 +48,16 @@ class Quantised(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[Quantised], packed: Tensor, about: tuple[str, int], size: Sequence[int], dtype: torch.dtype
-    ) -> Quantised:
-        found: Quantised = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=packed.device)
+        cls: type[QuantizedRows], packed: Tensor, about: tuple[str, int], size: Sequence[int], dtype: torch.dtype
+    ) -> QuantizedRows:
+        found: QuantizedRows = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=packed.device)
         found.packed, found.about = packed, about
         return found
 
     def __init__(self, *args: object) -> None: ...
 
     @classmethod
-    def of(cls, weight: Tensor, kind: str) -> Quantised:
+    def of(cls, weight: Tensor, kind: str) -> QuantizedRows:
         """A matrix, or whole rows of one."""
         return cls(_encode(weight.detach(), kind), (kind, weight.shape[1]), weight.shape, weight.dtype)
 
@@ -101,7 +101,7 @@ class Quantised(torch.Tensor):
         return None
 
 
-def quantise(model: PreTrainedModel, kind: str) -> None:
+def quantize_base(model: PreTrainedModel, kind: str) -> None:
     """Hold a sharded model's frozen matrices as codes: of its linear layers, but for the head.
 
     Raises:
@@ -115,16 +115,16 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
                 f"{KEY}={kind}: {name} has {weight.shape[0]} rows, which {weight.device_mesh.size(-1)} ranks cannot "
                 f"share evenly: choose a divisor (trainer.policy.fsdp_size), or leave the key empty"
             )
-        weight._local_tensor = Quantised.of(weight.to_local(), kind)
+        weight._local_tensor = QuantizedRows.of(weight.to_local(), kind)
         if home := homes.get(id(weight)):
             home._apply(lambda tensor: tensor)  # FSDP takes note, and lets go of the numbers before the next
             give_back()
 
 
-def round_base(model: PreTrainedModel, kind: str) -> None:
-    """Make a plain model's matrices the numbers that ``quantise`` leaves of them."""
+def round_to_quantized(model: PreTrainedModel, kind: str) -> None:
+    """Make a plain model's matrices the numbers that ``quantize_base`` leaves of them."""
     for _, weight in _matrices(model, kind):
-        weight.data = Quantised.of(weight.data, kind).numbers()
+        weight.data = QuantizedRows.of(weight.data, kind).numbers()
 
 
 def _matrices(model: PreTrainedModel, kind: str) -> Iterator[tuple[str, nn.Parameter]]:

@@ -25,10 +25,10 @@ from skyasync.models.fsdp import backend as fsdp
 from skyasync.models.fsdp import sharding as offload
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.models.parallel.test_parallel import begun
+from tests.models.test_shapes import SHAPES, distance, gradient, ragged, settings
+from tests.models.test_shapes import shapes as shapes
 from tests.workers.processes import Rank, Ranks
-from tests.workers.test_parallel import begun
-from tests.workers.test_shapes import SHAPES, distance, gradient, ragged, settings
-from tests.workers.test_shapes import shapes as shapes
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow]
 

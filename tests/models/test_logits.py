@@ -23,9 +23,9 @@ from skyasync.models import token_model as model_module
 from skyasync.models.heads import load_causal_lm
 from skyasync.models.packing import plain_layout, sequences_as_batch
 from skyasync.models.token_model import TokenModel
+from tests.models.test_token_model import WITH_ENTROPY
 from tests.workers.conftest import make_batch
 from tests.workers.test_critic import SMALL
-from tests.workers.test_model import WITH_ENTROPY
 
 WIDE: dict[str, Any] = {**SMALL, "initializer_range": 0.5}
 SHAPES: dict[str, PreTrainedConfig] = {

@@ -23,9 +23,9 @@ from skyasync.models.fsdp.sharding import process_group_backend
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
+from tests.models.fsdp.test_offload import _local
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
-from tests.workers.test_offload import _local
 
 KINDS = ("none", "optimizer", "parameters")
 DEVICE = torch.device("cpu", 0)

@@ -25,11 +25,11 @@ from skyasync.workers.critic import CriticWorker
 from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.models.test_shapes import SHAPES, WIDE, distance, gradient, ragged, settings
+from tests.models.test_shapes import shapes as shapes
 from tests.workers import calls
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS
-from tests.workers.test_shapes import SHAPES, WIDE, distance, gradient, ragged, settings
-from tests.workers.test_shapes import shapes as shapes
 
 CASES: list[tuple[str, int, dict[str, int]]] = [
     *((name, 2, {"tensor": 2}) for name in SHAPES),

@@ -12,7 +12,7 @@ from skyasync.models import token_model as model_module
 from skyasync.models.backend import ENTROPY, LOGPROBS, OutputRequest
 from skyasync.models.heads import load_causal_lm
 from skyasync.models.packing import plain_layout
-from skyasync.models.token_model import TokenModel, can_share_prefixes, chosen_logprobs
+from skyasync.models.token_model import TokenModel, can_share_prefixes, gather_logprobs
 from tests.workers.conftest import make_batch
 
 WITH_ENTROPY = OutputRequest.of(LOGPROBS, ENTROPY)
@@ -139,7 +139,7 @@ def test_several_tokens_have_the_gradient_that_autograd_finds(kind: torch.dtype)
     """To the bit, one token that stands twice in a row and words that are left out included."""
     found = []
     for way in (
-        chosen_logprobs,
+        gather_logprobs,
         lambda logits, targets: logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True),
     ):
         torch.manual_seed(0)

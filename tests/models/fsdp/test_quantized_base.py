@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
 from skyasync.models.fsdp import checkpoint
-from skyasync.models.fsdp.quantized_base import Quantised, round_base
+from skyasync.models.fsdp.quantized_base import QuantizedRows, round_to_quantized
 from skyasync.models.heads import load_causal_lm
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
@@ -48,7 +48,7 @@ def rounded(path: str, kind: str, folder: Path) -> str:
     """A folder of the model whose weights are what the codes stand for."""
     model = load_causal_lm(path, torch.float32)
     model.requires_grad_(False)
-    round_base(model, kind)
+    round_to_quantized(model, kind)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -69,7 +69,7 @@ def _whole(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_have_the_same_codes_alone_and_together(kind: str) -> None:
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
-    whole, piece = Quantised.of(weight, kind), Quantised.of(weight[8:16], kind)
+    whole, piece = QuantizedRows.of(weight, kind), QuantizedRows.of(weight[8:16], kind)
     assert torch.equal(whole.numbers()[8:16], piece.numbers())
     assert float((whole.numbers() - weight).abs().max()) < {"nf4": 0.6, "int8": 0.02}[kind]
     assert whole.packed.nbytes < weight.nbytes * {"nf4": 0.15, "int8": 0.28}[kind]
@@ -80,7 +80,7 @@ def test_rows_have_the_same_codes_alone_and_together(kind: str) -> None:
 def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path: Path, kind: str) -> None:
     found = started(adapted(untied_model, kind))
     held = [p.to_local() for p in found.model.model.parameters() if isinstance(p, DTensor) and not p.requires_grad]
-    codes = [p for p in held if isinstance(p, Quantised)]
+    codes = [p for p in held if isinstance(p, QuantizedRows)]
     assert len(codes) == 2 * 7, "of each layer's linear maps, and neither of embeddings nor of the head"
     path = rounded(untied_model, kind, tmp_path / "rounded")
     expected = started(adapted(path, ""))
@@ -97,7 +97,7 @@ def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path:
     for name, weight in plain.items():
         torch.testing.assert_close(sent[name], weight, atol=1e-6, rtol=0)
     kept = [p for p in found.model.model.parameters() if p.shape == (64, 32)]
-    assert kept and all(isinstance(p.to_local(), Quantised) for p in kept)
+    assert kept and all(isinstance(p.to_local(), QuantizedRows) for p in kept)
 
 
 def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:

@@ -21,12 +21,12 @@ from skyasync.workers.critic import CriticWorker
 from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.models.test_matrix import Way
+from tests.models.test_shapes import ragged
+from tests.models.test_shapes import shapes as shapes
 from tests.workers import calls
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import learning
-from tests.workers.test_matrix import Way
-from tests.workers.test_shapes import ragged
-from tests.workers.test_shapes import shapes as shapes
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow]
 

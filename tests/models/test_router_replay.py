@@ -34,10 +34,10 @@ from skyasync.rollout.collate import collate
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.models.test_shapes import distance, gradient
 from tests.workers.conftest import config_for
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS, SMALL
-from tests.workers.test_shapes import distance, gradient
 
 pytestmark = pytest.mark.slow
 

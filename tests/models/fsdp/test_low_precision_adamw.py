@@ -15,14 +15,14 @@ from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.models.fsdp.low_precision_adamw import (
-    ShortAdamW,
+    LowPrecisionAdamW,
     block_of,
     chances,
     code_book,
     decode,
     encode,
     places,
-    round_by_chance,
+    round_stochastically,
 )
 from skyasync.workers.policy import PolicyWorker
 from tests.workers import calls
@@ -53,8 +53,8 @@ def test_what_bfloat16_can_say_stays_and_the_rest_is_right_on_average() -> None:
     assert chance.shape == (400, 500) and int(chance.min()) >= 0 and int(chance.max()) < 1 << 16
     assert not torch.equal(chance, other) and not torch.equal(chance, chances(where, key=2)[0])
     for value in (1.0, -0.0078125, 0.0):
-        assert (round_by_chance(torch.full((400, 500), value), chance) == value).all()
-    rounded = round_by_chance(torch.full((400, 500), -1.002), chance)
+        assert (round_stochastically(torch.full((400, 500), value), chance) == value).all()
+    rounded = round_stochastically(torch.full((400, 500), -1.002), chance)
     assert set(rounded.unique().tolist()) == {-1.0, -1.0078125}
     assert float(rounded.double().mean()) == pytest.approx(-1.002, abs=3e-5)
 
@@ -105,7 +105,7 @@ def test_steps_that_bfloat16_loses_are_learnt_on_average(eight_bits: bool) -> No
     start = (torch.rand(40, 256, generator=torch.Generator().manual_seed(0)) / 2 + 0.5).bfloat16()
     gradients = [torch.ones(40, 256)] * 100
     assert not walked(torch.optim.AdamW, start, 5e-6, gradients, fused=True).any()
-    found = walked(ShortAdamW, start, 5e-6, gradients, eight_bits=eight_bits, seed=0, fused=True)
+    found = walked(LowPrecisionAdamW, start, 5e-6, gradients, eight_bits=eight_bits, seed=0, fused=True)
     assert float(found.mean()) == pytest.approx(-5e-4, rel=0.1)
 
 
@@ -118,7 +118,7 @@ def test_steps_are_near_those_of_adamw(kind: str, most: float) -> None:
     eight_bits, dtype = KINDS[kind]
     start = torch.randn(16, 512, generator=generator).bfloat16().to(dtype)
     expected = walked(torch.optim.AdamW, start.float(), 1e-2, gradients, fused=True)
-    found = walked(ShortAdamW, start, 1e-2, gradients, eight_bits=eight_bits, seed=0, fused=True)
+    found = walked(LowPrecisionAdamW, start, 1e-2, gradients, eight_bits=eight_bits, seed=0, fused=True)
     apart = float((found - expected).norm() / expected.norm())
     assert apart < most
 

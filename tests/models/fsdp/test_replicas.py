@@ -15,9 +15,9 @@ from skyasync.workers.critic import CriticWorker
 from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
+from tests.models.test_shapes import SHAPES, distance, of_a_rank, of_one, ragged, settings
 from tests.workers.calls import load_whole, step_and_save
 from tests.workers.processes import Rank, Ranks
-from tests.workers.test_shapes import SHAPES, distance, of_a_rank, of_one, ragged, settings
 
 pytestmark = pytest.mark.slow
 

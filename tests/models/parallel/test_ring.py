@@ -17,10 +17,10 @@ from skyasync.models.parallel import context as ring
 from skyasync.models.parallel.context import Context, check
 from skyasync.models.token_model import training_config
 from skyasync.workers.policy import PolicyWorker
+from tests.models.parallel.test_parallel import of_one, parallel, step
+from tests.models.test_shapes import distance
+from tests.models.test_shapes import shapes as shapes
 from tests.workers.processes import Ranks
-from tests.workers.test_parallel import of_one, parallel, step
-from tests.workers.test_shapes import distance
-from tests.workers.test_shapes import shapes as shapes
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.models.parallel.test_parallel import begun
+from tests.models.test_matrix import Way, table
+from tests.models.test_shapes import distance, gradient, ragged
+from tests.models.test_shapes import shapes as shapes
 from tests.workers.processes import Rank, Ranks
-from tests.workers.test_matrix import Way, table
-from tests.workers.test_parallel import begun
-from tests.workers.test_shapes import distance, gradient, ragged
-from tests.workers.test_shapes import shapes as shapes
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow]
 

@@ -14,8 +14,8 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.models.fsdp.layers import check_compiler
 from skyasync.workers.policy import PolicyWorker
+from tests.models.test_shapes import distance, gradient, ragged
 from tests.workers.conftest import config_for
-from tests.workers.test_shapes import distance, gradient, ragged
 
 pytestmark = pytest.mark.slow
 
