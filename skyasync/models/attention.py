@@ -42,7 +42,7 @@ SHORT = 16
 
 
 @dataclass(frozen=True)
-class Block:
+class PackedBlock:
     """``rows`` x ``width``, of the next ``tokens``.
 
     Args:
@@ -58,7 +58,7 @@ class Block:
     filling: Tensor | None
     owners: Tensor | None
 
-    def to(self, device: torch.device) -> Block:
+    def to(self, device: torch.device) -> PackedBlock:
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
@@ -86,7 +86,7 @@ class Block:
             torch.index_select(flat, 0, self.cells, out=into)
 
 
-def blocks_of(widths: Tensor, together: Sequence[bool], owners: Tensor | None) -> tuple[Block, ...]:
+def blocks_of(widths: Tensor, together: Sequence[bool], owners: Tensor | None) -> tuple[PackedBlock, ...]:
     """Rows that come widest first as blocks.
 
     Args:
@@ -94,7 +94,7 @@ def blocks_of(widths: Tensor, together: Sequence[bool], owners: Tensor | None) -
         together: whether a row is several sequences with a prefix in common.
         owners: ``[rows, width]``, as in ``Layout``.
     """
-    found: list[Block] = []
+    found: list[PackedBlock] = []
     for first, last in _similar(widths.tolist()):
         own = widths[first:last]
         rows, width, tokens = last - first, int(own[0]), int(own.sum())
@@ -105,7 +105,7 @@ def blocks_of(widths: Tensor, together: Sequence[bool], owners: Tensor | None) -
             starts = own.cumsum(0) - own
             filling = (starts[:, None] + torch.minimum(columns, own[:, None] - 1)).flatten()
         shared = owners[first:last, :width].clone() if owners is not None and any(together[first:last]) else None
-        found.append(Block(tokens, rows, width, cells, filling, shared))
+        found.append(PackedBlock(tokens, rows, width, cells, filling, shared))
     return tuple(found)
 
 
@@ -136,7 +136,7 @@ class AttentionPlan:
         context: this rank's place on the context axis.
     """
 
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[PackedBlock, ...] = ()
     masks: tuple[Tensor | None, ...] = ()
     spec: MaskSpec | None = None
     flexible: bool = False
@@ -145,7 +145,7 @@ class AttentionPlan:
 
 def attention_inputs(
     owners: Tensor | None,
-    blocks: tuple[Block, ...],
+    blocks: tuple[PackedBlock, ...],
     device: torch.device,
     *,
     flexible: bool = False,
@@ -178,7 +178,7 @@ def attention_inputs(
     return {"attention_mask": stand_in, "attention_plan": plan}
 
 
-def _spec_of(blocks: tuple[Block, ...], device: torch.device) -> MaskSpec:
+def _spec_of(blocks: tuple[PackedBlock, ...], device: torch.device) -> MaskSpec:
     """Of rows end to end."""
     rows: list[Tensor] = []
     owners: list[Tensor] = []
@@ -216,50 +216,50 @@ def _attention(
     if attention_plan.spec is not None:
         return attend(module, query, key, value, attention_plan.spec.mask(), **options), None
     blocks = attention_plan.blocks
-    pieces = [_Cut.apply(tensor.transpose(1, 2)[0], blocks) for tensor in (query, key, value)]
+    pieces = [_SplitIntoBlocks.apply(tensor.transpose(1, 2)[0], blocks) for tensor in (query, key, value)]
     found = [
         sdpa_attention_forward(module, q, k, v, mask, **options)[0]
         for mask, q, k, v in zip(attention_plan.masks, *pieces, strict=True)
     ]
-    return _Joined.apply(blocks, *found)[None], None
+    return _JoinBlocks.apply(blocks, *found)[None], None
 
 
-class _Kept(FunctionCtx):
-    blocks: tuple[Block, ...]
+class _BlockContext(FunctionCtx):
+    blocks: tuple[PackedBlock, ...]
 
 
-class _Cut(torch.autograd.Function):
+class _SplitIntoBlocks(torch.autograd.Function):
     """``[tokens, heads, size]`` to ``[rows, heads, width, size]`` of each block.
 
     Autograd's own way back would write gradients twice: out of each block, and then end to end.
     """
 
     @staticmethod
-    def forward(ctx: _Kept, values: Tensor, blocks: tuple[Block, ...]) -> tuple[Tensor, ...]:
+    def forward(ctx: _BlockContext, values: Tensor, blocks: tuple[PackedBlock, ...]) -> tuple[Tensor, ...]:
         ctx.blocks = blocks
         pieces = values.split([block.tokens for block in blocks])
         return tuple(block.pad(piece).transpose(1, 2) for block, piece in zip(blocks, pieces, strict=True))
 
     @staticmethod
-    def backward(ctx: _Kept, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _BlockContext, *gradients: Tensor) -> tuple[Tensor, None]:
         return _end_to_end(ctx.blocks, [gradient.transpose(1, 2) for gradient in gradients]), None
 
 
-class _Joined(torch.autograd.Function):
+class _JoinBlocks(torch.autograd.Function):
     """The other way, from ``[rows, width, heads, size]``."""
 
     @staticmethod
-    def forward(ctx: _Kept, blocks: tuple[Block, ...], *values: Tensor) -> Tensor:
+    def forward(ctx: _BlockContext, blocks: tuple[PackedBlock, ...], *values: Tensor) -> Tensor:
         ctx.blocks = blocks
         return _end_to_end(blocks, values)
 
     @staticmethod
-    def backward(ctx: _Kept, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _BlockContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         pieces = gradient.split([block.tokens for block in ctx.blocks])
         return None, *(block.spread(piece) for block, piece in zip(ctx.blocks, pieces, strict=True))
 
 
-def _end_to_end(blocks: Sequence[Block], values: Sequence[Tensor]) -> Tensor:
+def _end_to_end(blocks: Sequence[PackedBlock], values: Sequence[Tensor]) -> Tensor:
     whole = values[0].new_empty(sum(block.tokens for block in blocks), *values[0].shape[2:])
     pieces = whole.split([block.tokens for block in blocks])
     for block, value, piece in zip(blocks, values, pieces, strict=True):

@@ -61,8 +61,8 @@ class Adapters:
             base_model_name_or_path=path,
         )
         peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
-        self._places = [
-            _Place(model.get_submodule(name.rpartition(".")[0]), name, module)
+        self._layers = [
+            _AdaptedLayer(model.get_submodule(name.rpartition(".")[0]), name, module)
             for name, module in model.named_modules()
             if isinstance(module, peft.tuners.lora.LoraLayer)
         ]
@@ -73,7 +73,7 @@ class Adapters:
         """Over the tensor axis, as the layers that they lie beside."""
         from skyasync.models.parallel.tensor import split_adapters
 
-        split_adapters(((place.name, place.layer) for place in self._places), self._model, mesh)
+        split_adapters(((adapted.name, adapted.layer) for adapted in self._layers), self._model, mesh)
 
     def begin(self, seed: int, device: torch.device) -> None:
         """Give them memory and their first numbers: A is uniform as peft's, B is 0."""
@@ -82,8 +82,8 @@ class Adapters:
             half.to_empty(device=device)
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
-        for place in self._places:
-            first, second = (half.weight for half in _halves(place.layer))
+        for adapted in self._layers:
+            first, second = (half.weight for half in _halves(adapted.layer))
             bound = 1 / math.sqrt(first.shape[1])
             put(first, (2 * torch.rand(first.shape, generator=generator) - 1) * bound)
             put(second, torch.zeros(second.shape))
@@ -91,12 +91,12 @@ class Adapters:
             half.requires_grad_(True)
 
     def detach_adapters(self) -> None:
-        for place in self._places:
-            setattr(place.parent, place.child, place.layer.base_layer)
+        for adapted in self._layers:
+            setattr(adapted.parent, adapted.child, adapted.layer.base_layer)
 
     def attach_adapters(self) -> None:
-        for place in self._places:
-            setattr(place.parent, place.child, place.layer)
+        for adapted in self._layers:
+            setattr(adapted.parent, adapted.child, adapted.layer)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -122,15 +122,15 @@ class Adapters:
                 self.set_dropout(False)
 
     def set_dropout(self, on: bool) -> None:
-        for place in self._places:
-            place.layer.lora_dropout.train(on)
+        for adapted in self._layers:
+            adapted.layer.lora_dropout.train(on)
 
     def merged(self) -> dict[str, Any]:
         """Weights and saved buffers by their names in the files; those with an adapter as ``Merged``."""
-        adapted = {f"{place.name}.weight": place.layer for place in self._places}
+        layers = {f"{adapted.name}.weight": adapted.layer for adapted in self._layers}
         with self.aside():
             tensors = own_tensors(self._model)
-        return {name: Merged(value, adapted[name]) if name in adapted else value for name, value in tensors.items()}
+        return {name: Merged(value, layers[name]) if name in layers else value for name, value in tensors.items()}
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
         """As ``merged``, without buffers: what ``NCCLSender`` sends."""
@@ -156,9 +156,9 @@ class Adapters:
             kinds = kinds_in(frozen, self.dtype)
             self._base = base_mark(self.dtype, {n: digest(w.to(kinds[n][0])) for n, w in gathered(frozen)})
         settings: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
-        ends = {place.child for place in self._places}
-        scale = self._places[0].layer.scaling[NAME]
-        transposed = [place.name for place in self._places if getattr(place.layer, "fan_in_fan_out", False)]
+        ends = {adapted.child for adapted in self._layers}
+        scale = self._layers[0].layer.scaling[NAME]
+        transposed = [adapted.name for adapted in self._layers if getattr(adapted.layer, "fan_in_fan_out", False)]
         return Adapter(self.own(), settings | {"target_modules": sorted(ends)}, scale, transposed, self._base)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -168,12 +168,12 @@ class Adapters:
         save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def _halves(self) -> Iterator[nn.Linear]:
-        for place in self._places:
-            yield from _halves(place.layer)
+        for adapted in self._layers:
+            yield from _halves(adapted.layer)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _AdaptedLayer:
     """A layer of peft's that holds a linear layer of the model, ``name``, and its adapter."""
 
     parent: nn.Module

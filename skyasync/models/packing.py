@@ -22,7 +22,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from skyasync.models.attention import Block, blocks_of
+from skyasync.models.attention import PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
 from skyasync.models.limits import MAX_PADDING, MIN_SAVED_TOKENS
 
@@ -50,7 +50,7 @@ class Layout:
     targets: Tensor
     cells: Tensor
     shape: tuple[int, int]
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[PackedBlock, ...] = ()
     experts: Tensor | None = None
 
     def to(self, device: torch.device) -> Layout:

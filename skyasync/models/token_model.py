@@ -89,7 +89,7 @@ class TokenModel(nn.Module):
     def forward(self, layout: Layout, request: OutputRequest | None = None) -> dict[str, Tensor]:
         """The outputs requested (by default log-probabilities), by name, with gradient if that is enabled.
 
-        The layers get no gradient if values are all that is asked for and their ``value_gradient`` is 0.
+        The layers get no gradient if values are all that is requested and their ``value_gradient`` is 0.
         """
         request = request or OutputRequest()
         names = request.names
@@ -138,21 +138,21 @@ class TokenModel(nn.Module):
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
         """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""
         distribution = SampledDistribution() if request.plain else self.distribution
-        asked = _Asked(distribution, ENTROPY in request.names, request.entropy_gradient, self.vocabulary)
+        head_request = _HeadRequest(distribution, ENTROPY in request.names, request.entropy_gradient, self.vocabulary)
         targets = own.targets[:, None]
         if request.token_ids is not None:
             targets = torch.cat([targets, request.token_ids.flatten(0, 1)[own.cells]], 1)
         head = logits_head(self.model)
         piece = self._piece(None if distribution.filters else self.vocabulary)
         if len(hidden) <= piece:
-            logprobs, entropy = _head_scores(head, hidden, targets, asked)
+            logprobs, entropy = _head_scores(head, hidden, targets, head_request)
         else:
             pieces = [
-                checkpoint(_head_scores, head, h, t, asked, use_reentrant=False)
+                checkpoint(_head_scores, head, h, t, head_request, use_reentrant=False)
                 for h, t in zip(hidden.split(piece), targets.split(piece), strict=True)
             ]
             logprobs = torch.cat([p[0] for p in pieces])
-            entropy = torch.cat([p[1] for p in pieces]) if asked.entropy else None
+            entropy = torch.cat([p[1] for p in pieces]) if head_request.entropy else None
         found = {LOGPROBS: self.rows(logprobs[:, 0], own)}
         if entropy is not None:
             found[ENTROPY] = self.rows(entropy, own)
@@ -194,7 +194,7 @@ def _with_gradient(hidden: Tensor, share: float) -> Tensor:
     return constant + share * (hidden - constant) if share else constant
 
 
-class _Asked(NamedTuple):
+class _HeadRequest(NamedTuple):
     """Of which distribution, and whether its entropy is requested, and trained."""
 
     distribution: SampledDistribution
@@ -204,24 +204,26 @@ class _Asked(NamedTuple):
 
 
 def _head_scores(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, asked: _Asked
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, head_request: _HeadRequest
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities ``[n, 1 + k]`` of ``targets``, the loss token first, and entropy ``[n]``."""
     logits = _logits(head, hidden)
-    parts = asked.vocabulary
-    if parts and asked.distribution.filters:
+    parts = head_request.vocabulary
+    if parts and head_request.distribution.filters:
         logits, parts = parts.gathered(logits), None
-    logits = asked.distribution(logits, targets[:, 0])
+    logits = head_request.distribution(logits, targets[:, 0])
     if parts:
-        return parts.scores(logits, targets, entropy=asked.entropy, entropy_gradient=asked.entropy_gradient)
-    if asked.entropy and asked.entropy_gradient:
+        return parts.scores(
+            logits, targets, entropy=head_request.entropy, entropy_gradient=head_request.entropy_gradient
+        )
+    if head_request.entropy and head_request.entropy_gradient:
         logprobs = logits.log_softmax(-1)
         return logprobs.gather(1, targets), _entropy(logprobs)
     if targets.shape[1] == 1:
         chosen = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
     else:
         chosen = gather_logprobs(logits, targets)
-    if not asked.entropy:
+    if not head_request.entropy:
         return chosen, None
     with torch.no_grad():
         return chosen, _entropy(logits.log_softmax(-1))
@@ -238,23 +240,23 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """``[n, m]``, of the ``targets`` (int64 ``[n, m]``) by ``logits`` ``[n, vocabulary]``."""
-    found: Tensor = _Chosen.apply(logits, targets)
+    found: Tensor = _GatherLogprobs.apply(logits, targets)
     return found
 
 
-class _Kept(FunctionCtx):
+class _GatherContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _Chosen(Function):
+class _GatherLogprobs(Function):
     @staticmethod
-    def forward(ctx: _Kept, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: _GatherContext, logits: Tensor, targets: Tensor) -> Tensor:
         normalizer = logits.logsumexp(-1, keepdim=True)
         ctx.save_for_backward(logits, targets, normalizer)
         return logits.gather(1, targets) - normalizer
 
     @staticmethod
-    def backward(ctx: _Kept, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GatherContext, *gradients: Tensor) -> tuple[Tensor, None]:
         logits, targets, normalizer = ctx.saved_tensors
         (gradient,) = gradients
         whole = (logits - normalizer).exp_().mul_(-gradient.sum(-1, keepdim=True))

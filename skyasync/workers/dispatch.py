@@ -43,7 +43,7 @@ AS_SAMPLED = ("logprobs", "values", "logprobs_and_values")
 """What the policy is asked of tokens with the experts that were chosen for them."""
 
 
-class Group(Protocol):
+class RoleRanks(Protocol):
     """The ranks of one role; ``RankGroup`` says what each method does."""
 
     @property
@@ -55,10 +55,10 @@ class Group(Protocol):
     def kill(self) -> None: ...
 
 
-class Started(dict[str, Group]):
+class Started(dict[str, RoleRanks]):
     """The ranks of each role of the run, by its name."""
 
-    def __missing__(self, role: str) -> Group:
+    def __missing__(self, role: str) -> RoleRanks:
         keys = ROLES[role].enabled_by
         why = f" ({' or '.join(keys)})" if keys else ""
         raise RuntimeError(f"no {role} was started: nothing in the configuration asked for one{why}")
@@ -71,7 +71,7 @@ class Dispatch:
         groups: of the run's roles, by their names, the policy first.
     """
 
-    def __init__(self, cfg: Config, groups: Mapping[str, Group]) -> None:
+    def __init__(self, cfg: Config, groups: Mapping[str, RoleRanks]) -> None:
         self._cfg, self._groups = cfg, Started(groups)
         self._broadcast: Broadcast | None = None
         self._parts: Parts | None = None
@@ -254,7 +254,7 @@ class Dispatch:
         """Undo ``offload``, bit for bit."""
         await asyncio.gather(*(group.call("onload") for group in self._on_the_policys_devices()))
 
-    def _on_the_policys_devices(self) -> list[Group]:
+    def _on_the_policys_devices(self) -> list[RoleRanks]:
         return [group for name, group in self._groups.items() if name == POLICY or ROLES[name].shares(self._cfg)]
 
     async def save(self, folder: Path) -> Sums:

@@ -53,7 +53,7 @@ class WorkerPlacement:
     num_gpus: float = 0.0
 
 
-class _Rank:
+class _WorkerActor:
     """Forwards to the worker it holds, whose libraries are imported in this process while the caller does other
     things."""
 
@@ -101,7 +101,7 @@ class RankGroup:
         name = worker.rpartition(":")[2] or getattr(role.worker, "__name__", "")  # in Ray's errors and process titles
         # Groups have Ray run all calls in threads: those of the first one, and each of the others, in one.
         remote: Any = ray.remote  # whose types know nothing of these
-        actor_class = remote(max_restarts=0, concurrency_groups={PULSE: 1})(type(name, (_Rank,), {}))
+        actor_class = remote(max_restarts=0, concurrency_groups={PULSE: 1})(type(name, (_WorkerActor,), {}))
         self._actors: list[Any] = [
             actor_class.options(
                 num_cpus=placement.num_cpus,

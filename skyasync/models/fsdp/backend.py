@@ -419,14 +419,14 @@ class FSDPBackend(ModelBackend):
         return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
 
     def save(self, folder: Path) -> SaveResult:
-        return checkpoint.save(self.model.model, self.optimizer, self.step, folder, self._beside())
+        return checkpoint.save(self.model.model, self.optimizer, self.step, folder, self._extra_part())
 
     def begin_save(self, folder: Path) -> None:
         if self._checkpoint_group is None and dist.is_initialized():
             # Of its own: in the group that trains, its messages would get between the others' in no fixed order.
             self._checkpoint_group = dist.new_group(backend="gloo")
         self._saving = checkpoint.begin(
-            self.model.model, self.optimizer, self.step, folder, self._checkpoint_group, self._beside()
+            self.model.model, self.optimizer, self.step, folder, self._checkpoint_group, self._extra_part()
         )
 
     def saved(self) -> SaveResult | None:
@@ -434,14 +434,14 @@ class FSDPBackend(ModelBackend):
 
     def restore(self, folder: Path) -> None:
         role, key = self.spec.role, f"{self.spec.section}.model.path"
-        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._beside())
+        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra_part())
         self._keep_moments()
 
-    def _beside(self) -> checkpoint.Beside | None:
+    def _extra_part(self) -> checkpoint.ExtraPart | None:
         """What is trained on the model's layers, and saved with the model."""
         if (head := self.trained.get(VALUE_HEAD)) is None:
             return None
-        return checkpoint.Beside("critic", head.module, head.optimizer, "trainer.critic.backbone=shared")
+        return checkpoint.ExtraPart("critic", head.module, head.optimizer, "trainer.critic.backbone=shared")
 
     def export(self, folder: Path, part: str = MODEL) -> None:
         if part == VALUE_HEAD:

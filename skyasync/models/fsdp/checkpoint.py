@@ -61,8 +61,8 @@ ADAPTER = ".lora_"
 """In the names of adapters' weights, which are all that a checkpoint holds of a model that has some."""
 
 
-class Beside(NamedTuple):
-    """What is trained beside a model and is no part of it, and is saved with it under a name of its own."""
+class ExtraPart(NamedTuple):
+    """What is trained on a model's layers, is no part of the model, and is saved with it under a name of its own."""
 
     name: str
     module: nn.Module
@@ -98,15 +98,15 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def save(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path, beside: Beside | None = None
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path, extra: ExtraPart | None = None
 ) -> SaveResult:
     """Every rank writes its shard of everything that the next optimizer step depends on.
 
     Args:
         folder: must not hold another checkpoint.
     """
-    state = _state(model, optimizer, step, beside)
-    writer = Writer(folder, _files(state))
+    state = _state(model, optimizer, step, extra)
+    writer = CheckpointWriter(folder, _files(state))
     with _quietly():
         return writer.saved(lambda: dcp.save(state, storage_writer=writer.storage, no_dist=not dist.is_initialized()))
 
@@ -117,23 +117,23 @@ def begin(
     step: int,
     folder: Path,
     group: dist.ProcessGroup | None,
-    beside: Beside | None = None,
-) -> Behind:
+    extra: ExtraPart | None = None,
+) -> BackgroundSave:
     """As ``save``, of a copy in host memory, which is made before this returns; a thread writes it."""
-    state = _state(model, optimizer, step, beside)
+    state = _state(model, optimizer, step, extra)
     warnings.filterwarnings("ignore", message=NO_GROUP)  # for good: the thread warns later
     with _quietly():
-        return Behind(state, Writer(folder, _files(state)), group)
+        return BackgroundSave(state, CheckpointWriter(folder, _files(state)), group)
 
 
 def _state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, beside: Beside | None
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, extra: ExtraPart | None
 ) -> dict[str, Tensor]:
     def moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return _optimizer_state(module, optimizer)["state"] if optimizer.state else {}
 
     state = _tensors(model, moments(model, optimizer), step)
-    return state | _of_beside(beside, moments(beside.module, beside.optimizer)) if beside else state
+    return state | _of_extra(extra, moments(extra.module, extra.optimizer)) if extra else state
 
 
 def load(
@@ -142,13 +142,13 @@ def load(
     folder: Path,
     role: str = "policy",
     key: str = "trainer.policy.model.path",
-    beside: Beside | None = None,
+    extra: ExtraPart | None = None,
 ) -> int:
     """Make model, optimizer and random state what they were when they were saved, whatever they are now.
 
     Args:
         role, key: whose they are and what chose the model, for errors.
-        beside: what was saved with them.
+        extra: what was saved with them.
 
     Returns:
         The number of optimizer steps taken.
@@ -164,13 +164,13 @@ def load(
     saved = metadata.keys()
     kept, moments = _emptied(model, optimizer, saved)
     state = _tensors(model, moments, step=0)
-    if beside:
-        kept_beside, of_beside = _emptied(beside.module, beside.optimizer, saved, f"{beside.name}.")
-        state |= _of_beside(beside, of_beside)
+    if extra:
+        kept_extra, of_extra = _emptied(extra.module, extra.optimizer, saved, f"{extra.name}.")
+        state |= _of_extra(extra, of_extra)
     if strange := sorted(saved ^ state.keys()):
         where = "the checkpoint" if strange[0] in saved else f"the {role}"
         if strange[0].startswith("critic."):
-            setting = beside.setting if beside else "trainer.critic.backbone=own, or without a critic"
+            setting = extra.setting if extra else "trainer.critic.backbone=own, or without a critic"
             raise UserError(f"{folder} was not saved by a run with {setting}: only {where} has {strange[0]}")
         raise UserError(
             f"{folder} was saved by another model ({key}), or another version: only {where} has {strange[0]}"
@@ -185,8 +185,8 @@ def load(
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     lenient = StateDictOptions(strict=False)
     set_optimizer_state_dict(model, optimizer, kept | {"state": moments}, options=lenient)
-    if beside:
-        set_optimizer_state_dict(beside.module, beside.optimizer, kept_beside | {"state": of_beside}, options=lenient)
+    if extra:
+        set_optimizer_state_dict(extra.module, extra.optimizer, kept_extra | {"state": of_extra}, options=lenient)
     torch.set_rng_state(state[RANDOM])
     return int(state[STEP])
 
@@ -221,12 +221,12 @@ def _emptied(
     return kept, {n: m for n, m in kept["state"].items() if not names.isdisjoint(_moment_names(n, m))}
 
 
-def _of_beside(beside: Beside, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _of_extra(extra: ExtraPart, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Its tensors by their names in a checkpoint."""
-    state = {f"model.{name}": value for name, value in own_tensors(beside.module).items()}
+    state = {f"model.{name}": value for name, value in own_tensors(extra.module).items()}
     for name, of_parameter in moments.items():
         state |= dict(zip(_moment_names(name, of_parameter), of_parameter.values(), strict=True))
-    return {f"{beside.name}.{name}": value for name, value in state.items()}
+    return {f"{extra.name}.{name}": value for name, value in state.items()}
 
 
 def _tensors(model: PreTrainedModel, moments: Mapping[str, Mapping[str, Tensor]], step: int) -> dict[str, Tensor]:
@@ -308,7 +308,7 @@ class _SummingFiles(FileSystem):
             yield cast(io.IOBase, file)
 
 
-class Writer:
+class CheckpointWriter:
     """Where the tensors of one checkpoint go.
 
     Args:
@@ -332,14 +332,14 @@ class Writer:
         return SaveResult(self._files.sums)
 
 
-class Behind:
+class BackgroundSave:
     """A checkpoint that is written while training goes on: of a copy in host memory, which is made at once.
 
     Args:
         group: of all ranks, on their CPUs, for nothing else; None for a single process.
     """
 
-    def __init__(self, state: dict[str, Tensor], writer: Writer, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, state: dict[str, Tensor], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None:
         self._writer = writer
         self._future = cast(
             "Future[Any]",

@@ -30,7 +30,7 @@ from skyasync.errors import UserError
 from skyasync.models.attention import AttentionPlan, attend, window_mask
 from skyasync.models.fsdp.sharding import Mesh
 from skyasync.models.packing import Layout
-from skyasync.models.parallel.vocabulary import summed
+from skyasync.models.parallel.vocabulary import sum_over_group
 from skyasync.models.token_model import can_share_prefixes
 
 KEY = "trainer.parallel.context"
@@ -97,7 +97,7 @@ class Context:
 
     def joined(self, rows: Tensor) -> Tensor:
         """What every rank says of its own loss tokens, ``[rows, length]`` with zeros elsewhere, on all of them."""
-        return summed(rows, self.group)
+        return sum_over_group(rows, self.group)
 
 
 def split_sequences(model: PreTrainedModel, mesh: Mesh, kind: str, dtype: torch.dtype) -> Context:

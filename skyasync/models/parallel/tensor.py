@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import (
 
 from skyasync.errors import UserError
 from skyasync.models.parallel.context import ATTENDING
-from skyasync.models.parallel.vocabulary import Vocabulary, spread, summed
+from skyasync.models.parallel.vocabulary import Vocabulary, sum_gradients_over_group, sum_over_group
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -173,7 +173,7 @@ class NormOfOwnHeads(TensorParallelLayer):
     @contextmanager
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
         own = dict(module._parameters)
-        shared = {name: spread(p, mesh.get_group()) for name, p in own.items() if p is not None}
+        shared = {name: sum_gradients_over_group(p, mesh.get_group()) for name, p in own.items() if p is not None}
         module._parameters.update(shared)  # type: ignore[arg-type]
         try:
             yield
@@ -203,7 +203,7 @@ class VocabularyEmbedding(TensorParallelLayer):
             others = (own < 0) | (own >= size)
             with _use_local_dtensor_params(module):
                 found = look_up(own.masked_fill(others, 0))
-            return summed(found.masked_fill(others[..., None], 0.0), group)
+            return sum_over_group(found.masked_fill(others[..., None], 0.0), group)
 
         module.forward = forward  # type: ignore[method-assign, assignment]
         return module
@@ -222,16 +222,21 @@ class WholeExperts(MoeExpertsParallel):
         hidden, chosen, weights, *more = args
         group, own = mesh.get_group(), int(module.num_experts)  # type: ignore[arg-type]
         others = torch.div(chosen, own, rounding_mode="floor") != mesh.get_local_rank()
-        weights = spread(weights, group).masked_fill(others, 0.0)
-        return (spread(hidden, group), (chosen % own).masked_fill(others, own), weights, *more), kwargs
+        weights = sum_gradients_over_group(weights, group).masked_fill(others, 0.0)
+        return (
+            sum_gradients_over_group(hidden, group),
+            (chosen % own).masked_fill(others, own),
+            weights,
+            *more,
+        ), kwargs
 
     def transform_output_post_forward(
         self, module: nn.Module, output: Tensor, mesh: DeviceMesh, source: object = None
     ) -> Tensor:
-        return summed(output, mesh.get_group())
+        return sum_over_group(output, mesh.get_group())
 
 
-class _Summed:
+class _Float32Sum:
     """Before a style of transformers': its linear layers compute by ``product``."""
 
     product: type[Function]
@@ -253,7 +258,7 @@ def _local(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-class _Columns(Function):
+class _ColumnProduct(Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(states, weight)
@@ -268,7 +273,7 @@ class _Columns(Function):
         return (None if of_states is None else of_states.view(states.shape), *_of_parameters(ctx, own, states), None)
 
 
-class _Rows(Function):
+class _RowProduct(Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(states, weight)
@@ -306,23 +311,23 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-class Columns(_Summed, ColwiseParallel):
+class Float32Colwise(_Float32Sum, ColwiseParallel):
     """Each rank has some of the outputs."""
 
-    product = _Columns
+    product = _ColumnProduct
 
 
-class Rows(_Summed, RowwiseParallel):
+class Float32Rowwise(_Float32Sum, RowwiseParallel):
     """Each rank has some of the inputs, and all of the bias."""
 
-    product = _Rows
+    product = _RowProduct
 
 
 for _name, _style in (
     (NORM, NormOfOwnHeads()),
     (EMBEDDING, VocabularyEmbedding()),
     (EXPERTS, WholeExperts()),
-    (COLUMNS, Columns(input_layouts=Replicate(), output_layouts=Shard(-1))),
-    (ROWS, Rows(input_layouts=Shard(-1), output_layouts=Replicate())),
+    (COLUMNS, Float32Colwise(input_layouts=Replicate(), output_layouts=Shard(-1))),
+    (ROWS, Float32Rowwise(input_layouts=Shard(-1), output_layouts=Replicate())),
 ):
     ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]

@@ -44,20 +44,20 @@ class Vocabulary:
         others = (own < 0) | (own >= self.size)
         chosen = logits.gather(1, own.masked_fill(others, 0)).masked_fill(others, 0.0)
         powers = (logits - most[:, None]).exp()
-        found = summed(torch.cat([powers.sum(-1, keepdim=True), chosen], 1), self.group)
+        found = sum_over_group(torch.cat([powers.sum(-1, keepdim=True), chosen], 1), self.group)
         total = found[:, 0]
         normalizer = most + total.log()
         logprobs = found[:, 1:] - normalizer[:, None]
         if not entropy:
             return logprobs, None
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            mean = summed((powers * logits).sum(-1), self.group) / total
+            mean = sum_over_group((powers * logits).sum(-1), self.group) / total
             return logprobs, normalizer - mean
 
     def likeliest(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest tokens and their log-probabilities, ``[n, k]``; no gradient."""
         most = self._most(logits)
-        total = summed((logits - most[:, None]).exp().sum(-1), self.group)
+        total = sum_over_group((logits - most[:, None]).exp().sum(-1), self.group)
         own, tokens = logits.topk(min(k, self.size))
         parts = [[torch.empty_like(part) for _ in range(self.ranks)] for part in (own, tokens)]
         for part, mine in zip(parts, (own, tokens + self.first), strict=True):
@@ -91,7 +91,7 @@ class _Gathered(Function):
         return gradients[0].narrow(1, own.first, own.size), None
 
 
-class _Summed(Function):
+class _SumOverGroup(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = tensor.clone()
@@ -103,7 +103,7 @@ class _Summed(Function):
         return gradients[0], None
 
 
-class _Spread(Function):
+class _SumOfGradients(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
@@ -116,13 +116,13 @@ class _Spread(Function):
         return whole, None
 
 
-def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_over_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks of what each has a part of; the gradient of a part is that of the sum."""
-    whole: Tensor = _Summed.apply(tensor, group)
+    whole: Tensor = _SumOverGroup.apply(tensor, group)
     return whole
 
 
-def spread(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_gradients_over_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What all ranks have alike and each uses in its part of the work: the gradient is the sum of the parts'."""
-    same: Tensor = _Spread.apply(tensor, group)
+    same: Tensor = _SumOfGradients.apply(tensor, group)
     return same
