@@ -1,4 +1,4 @@
-"""Models that are trained and asked: backends that compute, and what of a model they share. Imports no torch."""
+"""Models, and the backends that compute with them. This module imports no torch."""
 
 VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
 """What a model says of a token: a causal language model's logits; one number, by a head that is new if the files lack

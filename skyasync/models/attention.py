@@ -151,7 +151,7 @@ def attention_inputs(
     flexible: bool = False,
     context: Context | None = None,
 ) -> dict[str, Any]:
-    """What a model is given besides tokens and positions: ``attention_mask``, and ``attention_plan`` if need be.
+    """Arguments of a model besides tokens and positions: ``attention_mask``, and ``attention_plan`` if necessary.
 
     A dense mask, bool ``[packed rows, 1, width, width]``, is made only if nothing else can say which tokens each token
     sees. Its size is the width's square, so it is made here, where it is used and on that device, and kept nowhere.

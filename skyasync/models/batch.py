@@ -41,7 +41,7 @@ class TokenBatch:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Batches one below the other, padded to the longest; groups and trajectories keep apart."""
+        """Concatenated rows, padded to the longest; groups and trajectories of different batches stay different."""
         length = max(part.tokens.shape[1] for part in parts)
         whole = copy(parts[0])
         for name in vars(whole):
@@ -84,7 +84,7 @@ class TokenBatch:
         return changed
 
     def to_stage(self, stage: type[B], **more: Tensor | None) -> B:
-        """The same batch at a later stage, with what that one adds; what a hook has added besides stays with it.
+        """The same batch at a later stage, with the tensors of that stage. Tensors that a hook has added are kept.
 
         Raises:
             TypeError: if something that the stage promises is missing.
@@ -107,7 +107,7 @@ class RolloutBatch(TokenBatch):
 
 @dataclass(kw_only=True)
 class ScoredBatch(RolloutBatch):
-    """With what the trainer's own models say, where the objective asks for it.
+    """With log-probabilities and values of the trainer's own models, as far as the objective needs them.
 
     Without ``proximal_logprobs`` the current policy is the proximal one, and the update fills them in; without
     ``reference_logprobs`` nothing is compared with a reference model, without ``teacher_logprobs`` there is no teacher.

@@ -1,9 +1,8 @@
 """A model's configuration with what ``config_kwargs`` says of it.
 
-Invariant: whoever computes with a model (its workers, either engine) is told the same, by ``overrides``: names are
-those of the model's own class of transformers, and what is said of rotary embeddings is said in the one place where
-that class reads it. (``AutoConfig.from_pretrained(path, rope_theta=...)`` changes nothing where the file has
-``rope_parameters``, and does not say so.)
+Invariant: workers and engines of a model use the same overrides, with the names of the model's own class in
+transformers. Settings of rotary embeddings go to the one place where that class reads them:
+``AutoConfig.from_pretrained(path, rope_theta=...)`` silently changes nothing if the file has ``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def overrides_of(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """As ``overrides``, of a folder or hub name; nothing is read where nothing is asked for."""
+    """As ``overrides``, of a folder or hub name; nothing is read without ``kwargs``."""
     return overrides(load_config(path, {}), kwargs) if kwargs else {}
 
 
 def overrides(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked for, by the names of the configuration's class; rotary embeddings whole."""
+    """``kwargs`` by the names of the configuration's class; rotary embeddings as one entry."""
     names = config.attribute_map
     found = {names.get(name, name): value for name, value in kwargs.items() if name not in (ROPE, _THETA, _SCALING)}
     if not kwargs.keys() & {ROPE, _THETA, _SCALING}:

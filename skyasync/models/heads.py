@@ -54,7 +54,7 @@ class Head:
         raise NotImplementedError
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-        """The library's factory that knows the class: one with ``from_config`` and ``from_pretrained``."""
+        """transformers' factory of the class, with ``from_config`` and ``from_pretrained``."""
         raise NotImplementedError
 
     def loading(self) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Head:
 
 
 class VocabularyHead(Head):
-    """A causal language model, asked for log-probabilities of tokens."""
+    """A causal language model."""
 
     def config(self, path: str) -> PreTrainedConfig:
         return training_config(path, self.config_kwargs)
@@ -98,7 +98,7 @@ class VocabularyHead(Head):
 
 
 class ValueHead(Head):
-    """The layers of a causal language model under a head of one output, asked for values.
+    """The layers of a causal language model under a head of one output.
 
     It is the library's class for sequence classification with one label, ``score`` being the head: critics and reward
     models of other systems are stored so too. Of a causal language model's folder its own head is left out.

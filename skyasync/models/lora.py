@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: where they are, how they begin, how they are
 added to the weights.
 
-Invariant: while the adapters stand aside the model is that of its files, names and all. So it is read from them, so it
-leaves for the engines (with the adapters added to its weights), and so it is the reference of a KL term. Adapters begin
-alike on any number of ranks, and add nothing.
+Invariant: while the adapters are detached, the model and the names of its weights are those of its files. In this state
+it is read, sent to engines (with the adapters added to its weights), and used as the reference of a KL term. New
+adapters are the same on any number of ranks, and add nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Adapters:
             half.to(torch.float32)  # masters, as of any weights that are trained
 
     def split(self, mesh: DeviceMesh) -> None:
-        """Over the tensor axis, as the layers that they lie beside."""
+        """Over the tensor dimension of the mesh, as the adapted layers."""
         from skyasync.models.parallel.tensor import split_adapters
 
         split_adapters(((adapted.name, adapted.layer) for adapted in self._layers), self._model, mesh)
@@ -186,7 +186,7 @@ class _AdaptedLayer:
 
 
 class Merged:
-    """A weight with its adapter added: what is asked of a sharded one, without its having memory before it is asked."""
+    """A weight with its adapter added, with the interface of a sharded tensor; it is computed when it is gathered."""
 
     def __init__(self, weight: Tensor, layer: LoraLayer) -> None:
         self._weight, self._layer = weight, layer

@@ -101,7 +101,7 @@ def not_replayed(family: str) -> str:
 
 
 class _TopK(TorchFunctionMode):
-    """Around a router: what its top-k chooses, or is told to."""
+    """Around a router: records or replaces what its top-k chooses."""
 
     def __init__(self, given: Tensor | None, experts: int, top_k: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """The ranks of one model as Ray actors: called together, failing together.
 
 Invariant: the event loop never waits for Ray, and a rank that fails ends the call with that rank's own traceback: the
-others, which may be stuck in a collective with it, are killed first. While a call is under way its ranks are asked for
-a pulse; one that gives none for ``trainer.heartbeat_timeout_s`` (it is stopped, or its machine gone) counts as dead.
+others, which may be stuck in a collective with it, are killed first. While a call is running its ranks send heartbeats;
+a rank without one for ``trainer.heartbeat_timeout_s`` has failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PULSE = "pulse"
 PULSE_S = 5.0  # from one to the next
 OWN_DELAY_S = 1.0  # an answer may be there, and this process have been stopped or too busy to read it
 DEATH_NOTICE_S = 5.0
-"""Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
+"""Seconds that Ray may need to notice that a process has failed; only a call that has failed waits for it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _WorkerActor:
 
     @ray.method(concurrency_group=PULSE)
     def pulse(self) -> Identity:
-        """Answered beside the call under way, by a thread of its own."""
+        """Answered by a thread of its own while a call is running."""
         return Identity.mine()
 
 
@@ -138,7 +138,7 @@ class RankGroup:
 
     @property
     def lost(self) -> BaseException | None:
-        """The error by which a rank's process was found to be dead, if one was."""
+        """The error that showed the failure of a rank's process, if one has failed."""
         found = isinstance(self._failure, ray.exceptions.RayActorError | HeartbeatTimeoutError)
         return self._failure if found else None
 
@@ -173,7 +173,7 @@ class RankGroup:
         self._actors = []
 
     def give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        """They wait for somebody who will not come, and cannot be told: end them, as if they had died."""
+        """End processes that wait for a process that has failed: they cannot be interrupted."""
         if self._failure is None:
             error = HeartbeatTimeoutError(f"the {self._role.name}'s processes were ended: {reason}")
             error.__cause__ = cause
@@ -243,7 +243,7 @@ class RankGroup:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What lies inside counts into ``busy_s``."""
+        """The time inside counts into ``busy_s``."""
         if not self._running:
             self._since = time.monotonic()
         self._running += 1

@@ -1,8 +1,8 @@
-"""The models that workers train or ask, besides the engines: one table, from which everything else about them follows.
+"""The roles of workers, such as policy and critic: one table, from which everything else about them follows.
 
-Invariant: what a role is stands in its entry and nowhere else. Where its ranks go, when they start and stop, whose
-devices they share, what a checkpoint holds of them and what a memory plan counts is read off the table. To add a role,
-write its worker (a :class:`skyasync.workers.worker.Worker`) and an entry here, or call ``register_role`` in a program.
+Invariant: placement, start and stop, shared devices, checkpoints and memory plans of a role follow from its entry. To
+add a role, write its worker (a :class:`skyasync.workers.worker.Worker`) and an entry here, or call ``register_role`` in
+a program.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Role:
         return self.asked(cfg) and not self.hosted_by_policy(cfg)
 
     def hosted_by_policy(self, cfg: Config) -> bool:
-        """Whether the policy answers for it: the same model, beside which only adapters are trained, or a head on its
-        layers."""
+        """Whether the policy's ranks compute it: as the policy's model without its adapters, or as a head on the
+        policy's layers."""
         if self.shared_backbone_if(cfg):
             return self.asked(cfg)
         if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):

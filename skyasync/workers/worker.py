@@ -1,6 +1,6 @@
-"""One rank of a role: what its process holds, and what is asked of all of them.
+"""One rank of a role: the calls that every role has.
 
-Invariant: a call reaches all ranks of a role in the same order, one at a time.
+Invariant: all ranks of a role get the same calls in the same order, one at a time.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ async def pair(model, request):
 
 
 def merged(policy):
-    return digests_of(checkpoint.full_weights(policy.weights(), policy.dtype, keep=True))
+    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype, keep=True))
 
 
 def held(pair):

@@ -51,7 +51,7 @@ STEP = "step"
 RANDOM = "random_state"
 NO_GROUP = "torch.distributed is disabled"
 FILE_BYTES = 1 << 27
-"""A file is put together in memory before it is written (twice over), so a shard goes into files of this size."""
+"""A file is assembled in memory, twice, before it is written, so a shard goes into files of this size."""
 SINGLE_FILE = "model.safetensors"
 EXPORTED_FILE = "50GB"
 """Of an exported folder's files none is larger, as transformers would have it."""
@@ -321,7 +321,7 @@ class CheckpointWriter:
         self.storage.fs, self.storage.sync_files = self._files, False
 
     def saved(self, write: Callable[[], Any]) -> SaveResult:
-        """What there is behind ``write()``, which ends when this rank's tensors are written."""
+        """The result of ``write()``, which ends when this rank's tensors are written."""
         try:
             write()
             manifest.sync_folder(self._folder)
@@ -333,7 +333,7 @@ class CheckpointWriter:
 
 
 class BackgroundSave:
-    """A checkpoint that is written while training goes on: of a copy in host memory, which is made at once.
+    """A checkpoint that is written while training continues, from a copy in host memory.
 
     Args:
         group: of all ranks, on their CPUs, for nothing else; None for a single process.
@@ -352,7 +352,7 @@ class BackgroundSave:
 
 
 def only_disk(error: CheckpointException) -> OSError:
-    """What the disk said.
+    """The error of the disk.
 
     Raises:
         BaseException: the first failure of another kind.

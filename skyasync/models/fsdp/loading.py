@@ -38,7 +38,7 @@ from skyasync.models.token_model import ATTENTION, TokenModel
 Shard = Callable[[PreTrainedModel], TokenModel]
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The environment variable by which transformers reads a parameter when it comes to it."""
+"""With this environment variable transformers reads a parameter only when its turn has come."""
 
 
 def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device, shard: Shard) -> TokenModel:
@@ -87,7 +87,7 @@ def _keeps_rows_apart(operation: ConversionOps) -> bool:
 
 
 def _from_slices(path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, shard: Shard) -> TokenModel:
-    """By transformers' own loader, with our sharding in the place where it would apply its own."""
+    """By transformers' own loader, which applies our sharding instead of its own."""
     wrappers: list[TokenModel] = []
 
     def distribute(model: PreTrainedModel) -> None:

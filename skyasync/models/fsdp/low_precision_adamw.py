@@ -24,7 +24,7 @@ from skyasync.models.limits import STEPPED_AT_ONCE
 
 STEP, FIRST, SECOND, SCALE = "step", "exp_avg", "exp_avg_sq", "_scale"
 _PARAMETERS = 1 << 20
-"""Steps are told apart by more than a model has parameters."""
+"""More than the parameters of a model, so that keys of different steps differ."""
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):

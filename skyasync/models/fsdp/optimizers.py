@@ -87,7 +87,7 @@ def master_dtype(settings: OptimizerConfig, computing: torch.dtype, section: str
 
 
 def _add_up_in_float32(parameter: nn.Parameter) -> None:
-    """Its gradient over micro-batches: FSDP2 and autograd add what comes to what is there."""
+    """FSDP2 and autograd add a micro-batch's gradient to the existing one, in the dtype of that."""
 
     def longer(parameter: Tensor) -> None:
         assert parameter.grad is not None

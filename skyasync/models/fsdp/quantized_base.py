@@ -35,7 +35,7 @@ _aten: Any = torch.ops.aten
 
 
 class QuantizedRows(torch.Tensor):
-    """Rows of a weight, each as its codes and behind them its scales; by shape and dtype what they stand for.
+    """Rows of a weight, each as codes followed by scales; shape and dtype are those of the numbers.
 
     Args:
         packed: uint8 ``[rows, bytes]``: one tensor, since FSDP2 on one rank gathers one of a parameter.
@@ -65,7 +65,7 @@ class QuantizedRows(torch.Tensor):
         return _decode(self.packed, self.about, self.dtype).view(self.shape)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """FSDP asks by it whether it holds the same memory already."""
+        """By this FSDP recognizes memory that it has already."""
         return self.packed.untyped_storage()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -135,7 +135,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def move_weights(model: nn.Module, device: torch.device) -> None:
-    """Parameters, buffers and gradients. FSDP2 first lets go of what it has gathered, and notes its shards anew."""
+    """Parameters, buffers and gradients. FSDP2 frees gathered parameters first, and registers its shards again."""
     model._apply(lambda tensor: moved(tensor, device))
 
 

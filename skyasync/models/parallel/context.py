@@ -191,7 +191,7 @@ def _exchanged(tensor: Tensor, context: Context) -> Tensor:
 
 
 class _Exchanged(Function):
-    """Splits dimension ``split`` over the ranks, joins their parts along ``join``; the gradient goes the way back."""
+    """Splits dimension ``split`` over the ranks, joins their parts along ``join``; the gradient is exchanged back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:
@@ -223,7 +223,7 @@ _ON_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 _BACK_ON_CUDA = torch.ops.aten._scaled_dot_product_flash_attention_backward
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST, _STEP, _OLDEST = 256, 8, (8, 0)
-"""What CUDA's flash kernel takes: head sizes up to this, in such steps, on devices that can this (Ampere) or more."""
+"""Limits of CUDA's flash kernel: largest head size, its step, and the oldest compute capability (Ampere)."""
 
 
 def check_ring_device(config: PreTrainedConfig, dtype: torch.dtype, device_type: str) -> None:
@@ -332,7 +332,7 @@ def _attend_back(
 
 @contextmanager
 def _both_ends() -> Iterator[None]:
-    """Each rank has a piece of the columns from each end; whoever uses torch's entrance may have said otherwise."""
+    """Each rank has a piece from each end of the sequence; torch's own entry point may have set this otherwise."""
     before = _ROUNDS._cp_options.enable_load_balance
     _ROUNDS._cp_options.enable_load_balance = True
     try:

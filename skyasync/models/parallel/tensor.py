@@ -55,10 +55,10 @@ _OWN_PIECES = {
 
 
 _OURS = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": NORM}
-"""In the place of the library's."""
+"""Ours instead of transformers' styles."""
 
 _ADAPTED = {COLUMNS: "lora_B", ROWS: "lora_A"}
-"""The half of an adapter that is split as the layer beside it."""
+"""The half of an adapter that is split as the adapted layer."""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
@@ -86,7 +86,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
 
 
 def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split the halves of low-rank adapters that lie beside what is split: B with the outputs, A with the inputs.
+    """Split the halves of adapters of split layers: B with the outputs, A with the inputs.
 
     The other half is whole on every rank, which finds the whole of its gradient.
 

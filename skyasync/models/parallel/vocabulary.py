@@ -34,7 +34,7 @@ class Vocabulary:
     def scores(
         self, logits: Tensor, targets: Tensor, *, entropy: bool, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the targets ``[n, m]``, and entropy ``[n]`` if asked.
+        """Log-probabilities of the targets ``[n, m]``, and entropy ``[n]`` if requested.
 
         Args:
             logits: ``[n, size]``, this rank's.

@@ -178,6 +178,6 @@ def test_weights_of_the_host_are_sent_by_the_device() -> None:
 def test_ranks_with_weights_on_the_host_have_a_group_for_these_too() -> None:
     """Norms, checkpoints and hand-overs gather what lies on the host; NCCL takes tensors of GPUs alone."""
     assert process_group_backend("cuda", "parameters") == "cpu:gloo,cuda:nccl"
-    assert process_group_backend("cuda", "none", takes_turns=True) == "cpu:gloo,cuda:nccl"
+    assert process_group_backend("cuda", "none", colocated=True) == "cpu:gloo,cuda:nccl"
     assert [process_group_backend("cuda", kind) for kind in ("none", "optimizer")] == ["nccl"] * 2
     assert process_group_backend("cpu", "parameters") == "gloo"
