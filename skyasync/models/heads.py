@@ -126,7 +126,7 @@ class ValueHead(Head):
             raise UserError(f"{path}: its files lack {other[0]}, which {type(model).__name__} needs")
         for name, parameter in model.get_submodule(SCORE_LAYER).named_parameters():
             if f"{SCORE_LAYER}.{name}" in missing:
-                put(parameter, new_head(name, parameter))
+                copy_own_part(parameter, new_head(name, parameter))
 
 
 class ScoreHead(ValueHead):
@@ -180,8 +180,8 @@ def new_head(name: str, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator) / (like.shape[-1] + 1)
 
 
-def put(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """A tensor's own part, where it is sharded along the first dimension."""
+def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Fill this rank's part of a parameter, which may be sharded."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
             parameter.to_local().copy_(own_part(parameter, whole))

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.models.fsdp.checkpoint import ADAPTER, full_weights, own_tensors
-from skyasync.models.heads import load_causal_lm, put
+from skyasync.models.heads import copy_own_part, load_causal_lm
 from skyasync.weight_sync.adapter_file import Adapter, base_mark, with_added
 from skyasync.weight_sync.digests import digest
 from skyasync.workers.leaving import gathered, kinds_in
@@ -85,8 +85,8 @@ class Adapters:
         for adapted in self._layers:
             first, second = (half.weight for half in _halves(adapted.layer))
             bound = 1 / math.sqrt(first.shape[1])
-            put(first, (2 * torch.rand(first.shape, generator=generator) - 1) * bound)
-            put(second, torch.zeros(second.shape))
+            copy_own_part(first, (2 * torch.rand(first.shape, generator=generator) - 1) * bound)
+            copy_own_part(second, torch.zeros(second.shape))
         for half in self._halves():
             half.requires_grad_(True)
 
@@ -219,7 +219,7 @@ def merge(
     if strange := sorted(own.keys() ^ adapters.keys()):
         raise UserError(f"the checkpoint's adapters are not those of {path}: {strange[0]} is in one alone")
     for name, value in own.items():
-        put(value, adapters[name])
+        copy_own_part(value, adapters[name])
     return full_weights(placed.merged(), dtype, keep=True)
 
 

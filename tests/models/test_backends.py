@@ -35,7 +35,7 @@ from skyasync.models.backend import (
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.workers.critic import ValueLoss
-from skyasync.workers.policy import PolicyLoss
+from skyasync.workers.policy import PolicyLoss, PolicyWorker
 from tests.models.reference_backend import ReferenceBackend
 from tests.workers.conftest import config_for, make_batch
 
@@ -300,6 +300,21 @@ def test_an_exported_folder_is_the_model(load: Load, tmp_path: Path) -> None:
     backend.export(tmp_path)
     found = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(found[name], tensor) for name, tensor in backend.weights())
+
+
+def test_a_worker_trains_alike_with_any_backend(untied_model: str) -> None:
+    class Plain(PolicyWorker):
+        def new_backend(self) -> ModelBackend:
+            return ReferenceBackend()
+
+    found = []
+    for worker in (PolicyWorker(config_for(untied_model), threads=1), Plain(config_for(untied_model))):
+        worker.setup()
+        metrics = [worker.update_policy(make_batch(seed=seed)) for seed in (0, 1)]
+        found.append((metrics, worker.score([[5, 6, 7, 8]])[0]))
+    for ours, plain in zip(found[0][0], found[1][0], strict=True):
+        assert ours == pytest.approx(plain, rel=1e-3, abs=1e-5)
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-3)
 
 
 def test_what_a_backend_lacks_is_named() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.models.heads import put
+from skyasync.models.heads import copy_own_part
 from skyasync.models.lora import whole
 from skyasync.preflight.parts import check_parts
 from skyasync.weight_sync.nccl import Rendezvous
@@ -51,7 +51,7 @@ def excite(worker: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in worker.backend.model.named_parameters():
         if ".lora_B" in name:
-            put(parameter, torch.randn(parameter.shape, generator=generator) / 10)
+            copy_own_part(parameter, torch.randn(parameter.shape, generator=generator) / 10)
 
 
 def keep_gradients(worker: Any) -> None:

@@ -65,7 +65,7 @@ from skyasync.models.fsdp.sharding import (
     process_group_backend,
     shard_placement,
 )
-from skyasync.models.heads import HEADS, new_head, put
+from skyasync.models.heads import HEADS, copy_own_part, new_head
 from skyasync.models.limits import MICRO_BATCH_TOKENS
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
@@ -179,7 +179,7 @@ class FSDPBackend(ModelBackend):
             quantize_base(wrapper.model, spec.lora.base_dtype)
         if value_head is not None:
             value_head.to_empty(device=self.device)
-            put(value_head.weight, new_head("weight", value_head.weight))
+            copy_own_part(value_head.weight, new_head("weight", value_head.weight))
             wrapper.value_head = value_head
         place(wrapper, spec.cpu_offload, self.device)
         if self.trains:

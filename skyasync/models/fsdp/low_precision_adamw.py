@@ -128,13 +128,6 @@ def _move(part: _Part, step: Tensor, group: dict[str, Any]) -> None:
             _keep(kept[moment], values, part.chance, number)
 
 
-def _whole(kept: dict[str, Tensor], moment: str) -> Tensor:
-    """In float32; the kept tensor itself if it is that."""
-    if moment + SCALE in kept:
-        return decode(kept[moment], kept[moment + SCALE], signed=moment == FIRST)
-    return kept[moment].float()
-
-
 def _keep(kept: Tensor, values: Tensor, chance: list[Tensor], number: int) -> None:
     """``values``, in the dtype of ``kept``, which may be the same tensor."""
     if kept.dtype == torch.bfloat16:

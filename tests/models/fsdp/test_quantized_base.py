@@ -79,7 +79,9 @@ def test_rows_have_the_same_codes_alone_and_together(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path: Path, kind: str) -> None:
     found = started(adapted(untied_model, kind))
-    held = [p.to_local() for p in found.backend.model.model.parameters() if isinstance(p, DTensor) and not p.requires_grad]
+    held = [
+        p.to_local() for p in found.backend.model.model.parameters() if isinstance(p, DTensor) and not p.requires_grad
+    ]
     codes = [p for p in held if isinstance(p, QuantizedRows)]
     assert len(codes) == 2 * 7, "of each layer's linear maps, and neither of embeddings nor of the head"
     path = rounded(untied_model, kind, tmp_path / "rounded")
@@ -92,7 +94,9 @@ def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path:
     assert float((gradients - wanted).norm() / wanted.norm()) < 1e-6
     assert metrics == pytest.approx(of_plain, rel=1e-5)
     torch.testing.assert_close(logprobs, after, atol=1e-5, rtol=0)
-    sent, plain = (checkpoint.full_weights(w.backend.sharded_weights(), torch.float32, keep=True) for w in (found, expected))
+    sent, plain = (
+        checkpoint.full_weights(w.backend.sharded_weights(), torch.float32, keep=True) for w in (found, expected)
+    )
     assert sent.keys() == plain.keys()
     for name, weight in plain.items():
         torch.testing.assert_close(sent[name], weight, atol=1e-6, rtol=0)

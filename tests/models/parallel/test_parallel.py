@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.models.fsdp.checkpoint import full_weights
-from skyasync.models.heads import put
+from skyasync.models.heads import copy_own_part
 from skyasync.models.parallel import tensor as sums
 from skyasync.models.parallel.tensor import NormOfOwnHeads
 from skyasync.weight_sync.shared_memory import read_weights
@@ -176,7 +176,7 @@ def begun(rank: Rank) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in rank.worker.backend.model.named_parameters():
         if ".lora_B." in name:
-            put(parameter, torch.randn(parameter.shape, generator=generator) / 10)
+            copy_own_part(parameter, torch.randn(parameter.shape, generator=generator) / 10)
 
 
 def merged(rank: Rank) -> dict[str, Any]:
