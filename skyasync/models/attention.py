@@ -7,7 +7,9 @@ rectangle in which attention pads them; what stands in the padding is read by no
     attention  a a a a a a a │ c c .                      two rectangles, one call each
                b b b b b b . │ d d d
 
-On a GPU the rectangles are not needed: FlexAttention takes the tokens as they stand (``skyasync.models.attention``).
+On a GPU the rectangles are not needed: one FlexAttention kernel takes rows end to end, shared prefixes and sliding
+windows, without a dense mask. Which squares of its mask are computed is found from what is in them; a square too many
+costs time and changes nothing. A CPU cannot use it: FlexAttention has no backward pass there.
 
 Blocks reach a model's attention as a keyword, which all families of transformers hand on to it.
 """
@@ -214,7 +216,7 @@ def _attention(
     if attention_plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if attention_plan.spec is not None:
-        return attend(module, query, key, value, attention_plan.spec.mask(), **options), None
+        return flex_attention_forward(module, query, key, value, attention_plan.spec.mask(), **options)[0], None
     blocks = attention_plan.blocks
     pieces = [_SplitIntoBlocks.apply(tensor.transpose(1, 2)[0], blocks) for tensor in (query, key, value)]
     found = [
@@ -304,19 +306,6 @@ def window_mask(length: int, window: int, device: torch.device) -> BlockMask:
     """Causal, over the last ``window`` tokens, of rows that are one sequence each."""
     rows = torch.zeros(1, length, dtype=torch.int32, device=device)
     return _mask(rows, rows, window, lambda b, h, q, k: (k <= q) & (q - k < window))
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    **options: Any,  # noqa: ANN401
-) -> Tensor:
-    """By transformers' call of it: ``[batch, heads, length, size]`` in, ``[batch, length, heads, size]`` out."""
-    found: Tensor = flex_attention_forward(module, query, key, value, mask, **options)[0]
-    return found
 
 
 def _mask(

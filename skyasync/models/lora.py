@@ -220,7 +220,7 @@ def merge(
         raise UserError(f"the checkpoint's adapters are not those of {path}: {strange[0]} is in one alone")
     for name, value in own.items():
         copy_own_part(value, adapters[name])
-    return full_weights(placed.merged(), dtype, keep=True)
+    return full_weights(placed.merged(), dtype)
 
 
 def _halves(layer: LoraLayer) -> tuple[nn.Linear, nn.Linear]:

@@ -239,7 +239,10 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 
 def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """``[n, m]``, of the ``targets`` (int64 ``[n, m]``) by ``logits`` ``[n, vocabulary]``."""
+    """``[n, m]``, of the ``targets`` (int64 ``[n, m]``) by ``logits`` ``[n, vocabulary]``.
+
+    As ``logits.gather(1, targets) - logits.logsumexp(-1)``, with two tensors of the logits' size at once, not four.
+    """
     found: Tensor = _GatherLogprobs.apply(logits, targets)
     return found
 
@@ -278,7 +281,7 @@ NOT_LINEAR = (
 
 
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """States ``[n, hidden]`` to logits ``[n, vocabulary]``."""
+    """States ``[n, hidden]`` to logits ``[n, vocabulary]``, as the model's own forward pass computes them."""
     if is_linear(model.config):
         linear: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         return linear

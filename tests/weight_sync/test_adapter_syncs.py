@@ -35,7 +35,7 @@ async def pair(model, request):
 
 
 def merged(policy):
-    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype, keep=True))
+    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype))
 
 
 def held(pair):

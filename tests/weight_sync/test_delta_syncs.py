@@ -32,7 +32,7 @@ def held(engine):
 
 
 def sent(policy):
-    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype, keep=True))
+    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype))
 
 
 def files():

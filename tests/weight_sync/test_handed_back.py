@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def full(policy: PolicyWorker) -> dict[str, str]:
-    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype, keep=True))
+    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype))
 
 
 def take(rank: Rank, path: str) -> tuple[bool, dict[str, str]]:

@@ -218,8 +218,7 @@ class FSDPBackend(ModelBackend):
         by_rows = self.trains and is_low_precision(self.spec.optimizers[MODEL])  # counts a rank's rows from its first
         if self.mesh.tensor is None and not by_rows:
             options["shard_placement_fn"] = shard_placement(mesh.size(-1))
-        layers = set(wrapper.model._no_split_modules or ())
-        for module in [m for m in wrapper.modules() if type(m).__name__ in layers]:
+        for module in decoder_layers(wrapper):
             fully_shard(module, **options)
         fully_shard(wrapper, **options)
         for module in wrapper.modules():

@@ -70,19 +70,16 @@ class ExtraPart(NamedTuple):
     setting: str  # that asks for it
 
 
-def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype, keep: bool) -> dict[str, Tensor]:
-    """Weights and saved buffers by Hugging Face name, whole, on the CPU: all of them at once.
+def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights and saved buffers by Hugging Face name, whole, on the CPU: all of them at once. All ranks call it.
 
     Args:
         tensors: what ``own_tensors`` or ``Adapters.merged`` gives.
-        keep: False takes part in gathering and returns nothing, for all ranks but the first.
     """
-    weights: dict[str, Tensor] = {}
-    for name, whole in gathered(tensors):
-        if keep:
-            whole = whole.to(dtype) if whole.is_floating_point() else whole
-            weights[name] = whole.cpu().contiguous()
-    return weights
+    return {
+        name: (whole.to(dtype) if whole.is_floating_point() else whole).cpu().contiguous()
+        for name, whole in gathered(tensors)
+    }
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -90,11 +87,6 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Any] = dict(get_model_state_dict(model))
     names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
     return {name: value for name, value in state.items() if name in names}
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Settings, and under ``state`` living tensors by parameter and kind, made by a step of length 0 if need be."""
-    return dict(get_optimizer_state_dict(model, optimizer))
 
 
 def save(
@@ -107,7 +99,7 @@ def save(
     """
     state = _state(model, optimizer, step, extra)
     writer = CheckpointWriter(folder, _files(state))
-    with _quietly():
+    with _without_warnings():
         return writer.saved(lambda: dcp.save(state, storage_writer=writer.storage, no_dist=not dist.is_initialized()))
 
 
@@ -122,7 +114,7 @@ def begin(
     """As ``save``, of a copy in host memory, which is made before this returns; a thread writes it."""
     state = _state(model, optimizer, step, extra)
     warnings.filterwarnings("ignore", message=NO_GROUP)  # for good: the thread warns later
-    with _quietly():
+    with _without_warnings():
         return BackgroundSave(state, CheckpointWriter(folder, _files(state)), group)
 
 
@@ -130,10 +122,10 @@ def _state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, extra: ExtraPart | None
 ) -> dict[str, Tensor]:
     def moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return _optimizer_state(module, optimizer)["state"] if optimizer.state else {}
+        return dict(get_optimizer_state_dict(module, optimizer)["state"]) if optimizer.state else {}
 
     state = _tensors(model, moments(model, optimizer), step)
-    return state | _of_extra(extra, moments(extra.module, extra.optimizer)) if extra else state
+    return state | _extra_tensors(extra, moments(extra.module, extra.optimizer)) if extra else state
 
 
 def load(
@@ -162,11 +154,11 @@ def load(
     reader = HuggingFaceStorageReader(str(folder))
     metadata = reader.read_metadata().state_dict_metadata
     saved = metadata.keys()
-    kept, moments = _emptied(model, optimizer, saved)
+    kept, moments = _empty_state(model, optimizer, saved)
     state = _tensors(model, moments, step=0)
     if extra:
-        kept_extra, of_extra = _emptied(extra.module, extra.optimizer, saved, f"{extra.name}.")
-        state |= _of_extra(extra, of_extra)
+        kept_extra, of_extra = _empty_state(extra.module, extra.optimizer, saved, f"{extra.name}.")
+        state |= _extra_tensors(extra, of_extra)
     if strange := sorted(saved ^ state.keys()):
         where = "the checkpoint" if strange[0] in saved else f"the {role}"
         if strange[0].startswith("critic."):
@@ -181,7 +173,7 @@ def load(
                 f"{folder} was saved by another model ({key}): {name} is {list(size)} there and {list(value.shape)} in "
                 f"the {role}"
             )
-    with _quietly():
+    with _without_warnings():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     lenient = StateDictOptions(strict=False)
     set_optimizer_state_dict(model, optimizer, kept | {"state": moments}, options=lenient)
@@ -204,24 +196,24 @@ def load_weights(model: PreTrainedModel, file: Path) -> bool:
         found = reader.read_metadata().state_dict_metadata
         if strange := sorted(found.keys() ^ own.keys()):
             raise UserError(f"the engines' weights are not the policy's: only one of them has {strange[0]}")
-        with _quietly():
+        with _without_warnings():
             dcp.load(own, storage_reader=reader, no_dist=not dist.is_initialized())
     sent = {name: entry.properties.dtype for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
     return any(value.is_floating_point() and sent[name].itemsize < value.dtype.itemsize for name, value in own.items())
 
 
-def _emptied(
+def _empty_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], prefix: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """An optimizer's new state, and of it the moments that were saved: a parameter without a gradient has none."""
     optimizer.state.clear()
     optimizer.zero_grad()
-    kept = _optimizer_state(model, optimizer)
+    kept = dict(get_optimizer_state_dict(model, optimizer))  # with a state, which a step of length 0 makes
     names = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     return kept, {n: m for n, m in kept["state"].items() if not names.isdisjoint(_moment_names(n, m))}
 
 
-def _of_extra(extra: ExtraPart, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _extra_tensors(extra: ExtraPart, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Its tensors by their names in a checkpoint."""
     state = {f"model.{name}": value for name, value in own_tensors(extra.module).items()}
     for name, of_parameter in moments.items():
@@ -258,7 +250,7 @@ def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_warnings() -> Iterator[None]:
     """Without the warning that one rank needs no process group, and a debug line per tensor (on Ray's stderr)."""
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     with warnings.catch_warnings():
@@ -326,9 +318,9 @@ class CheckpointWriter:
             write()
             manifest.sync_folder(self._folder)
         except OSError as error:
-            return SaveResult(problem=_words(error))
+            return SaveResult(problem=_error_text(error))
         except CheckpointException as error:
-            return SaveResult(problem=_words(only_disk(error)))
+            return SaveResult(problem=_error_text(disk_error(error)))
         return SaveResult(self._files.sums)
 
 
@@ -351,7 +343,7 @@ class BackgroundSave:
         return self._writer.saved(self._future.result) if self._future.done() else None
 
 
-def only_disk(error: CheckpointException) -> OSError:
+def disk_error(error: CheckpointException) -> OSError:
     """The error of the disk.
 
     Raises:
@@ -364,6 +356,6 @@ def only_disk(error: CheckpointException) -> OSError:
     return cast(OSError, failures[0])
 
 
-def _words(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     where = f": {error.filename}" if error.filename else ""
     return f"{error.strerror or error}{where}" + (" (disk full)" if error.errno == errno.ENOSPC else "")

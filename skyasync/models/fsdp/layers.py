@@ -1,4 +1,8 @@
-"""Which modules of a model are its decoder layers."""
+"""Decoder layers of a model: compiled, and recomputed in the backward pass.
+
+Invariant: neither changes what is computed: recomputing is bitwise, compiling up to rounding. Equal layers share
+compiled code, lengths may change without compiling again, and FSDP's hooks and checkpointing stay outside.
+"""
 
 from __future__ import annotations
 

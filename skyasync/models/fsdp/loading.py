@@ -35,13 +35,13 @@ from skyasync.models.config import ONE_AT_A_TIME
 from skyasync.models.heads import Head
 from skyasync.models.token_model import ATTENTION, TokenModel
 
-Shard = Callable[[PreTrainedModel], TokenModel]
+WrapAndShard = Callable[[PreTrainedModel], TokenModel]
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """With this environment variable transformers reads a parameter only when its turn has come."""
 
 
-def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device, shard: Shard) -> TokenModel:
+def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device, shard: WrapAndShard) -> TokenModel:
     """A model from a folder or hub name, of which each rank holds its shards, on ``device``.
 
     All ranks of the default process group call it together.
@@ -58,7 +58,7 @@ def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device
             empty = head.empty(path, dtype)
         if _can_be_sliced(empty):
             wrapper = _from_slices(path, head, empty, dtype, shard)
-            _own_memory(wrapper)
+            _copy_views_of_files(wrapper)
         else:
             wrapper = _from_rank_zero(path, head, empty, dtype, device, shard)
     return wrapper.to(device)
@@ -70,8 +70,8 @@ def _can_be_sliced(model: PreTrainedModel) -> bool:
     if not converters:
         return True
     ranks = dist.get_world_size()
-    nobody_has_nothing = all(len(parameter.chunk(ranks)) == ranks for parameter in model.base_model.parameters())
-    return nobody_has_nothing and all(_keeps_rows_apart(op) for c in converters for op in c.operations)
+    every_rank_has_rows = all(len(parameter.chunk(ranks)) == ranks for parameter in model.base_model.parameters())
+    return every_rank_has_rows and all(_keeps_rows(op) for c in converters for op in c.operations)
 
 
 def _converters(model: PreTrainedModel) -> list[WeightConverter]:
@@ -79,14 +79,14 @@ def _converters(model: PreTrainedModel) -> list[WeightConverter]:
     return [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
 
 
-def _keeps_rows_apart(operation: ConversionOps) -> bool:
+def _keeps_rows(operation: ConversionOps) -> bool:
     """Stacking experts, of which a rank has some, does; so does joining along another dimension than the shards'."""
     if isinstance(operation, MergeModulelist):
         return operation.dim == 0
     return isinstance(operation, Concatenate) and operation.dim > 0
 
 
-def _from_slices(path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, shard: Shard) -> TokenModel:
+def _from_slices(path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, shard: WrapAndShard) -> TokenModel:
     """By transformers' own loader, which applies our sharding instead of its own."""
     wrappers: list[TokenModel] = []
 
@@ -115,7 +115,7 @@ def _read(
     model_class = type(empty)
     hooks = {"prepare_distribute_model": staticmethod(prepare), "maybe_distribute_model": staticmethod(distribute)}
     hooked: Any = type(model_class.__name__, (model_class,), {**hooks, "__module__": model_class.__module__})
-    with _one_after_the_other() if _converters(empty) else nullcontext():
+    with _one_parameter_at_a_time() if _converters(empty) else nullcontext():
         model, found = hooked.from_pretrained(
             path,
             config=head.config(path),
@@ -132,7 +132,7 @@ def _read(
 
 
 @contextmanager
-def _one_after_the_other() -> Iterator[None]:
+def _one_parameter_at_a_time() -> Iterator[None]:
     """A parameter's pieces are read when it is their turn to be joined, and given back once they are.
 
     transformers' threads would read all pieces at once, and C's allocator keep what it is given.
@@ -150,7 +150,7 @@ def _one_after_the_other() -> Iterator[None]:
 
 
 def _from_rank_zero(
-    path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device, shard: Shard
+    path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device, shard: WrapAndShard
 ) -> TokenModel:
     """Rank 0 reads parameters in the files' order, and sends each rank its shards of one before it reads the next."""
     wrapper = shard(empty)
@@ -194,7 +194,7 @@ class _ShardSender:
             read_in = module in prefixes and getattr(parameter, "_is_hf_initialized", False)  # not one to be drawn
             if not read_in or full in sent or full not in self._shards or full in self._tied:
                 return None  # tied ones are compared first, by transformers
-            self._hand_out(full, parameter)
+            self._send_shards(full, parameter)
             sent.add(full)
             left = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
             left._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ class _ShardSender:
         finally:
             hook.remove()
         for name in [name for name in self._names if name not in sent]:
-            self._hand_out(name, source.get_parameter(name))
+            self._send_shards(name, source.get_parameter(name))
         return source
 
     def receive(self) -> None:
@@ -214,15 +214,15 @@ class _ShardSender:
         coming = torch.empty((), dtype=torch.int64, device=self._device)
         for _ in self._names:
             dist.broadcast(coming, src=0)
-            _hand_out(None, self._shards[self._names[int(coming)]].detach(), self._device)
+            _send_shards(None, self._shards[self._names[int(coming)]].detach(), self._device)
             give_back()
 
-    def _hand_out(self, name: str, whole: Tensor) -> None:
+    def _send_shards(self, name: str, whole: Tensor) -> None:
         dist.broadcast(torch.tensor(self._names.index(name), device=self._device), src=0)
-        _hand_out(whole.detach(), self._shards[name].detach(), self._device)
+        _send_shards(whole.detach(), self._shards[name].detach(), self._device)
 
 
-def _hand_out(whole: Tensor | None, parameter: Tensor, device: torch.device) -> None:
+def _send_shards(whole: Tensor | None, parameter: Tensor, device: torch.device) -> None:
     """Rank 0's ``whole`` into the shards of all ranks."""
     assert isinstance(parameter, DTensor)
     own = parameter.to_local()
@@ -263,7 +263,7 @@ def _check_ties(path: str, expected: PreTrainedModel, loaded: PreTrainedModel) -
         )
 
 
-def _own_memory(wrapper: TokenModel) -> None:
+def _copy_views_of_files(wrapper: TokenModel) -> None:
     """On a CPU a loaded weight may be a view of its file, which an export may overwrite: copy what is so."""
     for parameter in wrapper.parameters():
         assert isinstance(parameter, DTensor)

@@ -1,9 +1,12 @@
-"""AdamW whose state is short: moments of eight bits, or weights and moments in bfloat16 without float32 masters.
+"""AdamW with a low-precision state: moments of eight bits, or bfloat16 weights and moments without master weights.
 
-Invariant: torch's own AdamW computes each step, in float32, on copies of a few million numbers at a time; only what is
-kept between steps is short. One gradient makes the same weights and moments bit for bit on any number of ranks.
+Invariant: torch's own AdamW computes each step, in float32, on copies of a few million numbers at a time. One gradient
+gives bitwise the same weights and moments on any number of ranks, and in a resumed run: a block of codes (Dettmers
+et al. 2022, arXiv 2110.02861) lies within a row of the whole tensor, and the random bits of a number depend on its
+place in the whole tensor, the step and the seed alone. torchao and bitsandbytes divide a rank's shard into blocks, draw from each
+rank's own generator, and keep a state that safetensors cannot write.
 
-    kept ──▶ float32 copies ──▶ torch's AdamW ──▶ kept: codes and scales, or rounded by chance
+    kept ──▶ float32 copies ──▶ torch's AdamW ──▶ kept: codes and scales, or stochastically rounded
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ _PARAMETERS = 1 << 20
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """Parameters in bfloat16 are rounded by chance.
+    """Parameters in bfloat16 are rounded stochastically.
 
     Args:
         groups, options: as torch's.
         eight_bits: matrices' moments are kept as codes; else moments are kept in the parameter's dtype.
-        seed: of the chance.
+        seed: of the rounding.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, eight_bits: bool, seed: int, **options: Any) -> None:  # noqa: ANN401
@@ -42,7 +45,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for number, (parameter, group) in enumerate(self._everything()):
+        for number, (parameter, group) in enumerate(self._parameters_and_groups()):
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
@@ -52,17 +55,17 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             state[STEP] += 1
             key = (self._seed * _PARAMETERS + int(before)) * _PARAMETERS + number
             for part in _parts(parameter, state, key):
-                _move(part, before.clone(), group)
+                _step_rows(part, before.clone(), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As it is: torch would give all of the state the parameter's dtype."""
         super().load_state_dict(state_dict | {"state": {}})
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, (parameter, _) in zip(numbers, self._everything(), strict=True):
+        for number, (parameter, _) in zip(numbers, self._parameters_and_groups(), strict=True):
             if number in state_dict["state"]:
                 self.state[parameter] = dict(state_dict["state"][number])
 
-    def _everything(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def _parameters_and_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         return ((parameter, group) for group in self.param_groups for parameter in group["params"])
 
     def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
@@ -77,23 +80,23 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
 
 class _Part:
-    """Some rows of a parameter on this rank, of its gradient and of its state; ``chance``: bits per number, or none."""
+    """Some rows of a parameter on this rank, of its gradient and of its state; ``bits``: 16 per number, or none."""
 
-    def __init__(self, tensors: dict[str, Tensor], chance: list[Tensor]) -> None:
-        self.tensors, self.chance = tensors, chance
+    def __init__(self, tensors: dict[str, Tensor], bits: list[Tensor]) -> None:
+        self.tensors, self.bits = tensors, bits
 
 
 def _parts(parameter: Tensor, state: dict[str, Tensor], key: int) -> Iterator[_Part]:
     assert parameter.grad is not None
     tensors = {"weight": parameter, "grad": parameter.grad} | {k: v for k, v in state.items() if k != STEP}
     own = {name: _rows(tensor.detach()) for name, tensor in tensors.items()}
-    where = places(parameter) if parameter.dtype == torch.bfloat16 else []
+    where = linear_indices(parameter) if parameter.dtype == torch.bfloat16 else []
     count, row = own["weight"].shape
     step = max(1, STEPPED_AT_ONCE // max(1, row))
     for start in range(0, count if row else 0, step):
         rows = slice(start, start + step)
-        chance = chances([where[0][rows], *where[1:]], key) if where else []
-        yield _Part({name: tensor[rows] for name, tensor in own.items()}, chance)
+        bits = random_bits([where[0][rows], *where[1:]], key) if where else []
+        yield _Part({name: tensor[rows] for name, tensor in own.items()}, bits)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return own.reshape(len(own), -1) if own.numel() else own.new_empty(0, 0)
 
 
-def _move(part: _Part, step: Tensor, group: dict[str, Any]) -> None:
+def _step_rows(part: _Part, step: Tensor, group: dict[str, Any]) -> None:
     """AdamW's step of these rows."""
     kept = part.tensors
     weight, grad = kept["weight"].float(), kept["grad"].float()
@@ -117,7 +120,7 @@ def _move(part: _Part, step: Tensor, group: dict[str, Any]) -> None:
         [weight], [grad], moments[:1], moments[1:], [], [step], fused=True, amsgrad=False, beta1=first, beta2=second,
         lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
     )  # fmt: skip
-    _keep(kept["weight"], weight, part.chance, 0)
+    _store(kept["weight"], weight, part.bits, 0)
     for number, (moment, values) in enumerate(zip((FIRST, SECOND), moments, strict=True), start=1):
         if moment + SCALE in kept:
             block = values.shape[1] // kept[moment + SCALE].shape[1]
@@ -125,13 +128,13 @@ def _move(part: _Part, step: Tensor, group: dict[str, Any]) -> None:
             kept[moment].copy_(codes)
             kept[moment + SCALE].copy_(scales)
         else:
-            _keep(kept[moment], values, part.chance, number)
+            _store(kept[moment], values, part.bits, number)
 
 
-def _keep(kept: Tensor, values: Tensor, chance: list[Tensor], number: int) -> None:
+def _store(kept: Tensor, values: Tensor, bits: list[Tensor], number: int) -> None:
     """``values``, in the dtype of ``kept``, which may be the same tensor."""
     if kept.dtype == torch.bfloat16:
-        kept.copy_(round_stochastically(values, chance[number]))
+        kept.copy_(round_stochastically(values, bits[number]))
     elif kept.data_ptr() != values.data_ptr():
         kept.copy_(values)
 
@@ -164,7 +167,7 @@ def block_of(shape: torch.Size) -> int:
 
 
 @cache
-def code_book(signed: bool, device: torch.device) -> Tensor:
+def codebook(signed: bool, device: torch.device) -> Tensor:
     """``[256]``, rising: what each code stands for, of a block's largest number.
 
     Seven decades, each with twice as many values as the one below it: the paper's dynamic tree.
@@ -179,7 +182,7 @@ def code_book(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _borders(signed: bool, device: torch.device) -> Tensor:
-    book = code_book(signed, device)
+    book = codebook(signed, device)
     return (book[1:] + book[:-1]) / 2
 
 
@@ -198,14 +201,14 @@ def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """Float32 values of what ``encode`` gave."""
-    values = code_book(signed, codes.device)[codes.int()]
+    values = codebook(signed, codes.device)[codes.int()]
     return values.view(*scales.shape, -1).mul_(scales[..., None]).view(codes.shape)
 
 
 _WORD = 0xFFFF
 
 
-def places(parameter: Tensor) -> list[Tensor]:
+def linear_indices(parameter: Tensor) -> list[Tensor]:
     """Of this rank's part: per dimension, what an index there adds to a number's place in the whole tensor."""
     sizes, offsets = tuple(parameter.shape), (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
@@ -219,7 +222,7 @@ def places(parameter: Tensor) -> list[Tensor]:
     return found[::-1]
 
 
-def chances(where: list[Tensor], key: int) -> list[Tensor]:
+def random_bits(where: list[Tensor], key: int) -> list[Tensor]:
     """Three numbers of 16 random bits for each place, int32, ``[rows, row]`` of what ``where`` spans.
 
     They are a hash of place and key (the finalizer of SplitMix64, Steele et al. 2014).
@@ -235,9 +238,9 @@ def chances(where: list[Tensor], key: int) -> list[Tensor]:
     return [((bits >> shift) & _WORD).int() for shift in (0, 16, 32)]
 
 
-def round_stochastically(values: Tensor, chance: Tensor) -> Tensor:
-    """bfloat16 of float32 ``values``; ``chance``: int32 below 2**16, one each. What bfloat16 can say stays as it is."""
-    return (values.view(torch.int32) + chance).bitwise_and_(~_WORD).view(torch.float32).bfloat16()
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """bfloat16 of float32 ``values``; ``bits``: int32 below 2**16, one each. Values of bfloat16 stay as they are."""
+    return (values.view(torch.int32) + bits).bitwise_and_(~_WORD).view(torch.float32).bfloat16()
 
 
 def _signed(number: int) -> int:

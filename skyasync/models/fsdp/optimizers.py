@@ -1,5 +1,5 @@
-"""What changes weights by their gradient: AdamW, in full or with a short state (``short_adamw``), or Muon for the
-matrices of a model's layers and AdamW for all else.
+"""Optimizers, gradient norms and clipping: AdamW, in full or with a low-precision state, or Muon for the matrices of a
+model's layers and AdamW for all else.
 
 Invariant: Muon turns a matrix whole, whatever its shards: every rank gathers it, does the same with it, and keeps its
 own part, so one gradient makes the same weights bit for bit on any number of ranks. The arithmetic is torch's own Muon,

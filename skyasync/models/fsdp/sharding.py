@@ -43,7 +43,11 @@ class Mesh:
     @classmethod
     def make(cls, device_type: str, axes: Axes, fsdp_size: int = 0) -> Mesh:
         if axes.sharing == 1:
-            mesh = shard_mesh(device_type, axes.ranks, fsdp_size)
+            if fsdp_size in (0, axes.ranks):
+                mesh = init_device_mesh(device_type, (axes.ranks,))
+            else:  # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among replicas
+                shape = (axes.ranks // fsdp_size, fsdp_size)
+                mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICA, SHARD))
             return cls(axes, mesh, data_group=dist.group.WORLD if axes.ranks > 1 else None)
         mesh = init_device_mesh(
             device_type, (axes.data, axes.context, axes.tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR)
@@ -63,13 +67,6 @@ class Mesh:
             group(CONTEXT, axes.context),
             group(TENSOR, axes.tensor),
         )
-
-
-def shard_mesh(device_type: str, ranks: int, fsdp_size: int = 0) -> DeviceMesh:
-    """``[ranks]``, or ``[replicas, fsdp_size]`` where groups of so many shard the weights."""
-    if fsdp_size in (0, ranks):
-        return init_device_mesh(device_type, (ranks,))
-    return init_device_mesh(device_type, (ranks // fsdp_size, fsdp_size), mesh_dim_names=(REPLICA, SHARD))
 
 
 def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:

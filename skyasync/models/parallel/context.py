@@ -7,6 +7,14 @@ everything else is done per token. What a rank says of its own tokens is added u
 ranks compute the same loss, and the sum of their gradients is the gradient.
 
     columns of all heads on each rank ──all-to-all──▶ all columns of some heads ──attention──▶ all-to-all back
+
+With ``context_kind=ring`` heads stay whole and keys and values travel from rank to rank, so there may be any number of
+ranks. The rounds, their sums and the backward pass are torch's (``torch.distributed.tensor.experimental``), whose own
+entry point replaces sdpa for the whole process and knows CUDA alone; here its rounds get a kernel for CPU and one for
+CUDA.
+Each rank has two pieces of the columns, one from each end, so that all ranks attend to as much:
+
+    rank 0: columns 0 and 3          rank 1: columns 1 and 2
 """
 
 from __future__ import annotations
@@ -24,10 +32,11 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from skyasync.errors import UserError
-from skyasync.models.attention import AttentionPlan, attend, window_mask
+from skyasync.models.attention import AttentionPlan, window_mask
 from skyasync.models.fsdp.sharding import Mesh
 from skyasync.models.packing import Layout
 from skyasync.models.parallel.vocabulary import sum_over_group
@@ -160,7 +169,8 @@ def attention(
     if attention_plan.flexible and (spec or (windowed and attention_mask is None)):
         window = sliding_window if windowed and sliding_window else 0
         squares = spec.mask(window) if spec else window_mask(query.shape[2], window, query.device)
-        return _exchanged(attend(module, query, key, value, squares, **options), context), None
+        found, _ = flex_attention_forward(module, query, key, value, squares, **options)
+        return _exchanged(found, context), None
     if windowed and sliding_window:
         near = _window(query.shape[2], sliding_window, query.device)
         attention_mask = near if attention_mask is None else attention_mask & near

@@ -3,6 +3,12 @@
 Invariant: the model's gradient is that of the whole model. What the plan splits is split there; embeddings, norms and
 routers are whole on every rank of the axis, which computes the same with them. A linear head is split by vocabulary,
 where the axis divides it, and answers with this rank's part of the logits; embeddings tied to it are split too.
+
+A split product is a sum over ranks. transformers' styles round each rank's part to bfloat16 before the sum; here the
+parts travel as float32 and their sum is rounded once, as on one rank:
+
+    columns: y = x W' + b by this rank's rows of W;  dx = round(sum over ranks of dy W)
+    rows:    y = round(sum over ranks of x W' + b) by its columns;  dx = dy W
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Log-probabilities from logits of which each rank of the tensor axis has a part of the vocabulary.
 
 Invariant: no rank holds the whole vocabulary, unless the distribution has filters, which must look at all of it: then
-the logits are gathered, as many as one rank without tensor parallelism would hold. What comes out is the same on every
-rank.
+the logits are gathered, as many as one rank without tensor parallelism would hold. All results are the same on every
+rank. A sum over ranks hands its gradient to each part; what each rank uses in a part of the work gets the sum of the
+parts' gradients.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from skyasync.errors import UserError
 from skyasync.models.fsdp.low_precision_adamw import (
     LowPrecisionAdamW,
     block_of,
-    chances,
-    code_book,
+    codebook,
     decode,
     encode,
-    places,
+    linear_indices,
+    random_bits,
     round_stochastically,
 )
 from skyasync.workers.policy import PolicyWorker
@@ -48,10 +48,10 @@ def short(path: str, kind: str) -> Config:
 
 
 def test_what_bfloat16_can_say_stays_and_the_rest_is_right_on_average() -> None:
-    where = places(torch.empty(400, 500))
-    chance, other, _ = chances(where, key=1)
+    where = linear_indices(torch.empty(400, 500))
+    chance, other, _ = random_bits(where, key=1)
     assert chance.shape == (400, 500) and int(chance.min()) >= 0 and int(chance.max()) < 1 << 16
-    assert not torch.equal(chance, other) and not torch.equal(chance, chances(where, key=2)[0])
+    assert not torch.equal(chance, other) and not torch.equal(chance, random_bits(where, key=2)[0])
     for value in (1.0, -0.0078125, 0.0):
         assert (round_stochastically(torch.full((400, 500), value), chance) == value).all()
     rounded = round_stochastically(torch.full((400, 500), -1.002), chance)
@@ -60,9 +60,9 @@ def test_what_bfloat16_can_say_stays_and_the_rest_is_right_on_average() -> None:
 
 
 def test_a_place_has_its_chance_whichever_rows_are_asked_for() -> None:
-    rows, columns = places(torch.empty(6, 5))
-    whole = chances([rows, columns], 3)
-    part = chances([rows[2:4], columns], 3)
+    rows, columns = linear_indices(torch.empty(6, 5))
+    whole = random_bits([rows, columns], 3)
+    part = random_bits([rows[2:4], columns], 3)
     assert all(torch.equal(one, all_[2:4]) for one, all_ in zip(part, whole, strict=True))
 
 
@@ -76,7 +76,7 @@ def test_eight_bits_are_near_what_they_stand_for(signed: bool, most: float) -> N
     assert float((found - values).norm() / values.norm()) < most
     assert signed or bool((found > 0).all()), "a step would be divided by nothing"
     assert not decode(*encode(torch.zeros(2, 32), 32, signed=signed), signed=signed).any()
-    book = code_book(signed, values.device)
+    book = codebook(signed, values.device)
     assert len(book) == 256 and bool((book.diff() > 0).all())
 
 

@@ -180,7 +180,7 @@ def begun(rank: Rank) -> None:
 
 
 def merged(rank: Rank) -> dict[str, Any]:
-    weights = full_weights(rank.worker.backend.sharded_weights(), torch.float32, keep=True)
+    weights = full_weights(rank.worker.backend.sharded_weights(), torch.float32)
     return {name: weight.numpy() for name, weight in weights.items()}
 
 
