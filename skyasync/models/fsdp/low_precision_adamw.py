@@ -3,8 +3,8 @@
 Invariant: torch's own AdamW computes each step, in float32, on copies of a few million numbers at a time. One gradient
 gives bitwise the same weights and moments on any number of ranks, and in a resumed run: a block of codes (Dettmers
 et al. 2022, arXiv 2110.02861) lies within a row of the whole tensor, and the random bits of a number depend on its
-place in the whole tensor, the step and the seed alone. torchao and bitsandbytes divide a rank's shard into blocks, draw from each
-rank's own generator, and keep a state that safetensors cannot write.
+place in the whole tensor, the step and the seed alone. torchao and bitsandbytes divide a rank's shard into blocks and
+draw from each rank's own generator, and torchao's state is a tensor subclass that safetensors cannot write.
 
     kept ──▶ float32 copies ──▶ torch's AdamW ──▶ kept: codes and scales, or stochastically rounded
 """
