@@ -122,7 +122,9 @@ def _state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, extra: ExtraPart | None
 ) -> dict[str, Tensor]:
     def moments(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(module, optimizer)["state"]) if optimizer.state else {}
+        state: dict[str, Any] = get_optimizer_state_dict(module, optimizer) if optimizer.state else {"state": {}}
+        found: dict[str, Any] = state["state"]
+        return found
 
     state = _tensors(model, moments(model, optimizer), step)
     return state | _extra_tensors(extra, moments(extra.module, extra.optimizer)) if extra else state
@@ -208,7 +210,7 @@ def _empty_state(
     """An optimizer's new state, and of it the moments that were saved: a parameter without a gradient has none."""
     optimizer.state.clear()
     optimizer.zero_grad()
-    kept = dict(get_optimizer_state_dict(model, optimizer))  # with a state, which a step of length 0 makes
+    kept: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # with a state, which a step of length 0 makes
     names = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     return kept, {n: m for n, m in kept["state"].items() if not names.isdisjoint(_moment_names(n, m))}
 
