@@ -172,7 +172,7 @@ def attention_inputs(
     elif owners is None:
         return {"attention_mask": None, **({"attention_plan": plan} if context else {})}
     elif flexible and context:
-        plan.spec = MaskSpec.of_rows(owners)
+        plan.spec = MaskSpec(torch.zeros_like(owners), owners)
     else:
         return {"attention_mask": owners_mask(owners), **({"attention_plan": plan} if context else {})}
     # Four-dimensional, so that models pass it on as it is; empty and of integers, so that no other attention takes it.
@@ -288,11 +288,6 @@ class MaskSpec:
     def __init__(self, rows: Tensor, owners: Tensor | None = None) -> None:
         self.rows, self.owners = rows, torch.ones_like(rows) if owners is None else owners
         self._masks: dict[int, BlockMask] = {}
-
-    @classmethod
-    def of_rows(cls, owners: Tensor) -> MaskSpec:
-        """Of rows one below the other."""
-        return cls(torch.zeros_like(owners), owners)
 
     def mask(self, window: int = 0) -> BlockMask:
         """Causal, over the last ``window`` tokens (0: over all); made once, for all layers."""

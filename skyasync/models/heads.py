@@ -114,8 +114,16 @@ class ValueHead(Head):
             AutoModelForSequenceClassification.register(type(config), _classifier(type(config)), exist_ok=True)
         return AutoModelForSequenceClassification
 
-    def loading(self) -> AbstractContextManager[None]:
-        return _without_report()
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """transformers would list one head as left out and the other as new; what else is missing is an error here."""
+        log = logging.getLogger("transformers.modeling_utils")
+        level = log.level
+        log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
 
     def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
         if not isinstance(getattr(model, SCORE_LAYER, None), nn.Linear):
@@ -158,18 +166,6 @@ def _classifier(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
     found: type[PreTrainedModel] = type(name, (GenericForSequenceClassification, family), own)
     return found
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """The library would list one head as left out and the other as new; what else is missing is an error here."""
-    log = logging.getLogger("transformers.modeling_utils")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def new_head(name: str, like: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,6 @@ from skyasync.workers.leaving import gathered, kinds_in
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import ModuleType
 
     from peft.tuners.lora import LoraLayer
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +48,10 @@ class Adapters:
     """
 
     def __init__(self, model: PreTrainedModel, settings: LoraConfig, path: str) -> None:
-        peft = _peft()
+        try:
+            import peft
+        except ImportError as error:
+            raise MissingExtraError("peft", "lora") from error
         self._model, self._base = model, ""
         self.dtype = next(p.dtype for p in model.parameters())  # of what is frozen
         self.config: Any = peft.LoraConfig(
@@ -278,11 +280,3 @@ def _check_names(layers: list[str], settings: LoraConfig) -> None:
 def _matches(layer: str, names: list[str]) -> bool:
     """Whether one of ``names`` is the end of the layer's."""
     return any(f".{layer}".endswith(f".{name}") for name in names)
-
-
-def _peft() -> ModuleType:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError("peft", "lora") from error
-    return peft

@@ -107,7 +107,8 @@ class MicroBatches(Generic[B]):
     ) -> None:
         self._batch, self._max_tokens, self._end_to_end = batch, max_tokens, end_to_end
         lengths = batch.attention_mask.sum(1)
-        bundles = _one_row_each(lengths)
+        each = torch.arange(len(lengths))
+        bundles = _Bundles(each, torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
         if share_prefixes and len(batch):
             shared = _by_group(batch, lengths, hidden_size, max_tokens, max_rows)
             if shared.widths.sum() <= (1 - MIN_SAVED_TOKENS) * lengths.sum():
@@ -177,11 +178,6 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     loss_mask = mask.clone()
     loss_mask[:, :1] = False
     return TokenBatch(tokens, mask, loss_mask, group_ids=torch.arange(len(sequences)))
-
-
-def _one_row_each(lengths: Tensor) -> _Bundles:
-    rows = torch.arange(len(lengths))
-    return _Bundles(rows, torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
 
 
 def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:

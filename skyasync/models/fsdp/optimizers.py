@@ -160,15 +160,11 @@ _ROUNDING = 1e-3
 
 
 def total_norm(gradients: Sequence[Tensor], mesh: Mesh | None) -> Tensor:
-    """Of all ranks' shards; what a tensor axis has whole counts on its first rank."""
-    if mesh is not None and mesh.tensor is not None:
-        return _over_two_axes(gradients, first=mesh.tensor.get_local_rank() == 0)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _over_two_axes(gradients: Sequence[Tensor], *, first: bool) -> Tensor:
-    """The library's takes tensors of one mesh."""
+    """Of all ranks' shards; what the tensor dimension has whole counts on its first rank."""
+    if mesh is None or mesh.tensor is None:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    first = mesh.tensor.get_local_rank() == 0  # torch's function takes tensors of one mesh
     counted = [local(g) for g in gradients if first or is_tensor_parallel(g)]
     squares = torch.zeros((), dtype=torch.float64, device=local(gradients[0]).device)
     if counted:

@@ -84,7 +84,12 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
         plan[_key(model, head)] = COLUMNS
     if tied:
         plan[_key(model, embeddings)] = EMBEDDING
-    _check_styles(model, plan)
+    for name, style in plan.items():
+        if style not in _OWN_PIECES:
+            raise UserError(
+                f"{KEY}: transformers splits {name} of {type(model).__name__} by {style}, which "
+                f"gradients or checkpoints of shards do not take here: set {KEY}=1"
+            )
     apply_tensor_parallelism(model, mesh, plan)
     if tied:
         head.weight = embeddings.weight
@@ -158,15 +163,6 @@ def _check(model: PreTrainedModel, size: int) -> None:
         if isinstance(count, int) and count % size:
             fits = [str(n) for n in range(1, count + 1) if count % n == 0]
             raise UserError(f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}")
-
-
-def _check_styles(model: PreTrainedModel, plan: dict[str, str]) -> None:
-    for name, style in plan.items():
-        if style not in _OWN_PIECES:
-            raise UserError(
-                f"{KEY}: transformers splits {name} of {type(model).__name__} by {style}, which "
-                f"gradients or checkpoints of shards do not take here: set {KEY}=1"
-            )
 
 
 class NormOfOwnHeads(TensorParallelLayer):
