@@ -116,6 +116,11 @@ class ModelWorker(Worker):
         Returns:
             The log-probabilities before the step, ``[batch, length]``, if this is the policy and the batch lacks them.
         """
+        if batch.loss_weights is None or batch.advantages is None:
+            raise ValueError("a training batch needs loss_weights and advantages")
+        return self._accumulate(batch)
+
+    def _accumulate(self, batch: UpdateBatch) -> Tensor | None:
         assert self.loss is not None
         self.backend.forward_backward(batch, self.loss)
         return None

@@ -103,8 +103,8 @@ class PolicyWorker(Publisher):
         optimizers = {**spec.optimizers, VALUE_HEAD: self.cfg.trainer.critic.optimizer_config}
         return replace(spec, optimizers=optimizers, value_head_kwargs=ROLES[CRITIC_ROLE].config_kwargs(self.cfg))
 
-    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
-        """As of any worker, and returns missing ``proximal_logprobs``, which the gradient computes anyway."""
+    def _accumulate(self, batch: UpdateBatch) -> Tensor | None:
+        """Returns missing ``proximal_logprobs``, which the gradient computes anyway."""
         if batch.critic_alone:
             self.backend.forward_backward(batch, self._critic_loss)
             return None
