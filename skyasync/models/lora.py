@@ -56,7 +56,7 @@ class Adapters:
         self.dtype = next(p.dtype for p in model.parameters())  # of what is frozen
         self.config: Any = peft.LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it takes floats
             lora_dropout=settings.dropout,
             target_modules=_targets(model, settings),
             task_type="CAUSAL_LM",
