@@ -69,7 +69,7 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
 
 @torch.no_grad()
 def change(dispatch: LocalDispatch) -> None:
-    for parameter in dispatch._policy.model.parameters():
+    for parameter in dispatch._policy.backend.model.parameters():
         if parameter.requires_grad:
             local = getattr(parameter, "_local_tensor", parameter)
             local += 1e-4 * torch.randn_like(local)

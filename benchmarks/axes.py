@@ -153,7 +153,7 @@ def rows_of(case: Case, worker: Any) -> Any:
 
     batch = ragged_batch(case.rows, case.mean, longest=2)
     batch.tokens %= case.model["vocab_size"]
-    axes = worker.axes
+    axes = worker.backend.spec.axes
     return batch.select(split_for_ranks(batch, axes.data)[axes.rows_of(worker.rank)]).trim()
 
 
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--toy", action="store_true", help="tiny models and few tokens")
     arguments = parser.parse_args()
-    from skyasync.workers import parallel, policy  # noqa: F401  # once, for all ranks
+    from skyasync.workers import policy  # noqa: F401  # once, for all ranks
 
     print("| model | ranks | axes | CPU s | of one rank's | s | MiB | of one rank's | norm |\n|---" + "|---" * 8 + "|")
     one: Found | None = None

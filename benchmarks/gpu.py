@@ -81,7 +81,7 @@ def measure(case: Case, folder: str) -> Found:
     worker.setup()
     batch = ragged_batch(case.rows, case.mean)
     if not case.packed:
-        worker.model.packs = False
+        worker.backend.model.packs = False
         filled = batch.attention_mask.shape[1]
         cfg.trainer.micro_train_batch_size_per_gpu = max(1, case.micro_batch_tokens // filled)
     seconds = []
@@ -93,7 +93,7 @@ def measure(case: Case, folder: str) -> Found:
         seconds.append(time.perf_counter() - began)
     tokens, taken = int(batch.attention_mask.sum()), statistics.median(seconds[1:])
     lengths = batch.attention_mask.sum(1).double()
-    work = 6 * trained(worker.model) * tokens + attention(case, float(lengths.square().sum()))
+    work = 6 * trained(worker.backend.model) * tokens + attention(case, float(lengths.square().sum()))
     return Found(tokens, taken, work / taken / peak_of(device), held(device), planned(cfg, case, device))
 
 

@@ -24,8 +24,9 @@ def peak_of(way: str, what: str, tokens: int, vocabulary: int) -> int:
     from torch import Tensor
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from skyasync.workers.model import TokenLogprobs
-    from skyasync.workers.packing import plain_layout
+    from skyasync.models.backend import ENTROPY, LOGPROBS, OutputRequest
+    from skyasync.models.packing import plain_layout
+    from skyasync.models.token_model import TokenModel
 
     hidden_size = 64
     config = LlamaConfig(
@@ -44,13 +45,14 @@ def peak_of(way: str, what: str, tokens: int, vocabulary: int) -> int:
             return chosen, logprobs.gather(1, others[0, 1:])
         return (chosen, -(logprobs.exp() * logprobs).sum(-1)) if what == PASSES[2] else (chosen,)
 
-    class Given(TokenLogprobs):
+    class Given(TokenModel):
         def hidden(self, layout: object) -> Tensor:
             return states[:-1]
 
     def lean() -> tuple[Tensor, ...]:
-        scores = Given(model)(plain_layout(rows, mask, mask.clone()), with_entropy=what == PASSES[2], others=others)
-        return tuple(score for score in scores if score is not None)
+        names = {LOGPROBS} | ({ENTROPY} if what == PASSES[2] else set())
+        request = OutputRequest.of(*names, token_ids=others)
+        return tuple(Given(model)(plain_layout(rows, mask, mask.clone()), request).values())
 
     return _peak({"plain": plain, "lean": lean}[way], gradient=what != PASSES[0])
 

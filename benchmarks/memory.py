@@ -114,11 +114,11 @@ def measured(case: Case, *, exact: bool = False, python: str = sys.executable) -
 
 def run_rank(case: Case, folder: str, rank: int, *, exact: bool) -> dict[str, int]:
     """In a fresh process: this rank's peaks."""
-    from skyasync.workers import base as base_of_workers
+    from skyasync.models.fsdp import backend
     from skyasync.workers.policy import PolicyWorker
 
     if exact:
-        base_of_workers.keep_freed = lambda: None
+        backend.keep_freed = lambda: None
         ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 16)
     peaks: dict[str, int] = {}
     if rank == 0:
@@ -156,7 +156,7 @@ def _phases(worker: Any, case: Case, peaks: dict[str, int], folder: str, rank: i
         _wait_for(port)
         phase("load", lambda: worker.setup("127.0.0.1", int(port.read_text())))
     # Weights are mapped, and a row of the embeddings that no token asks for would never be read.
-    phase("held", lambda: [weight.sum() for weight in worker.model.parameters()])
+    phase("held", lambda: [weight.sum() for weight in worker.backend.model.parameters()])
     phase("log-probabilities", lambda: worker.logprobs(batch))
     if path := phase("publish", worker.publish):
         worker.release(path)
@@ -167,7 +167,7 @@ def _phases(worker: Any, case: Case, peaks: dict[str, int], folder: str, rank: i
 def _batch(case: Case) -> Any:
     import torch
 
-    from skyasync.workers.batch import UpdateBatch
+    from skyasync.models.batch import UpdateBatch
 
     length = case.prompt + case.response
     shape = (case.rows, length)

@@ -128,7 +128,7 @@ class Both:
 
     @torch.no_grad()
     def change(self, size: float = 2e-3) -> None:
-        for parameter in self.dispatch._policy.model.parameters():
+        for parameter in self.dispatch._policy.backend.model.parameters():
             if parameter.requires_grad:
                 local = getattr(parameter, "_local_tensor", parameter)
                 local += size * torch.randn(local.shape, generator=self._random)

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyasync.config.schema import Config
-from skyasync.workers import base
-from skyasync.workers.batch import UpdateBatch
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp import backend as fsdp
 from skyasync.workers.policy import PolicyWorker
 
 OWN = "update, 4k tokens per micro-batch"
@@ -109,7 +109,7 @@ def worker(path: str, micro_batch_tokens: int, **more: bool) -> PolicyWorker:
 
 def unshared(update: Callable[[], object]) -> None:
     """Every sequence with its own copy of the prompt."""
-    with patch.object(base, "can_share_prefixes", lambda config: False):
+    with patch.object(fsdp, "can_share_prefixes", lambda config: False):
         update()
 
 

@@ -84,7 +84,7 @@ class Bench:
         self.client = InferenceClient([ENGINES[backend](config) for _ in range(engines)])
         self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16)
         self.sync.keeper = self.dispatch  # as in a run that replaces engines that die, which is the default
-        model = self.dispatch._policy.model.model
+        model = self.dispatch._policy.backend.model.model
         self.weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
         self.copies = [torch.zeros_like(tensor) for tensor in self.weights.values()]
         self.reloads = backend == "vllm"

@@ -66,16 +66,16 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from skyasync.workers import checkpoint as files
+    from skyasync.models.fsdp import checkpoint as files
+    from skyasync.models.token_model import training_config
     from skyasync.workers.file_names import Apart
     from skyasync.workers.leaving import Leaving, kinds_in
-    from skyasync.workers.model import training_config
 
     config = training_config(origin, settings.get("config_kwargs"))
     chosen = _dtype(dtype, getattr(torch, str(config.dtype).rpartition(".")[2], None))
     weights = read_weights(checkpoint)
     if lora := _adapters_of(checkpoint):
-        from skyasync.workers.lora import merge
+        from skyasync.models.lora import merge
 
         weights = merge(weights, origin, lora, chosen)
     with torch.device("meta"):

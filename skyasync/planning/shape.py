@@ -118,7 +118,7 @@ class ModelShape:
 
     @property
     def shares_prefixes(self) -> bool:
-        """As ``skyasync.workers.model.can_share_prefixes`` decides."""
+        """As ``skyasync.models.token_model.can_share_prefixes`` decides."""
         return not any(self.windows)
 
 

@@ -23,8 +23,8 @@ from skyasync.simulate.engines import VirtualClient
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:  # a simulation does without torch
+    from skyasync.models.batch import TrainingBatch
     from skyasync.weight_sync.sync import Paused
-    from skyasync.workers.batch import TrainingBatch
 
 _MIX = 0x9E3779B97F4A7C15
 _PROMPT = Segment("prompt", ints([0]))

@@ -20,7 +20,7 @@ from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
 from skyasync.observe.usage import Engines
-from skyasync.rollout.contract import Generator
+from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
 from skyasync.trainer import weight_updates

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
 from skyasync.callbacks import RunExtension
 from skyasync.config.resume import keeps_checkpoints
-from skyasync.config.rules import Plan, check_correction, corrected
+from skyasync.config.parts import Plan, check_correction, reads_behaviour
 from skyasync.config.schema import Config
 from skyasync.config.streaming import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
@@ -30,11 +30,16 @@ from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.status import give_reason
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
-from skyasync.rollout.contract import Generator, hands_over_trajectories, play
 from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
 from skyasync.rollout.metrics import staleness_metrics
-from skyasync.rollout.requests import eval_prompts, request_for
-from skyasync.rollout.rules import check_given_up
+from skyasync.rollout.episode_limits import check_given_up
+from skyasync.rollout.generator_api import (
+    Generator,
+    eval_prompts,
+    hands_over_trajectories,
+    rollout_requests,
+    run_generator,
+)
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.trainer import one_ahead
@@ -252,9 +257,9 @@ class RayPPOTrainer(AlgorithmHooks):
         return groups, metrics | found
 
     async def _play(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
-        request = request_for(prompts, self.cfg.generator)
+        requests = rollout_requests(prompts, self.cfg.generator)
         async with self.context.phases.limited("generation"):
-            return await play(self.generator, request, prompts, version)
+            return await run_generator(self.generator, requests, version)
 
     def assemble(
         self,
@@ -432,10 +437,10 @@ class RayPPOTrainer(AlgorithmHooks):
         async with self.weight_updates.without_rollouts() if pause else nullcontext():
             with self.timed("eval", metrics, "evaluation"):
                 groups: list[Group] = []
-                for prompts, request in eval_requests(self.eval_dataset, self.cfg):
+                for requests in eval_requests(self.eval_dataset, self.cfg):
                     self.weight_updates.check_awake(type(self).__name__)
                     async with self.context.phases.limited("evaluation"):
-                        found, _ = await play(self.generator, request, prompts, self.policy_version)
+                        found, _ = await run_generator(self.generator, requests, self.policy_version)
                     await self.context.reward_model.add_scores(found)
                     groups += found
                 self.learner.guard.check_rewards(groups)
@@ -546,7 +551,7 @@ class RayPPOTrainer(AlgorithmHooks):
         assert plan is not None
         for problem in chain(check_streaming(self.cfg, plan), check_correction(self.cfg, plan)):
             raise UserError(problem)
-        self.context.on_policy = not plan.stale(self.cfg) and not corrected(self.cfg.trainer.algorithm)
+        self.context.on_policy = not plan.stale(self.cfg) and not reads_behaviour(self.cfg.trainer.algorithm)
         if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
             raise UserError(
                 f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data or data.val_sets"

@@ -1,46 +1,54 @@
-"""One rank of the critic: what it says an episode is worth, and how it learns from what came of it."""
+"""The critic: what an episode is worth before each token, learnt from the returns."""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from skyasync.algorithms.losses.value import clipped_value_loss
-from skyasync.workers.batch import UpdateBatch
-from skyasync.workers.packing import MicroBatch
-from skyasync.workers.totals import Totals
-from skyasync.workers.trained import TrainedWorker
-from skyasync.workers.valued import ValueWorker
+from skyasync.config.schema import CriticConfig
+from skyasync.models.backend import MODEL, VALUES, LossFn, LossTerm, OutputRequest
+from skyasync.models.batch import TokenBatch, UpdateBatch
+from skyasync.workers.model_worker import ModelWorker
 
 
-class CriticWorker(ValueWorker, TrainedWorker):
-    """Holds the critic: ``trainer.critic.model``, or the policy's starting weights, under a head of one output.
+class ValueLoss(LossFn):
+    """Clipped squared error of values and returns.
 
     Args:
-        args, kwargs: those of :class:`TrainedWorker`.
+        part: of the model, which learns: a critic of its own, or a head on the policy's layers.
+        gradient: share of the gradient that goes on from the head to the layers.
     """
+
+    def __init__(self, settings: CriticConfig, part: str = MODEL, gradient: float = 1.0) -> None:
+        self._clip, self._part, self._gradient = settings.value_clip or math.inf, part, gradient
+
+    def request(self, batch: UpdateBatch) -> OutputRequest:
+        if batch.values is None or batch.returns is None:
+            raise ValueError("a critic learns from values and returns, and the batch has none")
+        return OutputRequest.of(VALUES, value_gradient=self._gradient)
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
+        assert batch.values is not None and batch.returns is not None
+        token_loss, maps = clipped_value_loss(outputs[VALUES], batch.values, batch.returns, clip=self._clip)
+        # Where there is no loss token the loss has no meaning, and may be anything.
+        loss = (batch.loss_weights.to(token_loss.dtype) * token_loss.where(batch.loss_mask, 0.0)).sum()
+        clipped = maps["value_clip_fraction"].double()
+        return {self._part: LossTerm(loss, batch.loss_mask, {"clip_frac": clipped})}
+
+
+class CriticWorker(ModelWorker):
+    """Holds the critic: ``trainer.critic.model``, or the policy's starting weights, under a head of one output."""
 
     role_name: ClassVar[str] = "critic"
 
-    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
-        if batch.values is None or batch.returns is None:
-            raise ValueError("a critic learns from values and returns, and the batch has none")
-        return super().forward_backward(batch)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.loss = ValueLoss(self.cfg.trainer.critic)
 
-    def _backward(self, micro: MicroBatch[UpdateBatch], totals: Totals) -> Tensor:
-        """Returns the current values, ``[rows, length]``."""
-        batch = micro.batch
-        assert batch.values is not None and batch.returns is not None
-        values: Tensor = self.model(micro.layout.to(self.device))
-        mask = self._here(batch.loss_mask)
-        token_loss, maps = clipped_value_loss(
-            values, self._here(batch.values), self._here(batch.returns), clip=self.settings.value_clip or math.inf
-        )
-        # Where there is no loss token the loss has no meaning, and may be anything.
-        weights = self._here(batch.loss_weights).to(token_loss.dtype)
-        loss = (weights * token_loss.where(mask, 0.0)).sum()
-        loss.backward()
-        totals.add(loss, mask, {"clip_frac": maps["value_clip_fraction"].double()})
-        return values.detach()
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Value of the state before each loss token, ``[batch, length]``."""
+        return self.backend.forward(batch, OutputRequest.of(VALUES))[VALUES]

@@ -23,7 +23,12 @@ from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+<<<<<<< HEAD
 from skyasync.inference.settings import adapter_rank, computes_on_lent_weights, lends_weights
+=======
+from skyasync.models.backend import SaveResult, files_of
+from skyasync.models.batch import TokenBatch, UpdateBatch
+>>>>>>> models
 from skyasync.state.manifest import Sums
 from skyasync.together import within
 from skyasync.utils.manifest import Sums
@@ -31,18 +36,19 @@ from skyasync.utils.task_group import within
 from skyasync.weight_sync.changed_weights import Published
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.across import Across
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.parts import Parts
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES
-from skyasync.workers.saved import Saved, files_of
+from skyasync.workers.roles import POLICY, REFERENCE, ROLES
+
+AS_THE_POLICY = {(REFERENCE, "logprobs"): "base_logprobs"}
+"""The policy's methods for what it answers in the place of another role, if they have other names."""
 
 AS_SAMPLED = ("logprobs", "values", "logprobs_and_values")
 """What the policy is asked of tokens with the experts that were chosen for them."""
 
 
-class Group(Protocol):
+class RoleRanks(Protocol):
     """The ranks of one role; ``RankGroup`` says what each method does."""
 
     @property
@@ -54,12 +60,12 @@ class Group(Protocol):
     def kill(self) -> None: ...
 
 
-class Started(dict[str, Group]):
+class Started(dict[str, RoleRanks]):
     """The ranks of each role of the run, by its name."""
 
-    def __missing__(self, role: str) -> Group:
-        when = ROLES[role].when
-        why = f" ({when})" if when else ""
+    def __missing__(self, role: str) -> RoleRanks:
+        keys = ROLES[role].enabled_by
+        why = f" ({' or '.join(keys)})" if keys else ""
         raise RuntimeError(f"no {role} was started: nothing in the configuration asked for one{why}")
 
 
@@ -70,7 +76,7 @@ class Dispatch:
         groups: of the run's roles, by their names, the policy first.
     """
 
-    def __init__(self, cfg: Config, groups: Mapping[str, Group]) -> None:
+    def __init__(self, cfg: Config, groups: Mapping[str, RoleRanks]) -> None:
         self._cfg, self._groups = cfg, Started(groups)
         self._broadcast: Broadcast | None = None
         self._parts: Parts | None = None
@@ -99,10 +105,8 @@ class Dispatch:
     # ---------------------------------------------------------------- any role
 
     async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
-        """What a role's workers say of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
-
-        They are sent tokens, masks and groups, and the columns that the role's entry names.
-        """
+        if (holder := self._holder(role)) != role:
+            role, method = holder, AS_THE_POLICY.get((role, method), method)
         asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
         if role == POLICY and method in AS_SAMPLED:  # others choose experts of their own
             asked.routed_experts = batch.routed_experts
@@ -142,18 +146,7 @@ class Dispatch:
 
     def _holder(self, role: str) -> str:
         """Whose ranks hold what a role trains: its own, or the policy's."""
-        return POLICY if role not in self._groups and ROLES[role].is_the_policys(self._cfg) else role
-
-    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
-        return await self.ask(POLICY, "logprobs", batch)
-
-    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        if REFERENCE not in self._groups and ROLES[REFERENCE].is_the_policys(self._cfg):
-            return await self.ask(POLICY, "base_logprobs", batch)
-        return await self.ask(REFERENCE, "logprobs", batch)
-
-    async def values(self, batch: TokenBatch) -> Tensor:
-        return await self.ask(self._holder(CRITIC_ROLE), "values", batch)
+        return POLICY if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg) else role
 
     # ---------------------------------------------------------------- the policy's weights, for engines
 
@@ -266,7 +259,7 @@ class Dispatch:
         """Undo ``offload``, bit for bit."""
         await asyncio.gather(*(group.call("onload") for group in self._on_the_policys_devices()))
 
-    def _on_the_policys_devices(self) -> list[Group]:
+    def _on_the_policys_devices(self) -> list[RoleRanks]:
         return [group for name, group in self._groups.items() if name == POLICY or ROLES[name].shares(self._cfg)]
 
     async def save(self, folder: Path) -> Sums:
@@ -369,7 +362,7 @@ def _as_update(version: int, file: Published) -> WeightUpdate:
     return WeightUpdate(version, "shared_memory", {"path": file.path}, file.content, file.base, file.metrics)
 
 
-def _arrived(folder: Path, ranks: Sequence[Saved | None]) -> Sums:
+def _arrived(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:
     """The files of all ranks of a role, by path from the checkpoint's folder; they can be seen from here."""
     files = files_of(ranks)
     if not folder.is_dir() or not any(folder.iterdir()):

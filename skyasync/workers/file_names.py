@@ -23,7 +23,7 @@ from skyasync.inference.interface import ENGINES
 from skyasync.weight_sync.kinds import Kinds, empty, kinds_of
 
 if TYPE_CHECKING:
-    from skyasync.workers.lora import Adapters
+    from skyasync.models.lora import Adapters
 
 
 def wants_file_names(cfg: Config) -> bool:

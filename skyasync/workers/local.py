@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.workers.batch import TokenBatch
+from skyasync.models.batch import TokenBatch
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY, ROLES
 

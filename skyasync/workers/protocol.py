@@ -8,9 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+<<<<<<< HEAD
 from skyasync.utils.manifest import Sums
+=======
+from skyasync.models.batch import TokenBatch, UpdateBatch
+from skyasync.state.manifest import Sums
+>>>>>>> models
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 
 
 class WorkerDispatch(Protocol):
@@ -19,20 +23,15 @@ class WorkerDispatch(Protocol):
     async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
         """What a role says of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
 
-        Its workers are sent tokens, masks, groups, and the columns that the role's entry names.
+        The policy's ranks answer for a role that they host (a reference under adapters, a critic on its layers).
+        Workers are sent tokens, masks, groups, and the columns that the role's entry names.
+
+        Args:
+            method: of the role's worker: ``logprobs`` of policy, reference and teacher, ``values`` of the critic.
         """
 
     async def call(self, role: str, method: str, *args: object) -> list[Any]:
         """The same call on every rank of a role; results by rank."""
-
-    async def policy_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probability of each loss token under the current policy, ``[batch, length]``, 0 elsewhere."""
-
-    async def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """The same under the frozen reference model."""
-
-    async def values(self, batch: TokenBatch) -> Tensor:
-        """What the critic says the rest of each episode is worth before each loss token, ``[batch, length]``."""
 
     async def forward_backward(self, batch: UpdateBatch, role: str = "policy") -> None:
         """Add the gradient of these rows to what has been added up since the last optimizer step.

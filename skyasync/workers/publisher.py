@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+<<<<<<< HEAD
 from skyasync.inference.settings import computes_on_lent_weights
+=======
+from skyasync.engines.settings import computes_on_lent_weights
+from skyasync.models.fsdp.backend import FSDPBackend
+>>>>>>> models
 from skyasync.weight_sync.adapter_file import write_adapter
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.cuda_ipc import Packed, Packer
@@ -23,14 +28,16 @@ from skyasync.weight_sync.shared_memory import remove_weights, write_one_by_one
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.file_names import Apart, has_other_names, wants_file_names
 from skyasync.workers.leaving import Leaving, kinds_in
-from skyasync.workers.trained import TrainedWorker
+from skyasync.workers.model_worker import ModelWorker
 
 if TYPE_CHECKING:
     from skyasync.weight_sync.carry import Carried
 
 
-class Publisher(TrainedWorker):
+class Publisher(ModelWorker):
     """Hands its weights out."""
+
+    backend: FSDPBackend
 
     _apart: Apart | None = None
     _packer: Packer | None = None
@@ -50,10 +57,11 @@ class Publisher(TrainedWorker):
 
     def _leaving(self) -> Leaving:
         """The weights as engines load them."""
-        weights = self.weights()
-        if self._apart is None and wants_file_names(self.cfg) and has_other_names(self.model.model):
-            self._apart = Apart(self.model.model, kinds_in(weights, self.dtype), self.adapters)
-        return Leaving(weights, self.dtype, self._apart)
+        backend = self.backend
+        weights = backend.sharded_weights()
+        if self._apart is None and wants_file_names(self.cfg) and has_other_names(backend.model.model):
+            self._apart = Apart(backend.model.model, kinds_in(weights, backend.dtype), backend.adapters)
+        return Leaving(weights, backend.dtype, self._apart)
 
     def publish(self) -> str | None:
         """Write the full weights to shared memory; the path on rank 0, None on the others. All ranks call it.
@@ -95,8 +103,8 @@ class Publisher(TrainedWorker):
 
     def publish_adapter(self) -> Published | None:
         """As ``publish``, of the adapters alone. All ranks call it."""
-        assert self.adapters is not None
-        adapter = self.adapters.alone()
+        assert self.backend.adapters is not None
+        adapter = self.backend.adapters.alone()
         return write_adapter(adapter, self.cfg.generator.weight_sync_dir) if self.rank == 0 else None
 
     def publish_whole(self, fell_back: bool) -> Published:
@@ -118,8 +126,8 @@ class Publisher(TrainedWorker):
         """Get ready to send weights by NCCL, in a new group. All ranks call it, with the same rendezvous."""
         if (former := getattr(self, "_sender", None)) is not None:
             former.close()
-        model = self.adapters or self.model.model
-        self._sender = NCCLSender(model, rendezvous, rank=self.rank, dtype=self.dtype, device=self.device)
+        model, dtype = self.backend.adapters or self.backend.model.model, self.backend.dtype
+        self._sender = NCCLSender(model, rendezvous, rank=self.rank, dtype=dtype, device=self.device)
 
     def announce(self, version: int) -> WeightUpdate:
         """The message that tells engines of a broadcast."""

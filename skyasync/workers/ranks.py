@@ -1,8 +1,8 @@
 """The ranks of one model as Ray actors: called together, failing together.
 
 Invariant: the event loop never waits for Ray, and a rank that fails ends the call with that rank's own traceback: the
-others, which may be stuck in a collective with it, are killed first. While a call is under way its ranks are asked for
-a pulse; one that gives none for ``trainer.heartbeat_timeout_s`` (it is stopped, or its machine gone) counts as dead.
+others, which may be stuck in a collective with it, are killed first. While a call is running its ranks send heartbeats;
+a rank without one for ``trainer.heartbeat_timeout_s`` has failed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from torch import Tensor
 
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
+<<<<<<< HEAD
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.workers.batch import TokenBatch
+=======
+from skyasync.models.batch import TokenBatch
+from skyasync.processes.identity import Identity
+from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
+>>>>>>> models
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 
@@ -35,7 +41,7 @@ PULSE = "pulse"
 PULSE_S = 5.0  # from one to the next
 OWN_DELAY_S = 1.0  # an answer may be there, and this process have been stopped or too busy to read it
 DEATH_NOTICE_S = 5.0
-"""Seconds that Ray may need to notice a dead process; only a call that has already failed waits for it."""
+"""Seconds that Ray may need to notice that a process has failed; only a call that has failed waits for it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class WorkerPlacement:
     num_gpus: float = 0.0
 
 
-class _Rank:
+class _WorkerActor:
     """Forwards to the worker it holds, whose libraries are imported in this process while the caller does other
     things."""
 
@@ -69,9 +75,15 @@ class _Rank:
         return getattr(self._worker, method)(*args)
 
     @ray.method(concurrency_group=PULSE)
+<<<<<<< HEAD
     def pulse(self) -> ProcessIdentity:
         """Answered beside the call under way, by a thread of its own."""
         return ProcessIdentity.mine()
+=======
+    def pulse(self) -> Identity:
+        """Answered by a thread of its own while a call is running."""
+        return Identity.mine()
+>>>>>>> models
 
 
 class HeartbeatTimeoutError(RuntimeError):
@@ -101,7 +113,7 @@ class RankGroup:
         name = worker.rpartition(":")[2] or getattr(role.worker, "__name__", "")  # in Ray's errors and process titles
         # Groups have Ray run all calls in threads: those of the first one, and each of the others, in one.
         remote: Any = ray.remote  # whose types know nothing of these
-        actor_class = remote(max_restarts=0, concurrency_groups={PULSE: 1})(type(name, (_Rank,), {}))
+        actor_class = remote(max_restarts=0, concurrency_groups={PULSE: 1})(type(name, (_WorkerActor,), {}))
         self._actors: list[Any] = [
             actor_class.options(
                 num_cpus=placement.num_cpus,
@@ -138,7 +150,7 @@ class RankGroup:
 
     @property
     def lost(self) -> BaseException | None:
-        """The error by which a rank's process was found to be dead, if one was."""
+        """The error that showed the failure of a rank's process, if one has failed."""
         found = isinstance(self._failure, ray.exceptions.RayActorError | HeartbeatTimeoutError)
         return self._failure if found else None
 
@@ -173,7 +185,7 @@ class RankGroup:
         self._actors = []
 
     def give_up(self, reason: str, cause: BaseException | None = None) -> None:
-        """They wait for somebody who will not come, and cannot be told: end them, as if they had died."""
+        """End processes that wait for a process that has failed: they cannot be interrupted."""
         if self._failure is None:
             error = HeartbeatTimeoutError(f"the {self._role.name}'s processes were ended: {reason}")
             error.__cause__ = cause
@@ -243,7 +255,7 @@ class RankGroup:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """What lies inside counts into ``busy_s``."""
+        """The time inside counts into ``busy_s``."""
         if not self._running:
             self._since = time.monotonic()
         self._running += 1

@@ -1,6 +1,6 @@
-"""One rank of a role: what its process holds, and what is asked of all of them.
+"""One rank of a role: the calls that every role has.
 
-Invariant: a call reaches all ranks of a role in the same order, one at a time.
+Invariant: all ranks of a role get the same calls in the same order, one at a time.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from skyasync.config.schema import Config
+from skyasync.models.backend import SaveResult
+from skyasync.state import manifest
+from skyasync.state.manifest import Sums
 from skyasync.workers.roles import ROLES
-from skyasync.workers.saved import Saved
 
 LOOPBACK = "127.0.0.1"
+_PROFILE_ROWS = 40  # of the table
 
 
 class Worker:
@@ -55,11 +59,6 @@ class Worker:
         if threads:
             torch.set_num_threads(threads)
 
-    @property
-    def offloads(self) -> str:
-        """What this worker keeps in host memory while it computes (``cpu_offload``)."""
-        return getattr(self.settings, "cpu_offload", "none")
-
     def node(self) -> tuple[str, str]:
         """Identity and address of this rank's Ray node."""
         import ray  # the rest of a worker runs without it
@@ -79,13 +78,19 @@ class Worker:
 
     def begin_profile(self) -> None:
         """From here on what this rank computes is recorded."""
-        from skyasync.workers.profiling import RankProfile
-
-        self._profile = RankProfile()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
 
     def end_profile(self, folder: str) -> None:
-        """Write what has been recorded: a trace and a table, ``<role>_rank<n>``."""
-        self._profile.finish(Path(folder), f"{self.role.name}_rank{self.rank}")
+        """Write a trace for Perfetto, ``<role>_rank<n>.json``, and a table of the longest operations (``.txt``)."""
+        self._profile.stop()
+        path, name = Path(folder), f"{self.role.name}_rank{self.rank}"
+        path.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(path / f"{name}.json"))
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=by, row_limit=_PROFILE_ROWS)
+        (path / f"{name}.txt").write_text(table, encoding="utf-8")
 
     def ready(self) -> int:
         """Answers (with the process id) once the calls before it are done."""
@@ -97,20 +102,25 @@ class Worker:
     def onload(self) -> None:
         """Undo ``offload``."""
 
-    def save(self, folder: str) -> Saved | None:
+    def save(self, folder: str) -> SaveResult | None:
         """Write what training changes into an empty folder. Asked of a role that trains.
 
-        What the disk does not take may be an answer (``Saved.problem``): an error ends all ranks.
+        What the disk does not take may be an answer (``SaveResult.problem``): an error ends all ranks.
         """
         raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learnt")
 
     def begin_save(self, folder: str) -> None:
         """As ``save``, while other calls go on, if the worker can do that; ``saved`` tells when it is done."""
-        self._saved = self.save(folder) or Saved()
+        self._saved = self.save(folder) or SaveResult()
 
-    def saved(self) -> Saved | None:
+    def saved(self) -> SaveResult | None:
         """Of the last ``begin_save``; None while it is being written."""
         return self._saved
+
+    def verify(self, folder: str, sums: Sums) -> list[str]:
+        """What is wrong with a checkpoint's files, in words; each rank reads its share of them."""
+        mine = dict(sorted(sums.items())[self.rank :: self.world_size])
+        return list(manifest.damage(Path(folder), mine))
 
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""

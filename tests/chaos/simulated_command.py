@@ -30,7 +30,7 @@ from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, Li
 from tests.chaos.simulated_ranks import Disk, Ranks
 
 if TYPE_CHECKING:
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
 
 RESTARTS = 1000
 

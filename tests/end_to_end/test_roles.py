@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skyasync import BasePPOExp, RayPPOTrainer
-from skyasync.workers.batch import RolloutBatch
+from skyasync.models.batch import RolloutBatch
 from skyasync.workers.roles import ROLES, Role, register_role
 from skyasync.workers.worker import Worker
 from tests.end_to_end.runs import Train

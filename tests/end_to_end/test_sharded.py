@@ -56,6 +56,6 @@ def check_export(export: Path, saved: Path, model: str, dtype: torch.dtype) -> N
     worker.setup()
     worker.load(str(saved))
     exported = load_file(export / "model.safetensors")
-    expected = {name: p.detach().to(dtype) for name, p in worker.model.model.named_parameters()}
+    expected = {name: p.detach().to(dtype) for name, p in worker.backend.model.model.named_parameters()}
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())

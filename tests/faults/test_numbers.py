@@ -59,8 +59,8 @@ class Broken(RayPPOTrainer):
         for role in ("policy", "critic"):
             if role in self.dispatch._groups:  # type: ignore[attr-defined]
                 worker = self.dispatch.worker(role)  # type: ignore[attr-defined]
-                moments = [v for state in worker.optimizer.state.values() for v in state.values()]
-                tensors = [*worker.model.parameters(), *moments]
+                moments = [v for state in worker.backend.optimizer.state.values() for v in state.values()]
+                tensors = [*worker.backend.model.parameters(), *moments]
                 self.states.setdefault(self.global_step, {})[role] = [t.detach().clone() for t in tensors]
         await super().end_step(status)
 

@@ -17,10 +17,10 @@ def one_step(truncated: frozenset[int] = frozenset(), **algorithm: Any) -> Run:
     run = make_run(RayPPOTrainer, prompts=4, **settings)
     run.generator.truncated = truncated
 
-    async def reference_logprobs(batch: Any) -> torch.Tensor:
-        return torch.where(batch.loss_mask, -1.5, 0.0)
+    async def ask(role: str, method: str, batch: Any) -> torch.Tensor:
+        return torch.where(batch.loss_mask, -1.5 if role == "reference" else -0.5, 0.0)
 
-    run.dispatch.reference_logprobs = reference_logprobs  # type: ignore[method-assign]
+    run.dispatch.ask = ask  # type: ignore[method-assign]
     return run.train()
 
 

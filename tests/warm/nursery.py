@@ -62,12 +62,12 @@ OF_RUNS = (
     "skyasync.rollout.generator",
     "skyasync.rollout.judging",
     "skyasync.weight_sync.nccl",
-    "skyasync.workers.checkpoint",
+    "skyasync.models.fsdp.checkpoint",
     "skyasync.workers.critic",
-    "skyasync.workers.model",
-    "skyasync.workers.parallel",
+    "skyasync.models.token_model",
+    "skyasync.models.parallel",
     "skyasync.workers.policy",
-    "skyasync.workers.reference",
+    "skyasync.workers.frozen",
 )
 OF_RAY = (  # what Ray imports in each of its workers: half of what their start takes
     "cloudpickle",

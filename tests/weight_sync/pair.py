@@ -51,7 +51,7 @@ class Pair:
 
     @torch.no_grad()
     def step(self, size: float = STEP) -> None:
-        for parameter in self.dispatch._policy.model.parameters():
+        for parameter in self.dispatch._policy.backend.model.parameters():
             if not parameter.requires_grad:
                 continue
             local = getattr(parameter, "_local_tensor", parameter)

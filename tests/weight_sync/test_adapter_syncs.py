@@ -7,15 +7,23 @@ from transformers import AutoModelForCausalLM
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+<<<<<<< HEAD
 from skyasync.inference.backends.vllm.adapter import lora_arguments
+=======
+from skyasync.models.fsdp import checkpoint
+>>>>>>> models
 from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapter_file import read_adapter, with_added
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightSyncError
+<<<<<<< HEAD
 from skyasync.workers import checkpoint
 from tests.inference.tiny_llama import save_tiny_llama
+=======
+from tests.engines.tiny_llama import save_tiny_llama
+>>>>>>> models
 from tests.planning.models import configuration
 from tests.trainer.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
@@ -36,7 +44,7 @@ async def pair(model, request):
 
 
 def merged(policy):
-    return digests_of(checkpoint.full_weights(policy.weights(), policy.dtype, keep=True))
+    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype))
 
 
 def held(pair):
@@ -52,7 +60,7 @@ async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
         await pair.hand_over()
         metrics = await pair.verify()
         assert merged(pair.dispatch._policy).items() <= held(pair).items()
-        adapters = [p for n, p in pair.dispatch._policy.model.named_parameters() if ".lora_" in n]
+        adapters = [p for n, p in pair.dispatch._policy.backend.model.named_parameters() if ".lora_" in n]
         assert metrics["sync/bytes"] == sum(p.numel() * 4 for p in adapters)
         assert metrics["sync/logprob_gap_mean"] <= metrics["sync/logprob_gap_limit"]
     assert held(pair) != before

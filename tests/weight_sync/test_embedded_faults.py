@@ -129,7 +129,7 @@ async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_th
         await pair.hand_over()
         await pair.verify()
         pair.sync.sampled(pair.version, await gap_of_tokens(pair, name))
-    sent, write = pair.dispatch._policy.weights(), lent.Lender.write
+    sent, write = pair.dispatch._policy.backend.sharded_weights(), lent.Lender.write
     old = {n: getattr(w, "_local_tensor", w).detach().clone() for n, w in sent.items() if LAYER in n}
 
     def stale(lender, kinds, weights):

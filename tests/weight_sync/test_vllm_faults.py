@@ -56,8 +56,13 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
 
 
 async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
+<<<<<<< HEAD
     names = await pair.engine.llm.collective_rpc(checked)
     assert len(names[0]) == len(list(pair.dispatch._policy.model.model.named_parameters())) + 1  # the head
+=======
+    names = await pair.engine._core.llm.collective_rpc(checked)
+    assert len(names[0]) == len(list(pair.dispatch._policy.backend.model.model.named_parameters())) + 1  # the head
+>>>>>>> models
     assert not pair.sync._unproven
 
 
@@ -100,5 +105,5 @@ async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
     generator.weight_sync_mode = "full"
     await pair.hand_over()
     assert await pair.client.score(PROBE) == by_changes
-    whole = pair.dispatch._policy.dtype.itemsize == 4  # a step changes nearly all of float32: sent whole anyway
+    whole = pair.dispatch._policy.backend.dtype.itemsize == 4  # a step changes nearly all of float32: sent whole anyway
     assert fallbacks == ([0, 1, 2, 3] if whole else [0, 0, 1, 1])

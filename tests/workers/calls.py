@@ -15,15 +15,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+<<<<<<< HEAD
 from skyasync.utils import manifest
+=======
+from skyasync.models.backend import VALUE_HEAD, SaveResult
+from skyasync.state import manifest
+>>>>>>> models
 from skyasync.weight_sync.changed_weights import KeptWeights
 from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import read_weights
-from skyasync.workers.base import ModelWorker
+from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.saved import Saved
 from tests.workers.conftest import make_batch
 from tests.workers.processes import Rank
 
@@ -41,7 +45,7 @@ class _Player:
     def __init__(self, rank: Rank, folder: Path) -> None:
         self.rank, self.folder = rank, folder
         self.worker: PolicyWorker = rank.worker
-        self.names = {id(p): name for name, p in self.worker.model.named_parameters()}
+        self.names = {id(p): name for name, p in self.worker.backend.model.named_parameters()}
         self.answers: dict[tuple[str, str], Any] = {}  # a call in a state has one answer
         self.saved: list[tuple[str, str]] = []  # folder, digest of the state in it
         self.borrower, self.kept = Borrower(), KeptWeights()  # an engine's
@@ -64,7 +68,7 @@ class _Player:
         return self.worker.logprobs(self._shard(3)).tolist()
 
     def update(self) -> tuple[dict[str, float], str]:
-        metrics = self.worker.update_policy(self._shard(self.worker.step))
+        metrics = self.worker.update_policy(self._shard(self.worker.backend.step))
         return metrics, digest(self.worker)
 
     def publish(self) -> None:
@@ -90,7 +94,7 @@ class _Player:
         self.worker.broadcast()
         expected = whole_weights(self.worker)
         equal(received.weights, {name: expected[name] for name in received.weights})
-        assert set(received.weights) == {n for n, _ in self.worker.model.model.named_parameters()}
+        assert set(received.weights) == {n for n, _ in self.worker.backend.model.model.named_parameters()}
         assert info["names"] == list(received.weights)
         assert info["shapes"] == [list(w.shape) for w in received.weights.values()]
         assert info["dtype_names"] == [str(w.dtype).removeprefix("torch.") for w in received.weights.values()]
@@ -132,7 +136,7 @@ class _Player:
         return batch.select(split_for_ranks(batch, self.rank.count)[self.rank.rank]).trim()
 
 
-def check_files(worker: PolicyWorker, folder: Path, found: Saved) -> None:
+def check_files(worker: PolicyWorker, folder: Path, found: SaveResult) -> None:
     """A rank has written files, and they hold what it says."""
     assert not found.problem
     assert found.files and list(manifest.damage(folder, found.files)) == []
@@ -158,21 +162,21 @@ def check_between_calls(worker: ModelWorker, names: dict[int, str]) -> None:
     Args:
         names: of the parameters, by their identity.
     """
-    sharded = worker._sharded()
-    parameters = dict(worker.model.named_parameters())
+    sharded = worker.backend.is_sharded()
+    parameters = dict(worker.backend.model.named_parameters())
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor) == sharded, f"{name} is a {type(parameter).__name__}"
         assert names.get(id(parameter)) == name, f"{name} is another tensor than before"
-        assert parameter.dtype == worker.master_dtype()
+        assert parameter.dtype == worker.backend.master_dtype()
         assert not sharded or parameter.placements == (Shard(0),)
     if isinstance(worker, PolicyWorker):
-        known = [id(p) for group in worker.optimizer.param_groups for p in group["params"]]
+        known = [id(p) for group in worker.backend.optimizer.param_groups for p in group["params"]]
         assert sorted(known) == sorted(map(id, parameters.values()))
-        assert {id(p) for p in worker.optimizer.state} <= set(known)
+        assert {id(p) for p in worker.backend.optimizer.state} <= set(known)
 
 
 def remember_parameters(rank: Rank) -> None:
-    rank.notes["names"] = {id(p): name for name, p in rank.worker.model.named_parameters()}
+    rank.notes["names"] = {id(p): name for name, p in rank.worker.backend.model.named_parameters()}
 
 
 def logprobs(rank: Rank, seed: int) -> list[list[float]]:
@@ -184,7 +188,7 @@ def logprobs(rank: Rank, seed: int) -> list[list[float]]:
 
 def step_and_save(rank: Rank, folder: str) -> str:
     """An optimizer step, its checkpoint, and a digest of the whole state, which does not depend on the ranks."""
-    batch = make_batch(seed=rank.worker.step)
+    batch = make_batch(seed=rank.worker.backend.step)
     rank.worker.update_policy(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim())
     rank.worker.save(folder)
     return digest_of_whole(rank.worker)
@@ -202,8 +206,8 @@ def digest_of_whole(worker: PolicyWorker) -> str:
 def whole_weights(worker: PolicyWorker) -> dict[str, Tensor]:
     """What leaves the worker, gathered by hand: parameters once each, in the dtype of the engines."""
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to(worker.dtype)
-        for name, p in worker.model.model.named_parameters()
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to(worker.backend.dtype)
+        for name, p in worker.backend.model.model.named_parameters()
     }
 
 
@@ -224,7 +228,7 @@ def digest(worker: PolicyWorker) -> str:
 
 
 def _hashed(worker: PolicyWorker, view: Callable[[Tensor], Tensor]) -> str:
-    hashed = hashlib.blake2b(str(worker.step).encode())
+    hashed = hashlib.blake2b(str(worker.backend.step).encode())
     for name, tensor in _state(worker):
         hashed.update(name.encode() + view(tensor).reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
@@ -232,10 +236,10 @@ def _hashed(worker: PolicyWorker, view: Callable[[Tensor], Tensor]) -> str:
 
 def _state(worker: PolicyWorker) -> Iterator[tuple[str, Tensor]]:
     yield "random", torch.get_rng_state()
-    kept = dict(worker.optimizer.state)
-    if worker.critic:
-        kept |= worker.critic.optimizer.state
-    for name, parameter in worker.model.named_parameters():
+    kept = dict(worker.backend.optimizer.state)
+    if head := worker.backend.trained.get(VALUE_HEAD):
+        kept |= head.optimizer.state
+    for name, parameter in worker.backend.model.named_parameters():
         yield name, parameter.detach()
         for kind, value in sorted(kept.get(parameter, {}).items()):
             yield f"{name} {kind}", value

@@ -12,7 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyasync.config.schema import Config
-from skyasync.workers.batch import UpdateBatch
+from skyasync.models.batch import UpdateBatch
 from tests.workers.processes import Ranks
 
 VOCABULARY = 96

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from skyasync.config.schema import Config
-from skyasync.workers.base import LOOPBACK, ModelWorker
+from skyasync.workers.model_worker import LOOPBACK, ModelWorker
 from tests.warm import warm_children
 
 ANSWER_S = 120.0

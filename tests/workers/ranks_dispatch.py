@@ -12,23 +12,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import joined, split_for_ranks
 from tests.workers.processes import Rank, Ranks
 
 
-class DoubleWorker(PolicyWorker):
-    """Keeps and computes everything in float64, and hands weights over in the float32 that an engine has."""
-
+class _DoubleBackend(FSDPBackend):
     def master_dtype(self) -> torch.dtype:
         return torch.float64
 
+
+class DoubleWorker(PolicyWorker):
+    """Keeps and computes everything in float64, and hands weights over in the float32 that an engine has."""
+
+    def new_backend(self) -> FSDPBackend:
+        return _DoubleBackend()
+
     def setup(self, *args: Any) -> None:
         super().setup(*args)
-        self.dtype = torch.float32
+        self.backend.dtype = torch.float32
 
 
 class RanksDispatch:
@@ -90,13 +96,13 @@ def _method(rank: Rank, name: str, *args: Any) -> Any:
 
 
 def _note_gradients(rank: Rank) -> None:
-    found, clip = rank.notes.setdefault("gradients", []), rank.worker._clip
+    found, clip = rank.notes.setdefault("gradients", []), rank.worker.backend._clip
 
     def noted() -> float:
-        found.append(torch.cat([_whole(p.grad).flatten() for p in rank.worker.model.parameters()]).numpy())
+        found.append(torch.cat([_whole(p.grad).flatten() for p in rank.worker.backend.model.parameters()]).numpy())
         return clip()
 
-    rank.worker._clip = noted
+    rank.worker.backend._clip = noted
 
 
 def _whole(gradient: Tensor) -> Tensor:

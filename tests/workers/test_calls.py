@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyasync.config.schema import Config
+from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
-from skyasync.workers.reference import ReferenceWorker
 from tests.workers import calls
 from tests.workers.conftest import config_for, make_model
 from tests.workers.processes import Ranks

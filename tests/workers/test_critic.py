@@ -25,13 +25,15 @@ from transformers import (
 
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.workers import base
-from skyasync.workers.batch import UpdateBatch
+from skyasync.models import VALUE
+from skyasync.models.backend import VALUES, OutputRequest
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp import backend as fsdp
+from skyasync.models.heads import HEADS
+from skyasync.models.packing import plain_layout
+from skyasync.models.token_model import TokenModel
 from skyasync.workers.critic import CriticWorker
-from skyasync.workers.heads import HEADS
-from skyasync.workers.packing import plain_layout
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.roles import VALUE
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 
@@ -93,7 +95,7 @@ def learning(worker: CriticWorker | None = None, seed: int = 0, **size: Any) -> 
 
 
 def gradient(worker: CriticWorker) -> Tensor:
-    return torch.cat([_whole(p.grad).flatten() for p in worker.model.parameters()])
+    return torch.cat([_whole(p.grad).flatten() for p in worker.backend.model.parameters()])
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -111,9 +113,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_a_value_is_the_head_on_the_state_before_its_token(shapes: dict[str, str], name: str) -> None:
     batch = make_batch()
     model = HEADS[VALUE].load(shapes[name], torch.float32)
-    wrapped = HEADS[VALUE].wrap(model, Config()).eval()
+    wrapped = TokenModel(model).eval()
     with torch.no_grad():
-        found = wrapped(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))
+        layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+        found = wrapped(layout, OutputRequest.of(VALUES))[VALUES]
         backbone = AutoModel.from_pretrained(shapes[name], dtype=torch.float32).eval()
         states = backbone(batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state
         expected = (states @ model.score.weight[0]).roll(1, 1) * batch.loss_mask
@@ -126,7 +129,7 @@ def test_values_do_not_depend_on_packing_or_micro_batches(untied_model: str, mon
     packed = worker.values(batch)
     worker.cfg.trainer.micro_forward_batch_size_per_gpu = 1
     torch.testing.assert_close(worker.values(batch), packed, atol=1e-6, rtol=0)
-    monkeypatch.setattr(base, "can_share_prefixes", lambda config: False)
+    monkeypatch.setattr(fsdp, "can_share_prefixes", lambda config: False)
     torch.testing.assert_close(worker.values(batch), packed, atol=1e-6, rtol=0)
     assert not packed[~batch.loss_mask].any()
 
@@ -183,7 +186,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(
     vars(pieces.cfg.trainer).update(cut)
     whole.forward_backward(batch)
     pieces.forward_backward(batch)
-    monkeypatch.setattr(base, "can_share_prefixes", lambda config: False)
+    monkeypatch.setattr(fsdp, "can_share_prefixes", lambda config: False)
     alone.forward_backward(batch)
     assert distance(gradient(pieces), gradient(whole)) < 1e-6
     assert distance(gradient(alone), gradient(whole)) < 1e-6
@@ -221,11 +224,11 @@ def test_bfloat16_keeps_float32_masters_and_values_of_float32(untied_model: str)
         difference = (batch.values - exact.values(batch)).abs().max()
         assert 0 < float(difference) < 0.02
         assert not torch.equal(batch.values, batch.values.bfloat16().float()), "the head's sum is not rounded"
-        before = _whole(worker.model.model.score.weight)
+        before = _whole(worker.backend.model.model.score.weight)
         worker.forward_backward(batch)
         worker.optimizer_step()
-        assert all(p.dtype == torch.float32 for p in worker.model.parameters())
-        assert not torch.equal(_whole(worker.model.model.score.weight), before)
+        assert all(p.dtype == torch.float32 for p in worker.backend.model.parameters())
+        assert not torch.equal(_whole(worker.backend.model.model.score.weight), before)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -238,8 +241,8 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(untied_model: str, tmp_pa
     resumed = critic(untied_model)
     resumed.load(str(tmp_path))
     assert _steps(resumed, 2, 4) == expected
-    for name, parameter in resumed.model.named_parameters():
-        assert torch.equal(parameter, original.model.get_parameter(name))
+    for name, parameter in resumed.backend.model.named_parameters():
+        assert torch.equal(parameter, original.backend.model.get_parameter(name))
 
 
 def _steps(worker: CriticWorker, start: int, end: int) -> list[dict[str, float]]:
@@ -269,7 +272,7 @@ def test_returns_that_are_not_finite_change_no_weight(untied_model: str) -> None
 
 
 def gradient_free(worker: CriticWorker) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in worker.model.parameters()])
+    return torch.cat([p.detach().flatten().clone() for p in worker.backend.model.parameters()])
 
 
 def test_a_batch_without_returns_is_refused(untied_model: str) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ray.util.placement_group import PlacementGroup
 
 from skyasync.config.schema import Config
+from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.weight_sync.lent import Borrower
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.ranks import HeartbeatTimeoutError, WorkerPlacement, row_costs, split_for_ranks
@@ -119,13 +119,15 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
     )
     try:
         start = expected.logprobs(batch)
-        torch.testing.assert_close(await dispatch.policy_logprobs(batch), start, atol=1e-6, rtol=0)
+        torch.testing.assert_close(await dispatch.ask("policy", "logprobs", batch), start, atol=1e-6, rtol=0)
         assert await update(dispatch, batch) == pytest.approx(expected.update_policy(batch), rel=1e-5, abs=1e-7)
-        torch.testing.assert_close(await dispatch.policy_logprobs(batch), expected.logprobs(batch), atol=1e-5, rtol=0)
-        torch.testing.assert_close(await dispatch.reference_logprobs(batch), start, atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            await dispatch.ask("policy", "logprobs", batch), expected.logprobs(batch), atol=1e-5, rtol=0
+        )
+        torch.testing.assert_close(await dispatch.ask("reference", "logprobs", batch), start, atol=1e-6, rtol=0)
         assert (await dispatch.score([[1, 2, 3]]))[0] == pytest.approx(expected.score([[1, 2, 3]])[0], abs=1e-5)
         weights = await published(dispatch)
-        for name, parameter in expected.model.model.named_parameters():
+        for name, parameter in expected.backend.model.model.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-6, rtol=1e-5)
         assert (await dispatch.stats())["busy_s"] > 0
     finally:
@@ -153,11 +155,13 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         await dispatch.load(tmp_path / "one")
         for seed, samples in ((0, 4), (1, 1)):  # with one group of one sample a rank has no rows at all
             batch = make_batch(groups=groups, samples=samples, seed=seed)
-            torch.testing.assert_close(await dispatch.policy_logprobs(batch), single.logprobs(batch), atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                await dispatch.ask("policy", "logprobs", batch), single.logprobs(batch), atol=1e-4, rtol=0
+            )
             metrics = await update(dispatch, batch)
             assert metrics == pytest.approx(single.update_policy(batch), rel=1e-4, abs=1e-6)
         trained = await published(dispatch)
-        expected = {name: p.detach() for name, p in single.model.model.named_parameters()}
+        expected = {name: p.detach() for name, p in single.backend.model.model.named_parameters()}
         assert set(trained) == set(expected)
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-4)
@@ -181,11 +185,11 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
 
     resumed = in_process(cfg)
     resumed.load(str(tmp_path / "two" / "policy"))
-    for name, parameter in resumed.model.model.named_parameters():
+    for name, parameter in resumed.backend.model.model.named_parameters():
         assert torch.equal(parameter, trained[name])
     assert resumed.update_policy(make_batch(seed=2)) == pytest.approx(further, rel=1e-4, abs=1e-6)
     cfg.trainer.policy.model.path = str(tmp_path / "export")
-    for name, parameter in in_process(cfg).model.model.named_parameters():
+    for name, parameter in in_process(cfg).backend.model.model.named_parameters():
         assert torch.equal(parameter, trained[name])
 
 
@@ -203,7 +207,7 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
         assert time.monotonic() - began < 20
         assert "in forward_backward" in str(failure.value), "the rank's own traceback"
         with pytest.raises(RuntimeError, match="stopped") as later:
-            await dispatch.policy_logprobs(batch)
+            await dispatch.ask("policy", "logprobs", batch)
         assert later.value.__cause__ is failure.value
     finally:
         await dispatch.shutdown()

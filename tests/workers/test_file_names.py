@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
+from skyasync.models.fsdp import checkpoint
 from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights
-from skyasync.workers import checkpoint, file_names
+from skyasync.workers import file_names
 from skyasync.workers.file_names import Apart
 from skyasync.workers.leaving import Leaving, kinds_in
 from skyasync.workers.policy import PolicyWorker

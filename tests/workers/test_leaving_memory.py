@@ -15,9 +15,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from skyasync.workers.policy import PolicyWorker
+from tests.models.fsdp.test_loading_memory import ACCOUNT, NARROW, eight, llama, peak_growth
 from tests.workers.conftest import config_for
 from tests.workers.processes import Rank, Ranks
-from tests.workers.test_loading_memory import ACCOUNT, NARROW, eight, llama, peak_growth
 
 RANKS = 2
 TINY = NARROW | {"num_hidden_layers": 1}

@@ -33,14 +33,14 @@ def played(rank: Rank, where: str) -> list[Any]:
         return batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim()
 
     worker.update_policy(part(make_batch(groups=4, seed=1)))
-    before, step = digest(worker), worker.step
+    before, step = digest(worker), worker.backend.step
     problem = ""
     if where:
         worker.forward_backward(part(broken(where)))
         problem = worker.examine()
         worker.drop_gradient()
-    assert all(p.grad is None for p in worker.model.parameters())
-    same = digest(worker) == before and worker.step == step
+    assert all(p.grad is None for p in worker.backend.model.parameters())
+    same = digest(worker) == before and worker.backend.step == step
     last = worker.update_policy(part(make_batch(groups=4, seed=2)))
     return [same, problem, last, digest(worker)]
 
@@ -67,6 +67,6 @@ def test_a_gradient_is_scaled_once_however_often_it_is_looked_at(untied_model: s
         worker.forward_backward(make_batch())
         assert [worker.examine(0.5) for _ in range(looks)] == [""] * looks
         worker.optimizer_step(scale=0.5)
-        return torch.cat([p.detach().flatten() for p in worker.model.parameters()])
+        return torch.cat([p.detach().flatten() for p in worker.backend.model.parameters()])
 
     assert torch.equal(stepped(0), stepped(2))

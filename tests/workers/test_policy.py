@@ -7,27 +7,28 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
+from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights
+from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
-from skyasync.workers.reference import ReferenceWorker
+from tests.models.test_token_model import plain_forward
 from tests.workers.conftest import config_for, make_batch
-from tests.workers.test_model import plain_forward
 
 
 def start(cfg: Config, **kwargs) -> PolicyWorker:
     worker = PolicyWorker(cfg, threads=1, **kwargs)
     worker.setup()
-    worker.optimizer.register_step_pre_hook(lambda *_: _remember_gradients(worker))
+    worker.backend.optimizer.register_step_pre_hook(lambda *_: _remember_gradients(worker))
     return worker
 
 
 def _remember_gradients(worker: PolicyWorker) -> None:
     """Those of the last step, which the worker itself forgets."""
-    worker.seen = [p.grad.clone() for p in worker.model.parameters()]
+    worker.seen = [p.grad.clone() for p in worker.backend.model.parameters()]
 
 
 def weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in worker.model.named_parameters()}
+    return {name: p.detach().clone() for name, p in worker.backend.model.named_parameters()}
 
 
 def gradients(worker: PolicyWorker) -> list[torch.Tensor]:
@@ -71,14 +72,16 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(cfg: Config, cut: dic
 
 def test_activations_are_recomputed_on_a_gpu_and_not_on_a_cpu_unless_told_otherwise(cfg: Config) -> None:
     def recomputes(device: str) -> bool:
-        return PolicyWorker(cfg, device=device)._recomputes()
+        worker, backend = PolicyWorker(cfg), FSDPBackend()
+        backend.spec, backend.device = worker.spec(), torch.device(device)
+        return backend.recomputes()
 
     assert (recomputes("cpu"), recomputes("cuda")) == (False, True)
     for setting in (True, False):
         cfg.trainer.policy.gradient_checkpointing = setting
         assert recomputes("cpu") == recomputes("cuda") == setting
     cfg.trainer.policy.gradient_checkpointing = "auto"
-    assert not start(cfg).model.model.is_gradient_checkpointing
+    assert not start(cfg).backend.model.model.is_gradient_checkpointing
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -90,12 +93,12 @@ def test_no_gradient_outlives_its_update(cfg: Config, fails: bool) -> None:
             worker.update_policy(batch)
     else:
         worker.update_policy(batch)
-    assert all(p.grad is None for p in worker.model.parameters())
+    assert all(p.grad is None for p in worker.backend.model.parameters())
 
 
 def test_the_optimizers_epsilon_is_the_configured_one(cfg: Config) -> None:
     cfg.trainer.policy.optimizer_config.eps = 1e-5
-    assert {group["eps"] for group in start(cfg).optimizer.param_groups} == {1e-5}
+    assert {group["eps"] for group in start(cfg).backend.optimizer.param_groups} == {1e-5}
 
 
 @pytest.mark.parametrize("how", [True, "selective"])
@@ -105,7 +108,7 @@ def test_gradient_checkpointing_changes_no_gradient(cfg: Config, how: bool | str
     plain.update_policy(batch)
     cfg.trainer.policy.gradient_checkpointing = how
     recomputed = start(cfg)
-    assert recomputed.model.model.is_gradient_checkpointing
+    assert recomputed.backend.model.model.is_gradient_checkpointing
     recomputed.update_policy(batch)
     torch.testing.assert_close(gradients(recomputed), gradients(plain), atol=1e-7, rtol=1e-5)
 
@@ -175,7 +178,7 @@ def test_a_non_finite_loss_or_gradient_is_named_and_changes_no_weight(cfg: Confi
         batch.advantages[batch.loss_mask] = float("inf")
     else:
         # A finite loss may still have a gradient that is not: here the norm's weight is broken in the last layer.
-        worker.model.model.base_model.layers[1].register_full_backward_hook(
+        worker.backend.model.model.base_model.layers[1].register_full_backward_hook(
             lambda module, inputs, outputs: (torch.full_like(inputs[0], float("nan")),)
         )
     before = weights(worker)
@@ -199,7 +202,7 @@ def test_publish_writes_every_name_once_and_tied_weights_under_the_first(cfg: Co
         model = AutoModelForCausalLM.from_pretrained(cfg.trainer.policy.model.path)
         assert set(published) == set(dict(model.named_parameters()))
         assert model.config.tie_word_embeddings == ("lm_head.weight" not in published)
-        current = dict(worker.model.model.named_parameters())
+        current = dict(worker.backend.model.model.named_parameters())
         assert all(torch.equal(tensor, current[name]) for name, tensor in published.items())
     finally:
         remove_weights(path)
@@ -213,7 +216,7 @@ def test_an_export_loads_and_gives_the_same_logits(cfg: Config, tmp_path: Path) 
     tokens = make_batch().tokens
     exported = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
-        assert torch.equal(exported(tokens).logits, worker.model.model(tokens).logits)
+        assert torch.equal(exported(tokens).logits, worker.backend.model.model(tokens).logits)
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(cfg: Config, tmp_path: Path) -> None:

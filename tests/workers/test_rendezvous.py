@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from skyasync.config.schema import Config
-from skyasync.workers.base import LOOPBACK, ModelWorker
+from skyasync.workers.model_worker import LOOPBACK, ModelWorker
 
 LISTENING = "0A"
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen3C
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.workers.batch import TokenBatch
+from skyasync.models.batch import TokenBatch
+from skyasync.workers.frozen import RewardWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.reward import RewardWorker
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import SMALL

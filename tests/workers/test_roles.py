@@ -15,9 +15,13 @@ from skyasync.cluster.placement import plan_slots
 from skyasync.config.keys import When
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.models.batch import TokenBatch
 from skyasync.registry import user_parts
+<<<<<<< HEAD
 from skyasync.run.placement import plan_slots
 from skyasync.workers.batch import TokenBatch
+=======
+>>>>>>> models
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.ranks import WorkerPlacement
@@ -62,7 +66,15 @@ class LengthWorker(Worker):
 
 @pytest.fixture
 def lengths() -> Iterator[Role]:
-    register_role(Role("lengths", LengthWorker, trains=True, columns=("behaviour_logprobs",), beside=KL))
+    register_role(
+        Role(
+            "lengths",
+            LengthWorker,
+            trains=True,
+            columns=("behaviour_logprobs",),
+            colocated_if=lambda cfg: cfg.trainer.algorithm.use_kl_loss,
+        )
+    )
     yield ROLES["lengths"]
     del ROLES["lengths"]
 
@@ -109,7 +121,7 @@ def test_a_role_without_a_model_of_its_own_has_the_policys() -> None:
 async def test_a_role_that_was_not_started_is_named(untied_model: str) -> None:
     dispatch = LocalDispatch(config_for(untied_model))
     with pytest.raises(RuntimeError, match=r"no reference was started.*use_kl_loss"):
-        await dispatch.reference_logprobs(make_batch())
+        await dispatch.ask("reference", "logprobs", make_batch())
     await dispatch.shutdown()
 
 

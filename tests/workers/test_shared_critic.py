@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.workers.batch import UpdateBatch
-from skyasync.workers.heads import HEADS
+from skyasync.models import VALUE, VOCABULARY
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.heads import HEADS
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from skyasync.workers.roles import VALUE, VOCABULARY
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 
@@ -58,8 +58,8 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 def gradients(worker: PolicyWorker) -> tuple[Tensor, Tensor]:
     """Of the policy, and of the head."""
-    policy = [whole(p.grad) for p in worker.model.model.parameters() if p.grad is not None]
-    head = worker.model.value_head
+    policy = [whole(p.grad) for p in worker.backend.model.model.parameters() if p.grad is not None]
+    head = worker.backend.model.value_head
     assert head is not None
     return torch.cat(policy) if policy else torch.zeros(0), whole(head.weight.grad)
 
@@ -76,9 +76,9 @@ def test_the_gradient_is_the_policys_and_a_share_of_a_value_loss_written_by_hand
     alone = config_for(untied_model)
     policy = started(alone)
     policy.forward_backward(make_batch())
-    expected = torch.cat([whole(p.grad) for p in policy.model.parameters()])
+    expected = torch.cat([whole(p.grad) for p in policy.backend.model.parameters()])
 
-    model, head = HEADS[VOCABULARY].load(untied_model, torch.float32), worker.model.value_head
+    model, head = HEADS[VOCABULARY].load(untied_model, torch.float32), worker.backend.model.value_head
     assert head is not None
     weight = head.weight.detach().clone().requires_grad_()
     states = model.model(batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state
@@ -125,15 +125,17 @@ def test_the_head_begins_as_a_critics_of_its_own(untied_model: str) -> None:
 
 def test_in_the_warm_up_the_head_alone_is_trained(untied_model: str) -> None:
     worker, batch = started(shared_config(untied_model)), learning()
-    before = [whole(p) for p in worker.model.model.parameters()]
-    head = whole(worker.model.value_head.weight)  # type: ignore[union-attr]
+    before = [whole(p) for p in worker.backend.model.model.parameters()]
+    head = whole(worker.backend.model.value_head.weight)  # type: ignore[union-attr]
     batch.critic_alone = True
     worker.forward_backward(batch)
     assert not len(gradients(worker)[0])
     metrics = worker.optimizer_step()
-    assert all(name.startswith("critic/") for name in metrics) and worker.step == 0
-    assert all(torch.equal(whole(p), was) for p, was in zip(worker.model.model.parameters(), before, strict=True))
-    assert not torch.equal(whole(worker.model.value_head.weight), head)  # type: ignore[union-attr]
+    assert all(name.startswith("critic/") for name in metrics) and worker.backend.step == 0
+    assert all(
+        torch.equal(whole(p), was) for p, was in zip(worker.backend.model.model.parameters(), before, strict=True)
+    )
+    assert not torch.equal(whole(worker.backend.model.value_head.weight), head)  # type: ignore[union-attr]
 
 
 def test_it_is_clipped_by_its_own_norm(untied_model: str) -> None:
@@ -143,19 +145,19 @@ def test_it_is_clipped_by_its_own_norm(untied_model: str) -> None:
     worker.forward_backward(learning())
     policy, _ = gradients(worker)
     worker.examine()
-    worker._clip()
+    worker.backend._clip()
     assert float(gradients(worker)[1].norm()) == pytest.approx(1e-3, rel=1e-2)
     assert torch.equal(gradients(worker)[0], policy)
 
 
 def test_returns_that_are_not_finite_change_neither(untied_model: str) -> None:
     worker, batch = started(shared_config(untied_model)), learning()
-    before = [whole(p) for p in worker.model.parameters()]
+    before = [whole(p) for p in worker.backend.model.parameters()]
     batch.returns[batch.loss_mask] = float("nan")
     worker.forward_backward(batch)
     with pytest.raises(NonFiniteError, match="critic"):
         worker.optimizer_step()
-    assert all(torch.equal(whole(p), was) for p, was in zip(worker.model.parameters(), before, strict=True))
+    assert all(torch.equal(whole(p), was) for p, was in zip(worker.backend.model.parameters(), before, strict=True))
 
 
 def test_a_batch_without_returns_is_refused(untied_model: str) -> None:
@@ -165,12 +167,12 @@ def test_a_batch_without_returns_is_refused(untied_model: str) -> None:
 
 def of_rank(rank: Rank) -> tuple[Any, Any, dict[str, float], Any]:
     batch = learning(groups=5)
-    axes = rank.worker.axes
+    axes = rank.worker.backend.spec.axes
     rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
     rank.worker.forward_backward(batch.select(rows).trim())
     policy, head = gradients(rank.worker)
     metrics = rank.worker.optimizer_step()
-    return policy.numpy(), head.numpy(), metrics, whole(rank.worker.model.value_head.weight).numpy()
+    return policy.numpy(), head.numpy(), metrics, whole(rank.worker.backend.model.value_head.weight).numpy()
 
 
 @pytest.mark.parametrize(
@@ -216,8 +218,8 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(untied_model: str, tmp_pa
     expected = steps(original, 2, 4)
     resumed.load(str(tmp_path))
     assert steps(resumed, 2, 4) == expected
-    for name, parameter in resumed.model.named_parameters():
-        assert torch.equal(parameter, original.model.get_parameter(name))
+    for name, parameter in resumed.backend.model.named_parameters():
+        assert torch.equal(parameter, original.backend.model.get_parameter(name))
 
 
 def saved(rank: Rank, folder: str) -> None:
@@ -271,7 +273,7 @@ def test_what_is_exported_is_a_critic_of_its_own_that_says_the_same(
     torch.testing.assert_close(critic.values(make_batch()), worker.values(make_batch()), atol=1e-6, rtol=0)
     policy = started(config_for(str(tmp_path / "policy")))
     torch.testing.assert_close(policy.logprobs(make_batch()), worker.logprobs(make_batch()), atol=1e-5, rtol=0)
-    assert VALUE not in {name.partition(".")[0] for name in worker.weights()}
+    assert VALUE not in {name.partition(".")[0] for name in worker.backend.sharded_weights()}
 
 
 def test_bfloat16_keeps_a_float32_head(untied_model: str) -> None:
@@ -282,6 +284,6 @@ def test_bfloat16_keeps_a_float32_head(untied_model: str) -> None:
         difference = (worker.values(make_batch()) - exact.values(make_batch())).abs().max()
         assert 0 < float(difference) < 0.02
         metrics = steps(worker, 0, 1)[0]
-        assert metrics["critic/grad_norm"] > 0 and worker.model.value_head.weight.dtype == torch.float32  # type: ignore[union-attr]
+        assert metrics["critic/grad_norm"] > 0 and worker.backend.model.value_head.weight.dtype == torch.float32  # type: ignore[union-attr]
     finally:
         torch.distributed.destroy_process_group()

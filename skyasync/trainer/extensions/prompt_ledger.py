@@ -16,7 +16,7 @@ from skyasync.arrays import TURN_TOKENS
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.config.resume import saves
 from skyasync.rollout import saved
-from skyasync.rollout.contract import Generator, TrajectoryGenerator
+from skyasync.rollout.generator_api import Generator, TrajectoryGenerator
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer.checkpoint.ledger import Ledger, Line, trained_behind
 from skyasync.trainer.context import RunContext
@@ -98,7 +98,7 @@ class PromptLedger(RunExtension):
         versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
         in_flight = self.ledger.versions.keys() - self.ledger.finished.keys()
         partial = [trajectory for trajectory in begun if str(trajectory.id.prompt) in in_flight]
-        kept = saved.Kept(versions, list(self.ledger.finished.values()), partial)
+        kept = saved.RolloutState(versions, list(self.ledger.finished.values()), partial)
         if kept.tokens < TURN_TOKENS:
             saved.write(folder / saved.FILE, kept)
         else:

@@ -16,11 +16,10 @@ import xxhash
 from skyasync.arrays import Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
-from skyasync.observe.sample import Sample
+from skyasync.observe.progress import Sample
 from skyasync.observe.usage import UsageMeter
 from skyasync.rollout import recorded
 from skyasync.rollout.metrics import rollout_metrics, sample_records
-from skyasync.rollout.repeats import repeat_metrics, repeat_warning, repeats_of
 from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer.context import Metrics, RunContext
 
@@ -113,7 +112,7 @@ class Reporter(RunExtension):
     async def _write_trajectories(self, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
         assert self._context.run_dir is not None
         total = self._context.length.steps
-        whole = recorded.Recorded(step, rollout.groups, rollout.position, rollout.ahead, total)
+        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.ahead, total)
         path = recorded.path_of(self._context.run_dir.path, step, *kind)
         await asyncio.to_thread(recorded.write, path, whole, rows.logprobs)
 

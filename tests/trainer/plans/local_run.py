@@ -10,16 +10,19 @@ from transformers import AutoTokenizer
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
+<<<<<<< HEAD:tests/trainer/plans/local_run.py
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest
+=======
+from skyasync.models.batch import UpdateBatch
+>>>>>>> models:tests/plans/local_run.py
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns
-from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.roles import POLICY, wanted_roles
 
@@ -59,11 +62,13 @@ class RecordingDispatch(LocalDispatch):
 
     def _put(self, weights: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, parameter in self._policy.model.named_parameters():
+            for name, parameter in self._policy.backend.model.named_parameters():
                 parameter.copy_(weights[name])
 
     def weights(self, role: str = POLICY) -> dict[str, Any]:
-        return {name: parameter.detach().clone() for name, parameter in self.worker(role).model.named_parameters()}
+        return {
+            name: parameter.detach().clone() for name, parameter in self.worker(role).backend.model.named_parameters()
+        }
 
     def worker(self, role: str) -> Any:
         group: Any = self._groups[role]

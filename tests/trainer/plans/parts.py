@@ -151,11 +151,9 @@ class Dispatch:
         self.weights += 1
         return {"loss": float(self.weights)}
 
-    async def policy_logprobs(self, batch: Any) -> torch.Tensor:
-        self.faults.pass_or_raise("logprobs")
-        return torch.where(batch.loss_mask, -0.5, 0.0)
-
-    async def reference_logprobs(self, batch: Any) -> torch.Tensor:
+    async def ask(self, role: str, method: str, batch: Any) -> torch.Tensor:
+        if role == "policy":
+            self.faults.pass_or_raise(method)
         return torch.where(batch.loss_mask, -0.5, 0.0)
 
     async def save(self, folder: Path) -> None:

@@ -11,12 +11,21 @@ import torch
 from skyasync.algorithms.returns import gae
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+<<<<<<< HEAD:tests/trainer/plans/test_critic.py
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.workers.batch import ScoredBatch
 from tests.inference.tiny_llama import save_tiny_llama
+=======
+from skyasync.models.batch import ScoredBatch
+from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.plans.one_step_off import AsyncRayPPOTrainer
+from skyasync.plans.streamed import StreamedRayPPOTrainer
+from skyasync.trainer import RayPPOTrainer
+from tests.engines.tiny_llama import save_tiny_llama
+>>>>>>> models:tests/plans/test_critic.py
 from tests.plans.local_run import LocalRun, RecordingDispatch, config, without_times
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, RecordingDispatch, config, without_times
@@ -82,13 +91,13 @@ async def test_streamed_gradients_of_both_are_those_of_the_synchronous_plan(mode
 
 def _noting(worker: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    clip = worker._clip
+    clip = worker.backend._clip
 
     def noted() -> float:
-        found.extend(p.grad.flatten().clone() for p in worker.model.parameters())
+        found.extend(p.grad.flatten().clone() for p in worker.backend.model.parameters())
         return clip()
 
-    worker._clip = noted
+    worker.backend._clip = noted
     return found
 
 

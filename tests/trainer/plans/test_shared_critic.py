@@ -45,9 +45,15 @@ class Counting(RecordingDispatch):
         super().__init__(cfg)
         self.asked: list[str] = []
 
-    async def ask(self, role: str, method: str, batch: Any) -> torch.Tensor:
-        self.asked.append(f"{role}.{method}")
-        return await super().ask(role, method, batch)
+        policy: Any = self._groups["policy"]
+        on_rows = policy.on_rows
+
+        async def noted(method: str, batch: Any) -> torch.Tensor | None:
+            if method != "forward_backward":
+                self.asked.append(f"policy.{method}")
+            return await on_rows(method, batch)
+
+        policy.on_rows = noted
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -122,15 +122,15 @@ class Gradients(LocalRun):
     def __init__(self, plan: type[RayPPOTrainer], cfg: Any, dtype: torch.dtype) -> None:
         super().__init__(plan, cfg)
         worker: Any = self.dispatch._policy
-        worker.model.to(dtype)
+        worker.backend.model.to(dtype)
         self.found: list[torch.Tensor] = []
-        clip = worker._clip
+        clip = worker.backend._clip
 
         def noted() -> float:
-            self.found.append(torch.cat([p.grad.flatten().clone() for p in worker.model.parameters()]))
+            self.found.append(torch.cat([p.grad.flatten().clone() for p in worker.backend.model.parameters()]))
             return clip()
 
-        worker._clip = noted
+        worker.backend._clip = noted
 
 
 async def gradients(

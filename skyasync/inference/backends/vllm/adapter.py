@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
-from skyasync.model_config import linear_layers
+from skyasync.models.config import linear_layers
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.vllm_adapter import NUMBER
 

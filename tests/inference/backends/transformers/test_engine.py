@@ -37,6 +37,7 @@ from skyasync.inference.interface import (
     SamplingParams,
 )
 from skyasync.errors import UserError
+<<<<<<< HEAD:tests/inference/backends/transformers/test_engine.py
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
@@ -45,6 +46,15 @@ from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import plain_layout
 from tests.inference.listed import Listed, listed
 from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
+=======
+from skyasync.models.packing import plain_layout
+from skyasync.models.token_model import TokenModel
+from skyasync.rollout.requests import sampling_params
+from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.update import WeightUpdate
+from tests.engines.listed import Listed, listed
+from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
+>>>>>>> models:tests/engines/embedded/test_engine.py
 
 pytestmark = pytest.mark.slow
 
@@ -193,14 +203,14 @@ async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(
     settings = SamplingConfig(
         temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, allowed_token_ids=[*range(100), EOS]
     )
-    model = TokenLogprobs(AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32),
+    model = TokenModel(AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32),
                           SampledDistribution.of(settings))  # fmt: skip
     asked = requests(12, replace(sampling_params(settings), max_tokens=16))
     for request, output in zip(asked, await answers(engine, asked), strict=True):
         tokens = torch.tensor([[*request.prompt_token_ids, *output.token_ids]])
         mask = torch.arange(tokens.shape[1])[None] >= len(request.prompt_token_ids)
         with torch.no_grad():
-            found = model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]
+            found = model(plain_layout(tokens, torch.ones_like(mask), mask))["logprobs"][mask]
         assert (torch.tensor(output.logprobs) - found).abs().max() < 1e-5
 
 

@@ -23,17 +23,20 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.errors import UserError
+<<<<<<< HEAD:tests/inference/backends/vllm/test_engine.py
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.inference.backends.transformers.decoder import DecodingRow
 from skyasync.inference.backends.transformers.sampling import LogitEdits, keep_likely, tokenised
 from skyasync.inference.backends.vllm.engine import EngineFailedError, VLLMEngine
 from skyasync.inference.backends.vllm.process_guard import guarded
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
+=======
+from skyasync.models.packing import plain_layout
+from skyasync.models.token_model import TokenModel
+>>>>>>> models:tests/engines/vllm/test_engine.py
 from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.model import TokenLogprobs
-from skyasync.workers.packing import plain_layout
 from tests import warm
 from tests.inference.backends.vllm.models import EOS, VOCABULARY, perturb, publish, save_model, token_logprobs
 from tests.inference.listed import Listed, listed
@@ -211,13 +214,13 @@ def _by_our_sampler(
 
 async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(engine: Engine) -> None:
     settings = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, ignore_eos=True)
-    model = TokenLogprobs(engine.model, SampledDistribution.of(settings))
+    model = TokenModel(engine.model, SampledDistribution.of(settings))
     asked = GenerationRequest("filtered", [7, 8, 9], replace(sampling_params(settings), max_tokens=30))
     (output,) = await engine.answer(asked)
     tokens = torch.tensor([[*asked.prompt_token_ids, *output.token_ids]])
     mask = torch.arange(tokens.shape[1])[None] >= 3
     with torch.no_grad():
-        assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask)).logprobs[mask]) <= TOLERANCE
+        assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask))["logprobs"][mask]) <= TOLERANCE
 
 
 @pytest.fixture

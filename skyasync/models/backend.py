@@ -1,0 +1,331 @@
+"""What computes with a model and trains it: the interface that workers use, whatever shards and schedules the work.
+
+    worker ──batch, LossFn──▶ backend: micro-batches ─▶ forward ─▶ LossFn ─▶ backward
+
+Invariant: a batch's gradient does not depend on how a backend divides the batch over micro-batches and ranks. The
+``loss_weights`` hold the denominators of the whole batch, so gradients are summed over both and never divided again.
+``tests/models/test_backends.py`` holds every backend to the methods' contracts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.config.schema import LoraConfig, OptimizerConfig, TrainerConfig
+from skyasync.models import VOCABULARY
+from skyasync.models.axes import Axes
+from skyasync.models.batch import TokenBatch, UpdateBatch
+from skyasync.registry import resolve_reference
+from skyasync.state.manifest import Sums
+
+LOGPROBS, ENTROPY, VALUES, TOP_K, TOKEN_LOGPROBS = "logprobs", "entropy", "values", "top_k", "token_logprobs"
+"""Outputs, zero where there is no loss token, ``[rows, length]`` unless stated: the log-probability of each loss token;
+the entropy of the distribution that it was drawn from; the value of the state before it; the ``top_k`` likeliest tokens
+and then their log-probabilities, ``[rows, length, 2 k]``; log-probabilities of ``token_ids``, ``[rows, length, k]``."""
+
+MODEL, VALUE_HEAD = "model", "value_head"
+"""Parts of a model with an optimizer of their own: the model itself; a critic's head on the policy's layers."""
+
+
+@dataclass(frozen=True)
+class OutputRequest:
+    """What is asked of a model about each loss token.
+
+    Args:
+        names: of the outputs.
+        plain: of the model's own distribution, at temperature 1 and without filters.
+        adapters: False: of the frozen model without its adapters.
+        top_k: how many of the likeliest tokens.
+        token_ids: int64 ``[rows, length, k]``: tokens other than the loss token.
+        entropy_gradient: the entropy is differentiable; else it costs no memory in the backward pass.
+        value_gradient: share of the values' gradient that goes on from the head to the layers.
+    """
+
+    names: frozenset[str] = frozenset({LOGPROBS})
+    plain: bool = False
+    adapters: bool = True
+    top_k: int = 0
+    token_ids: Tensor | None = None
+    entropy_gradient: bool = True
+    value_gradient: float = 1.0
+
+    @classmethod
+    def of(cls, *names: str, **options: Any) -> OutputRequest:  # noqa: ANN401
+        return cls(frozenset(names), **options)
+
+
+class LossTerm(NamedTuple):
+    """What a part of the model learns of a micro-batch.
+
+    Args:
+        loss: a scalar.
+        mask: bool ``[rows, length]``: the tokens over which metrics are averaged.
+        per_token: ``[rows, length]`` each: what becomes a metric.
+    """
+
+    loss: Tensor
+    mask: Tensor
+    per_token: dict[str, Tensor]
+
+
+class LossFn(ABC):
+    """What is learnt of a batch. Losses of micro-batches and ranks are added up."""
+
+    @abstractmethod
+    def request(self, batch: UpdateBatch) -> OutputRequest:
+        """What it needs of the model.
+
+        Raises:
+            ValueError: if the batch lacks what it learns from.
+        """
+
+    @abstractmethod
+    def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
+        """One term for each part of the model that learns; the gradient is that of their sum.
+
+        Args:
+            outputs: those that were requested.
+            batch: a micro-batch, on the outputs' device.
+        """
+
+
+class JointLoss(LossFn):
+    """Losses of different parts of one model, computed in one pass."""
+
+    def __init__(self, first: LossFn, second: LossFn) -> None:
+        self._losses = first, second
+
+    def request(self, batch: UpdateBatch) -> OutputRequest:
+        first, second = (loss.request(batch) for loss in self._losses)
+        return replace(first, names=first.names | second.names, value_gradient=second.value_gradient)
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
+        return {part: term for loss in self._losses for part, term in loss(outputs, batch).items()}
+
+
+class Totals:
+    """Sums over micro-batches, in float64, of what becomes a metric."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, term: LossTerm) -> None:
+        values = {"loss": term.loss, "tokens": term.mask.sum()}
+        for name, per_token in term.per_token.items():
+            values[name] = per_token.where(term.mask, 0.0).sum(dtype=torch.float64)
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
+
+    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Global loss and token count; the rest as global means over tokens."""
+        names = list(self._sums)
+        totals = dict(zip(names, sum_over_ranks(torch.stack([self._sums[n] for n in names])).tolist(), strict=True))
+        tokens = max(1.0, totals["tokens"])
+        return {name: value if name in ("loss", "tokens") else value / tokens for name, value in totals.items()}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model a backend loads, how the model is divided over ranks, and which parts of it are trained.
+
+    Args:
+        role, section: whose it is and its part of the configuration, for errors and file names.
+        path: a folder or hub name.
+        dtype: that is computed in; "auto" is float32 on a CPU and bfloat16 on a GPU.
+        head: ``VOCABULARY``, ``VALUE`` or ``SCORE``.
+        trainer: settings that all models of a run share.
+        distribution: that of the sampling, for log-probabilities.
+        optimizers: of each part that is trained; none: the model is frozen.
+
+        value_head_kwargs: ``config_kwargs`` of a critic of its own, as which the ``VALUE_HEAD`` is exported.
+
+    The others are the keys of the same names in the role's section.
+    """
+
+    role: str
+    section: str
+    path: str
+    trainer: TrainerConfig
+    dtype: str = "auto"
+    head: str = VOCABULARY
+    config_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    distribution: SampledDistribution = field(default_factory=SampledDistribution)
+    axes: Axes = field(default_factory=Axes)
+    optimizers: Mapping[str, OptimizerConfig] = field(default_factory=dict)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    cpu_offload: str = "none"
+    fsdp_size: int = 0
+    gradient_checkpointing: bool | str = False
+    reduce_gradients: str = "micro_batch"
+    torch_compile: bool = False
+    router_replay: str = "none"
+    value_head_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def torch_dtype(self, device: torch.device) -> torch.dtype:
+        if self.dtype == "auto":
+            return torch.float32 if device.type == "cpu" else torch.bfloat16
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank of a model, and where it finds the others: ``store``, or rank 0's at ``host`` and ``port``."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host: str = "127.0.0.1"
+    port: int = 0
+    store: dist.Store | None = None
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What one rank has written, by file name, as far as it knows, or why it could not."""
+
+    files: Sums = field(default_factory=dict)
+    problem: str = ""
+
+
+def files_of(ranks: Sequence[SaveResult | None]) -> Sums:
+    """The files of all ranks of a role.
+
+    Raises:
+        OSError: if one could not write.
+    """
+    found = [rank for rank in ranks if rank is not None]  # a user's own worker may return nothing
+    for rank in found:
+        if rank.problem:
+            raise OSError(rank.problem)
+    return {name: entry for rank in found for name, entry in rank.files.items()}
+
+
+class ModelBackend(ABC):
+    """One rank's part of a model. All ranks make the same calls in the same order.
+
+    Attributes:
+        spec: of the model that was loaded.
+        step: optimizer steps that the model has taken.
+        hidden_size: of the model.
+        dtype: that the model is computed in, and in which its weights go to engines.
+    """
+
+    spec: ModelSpec
+    step: int = 0
+    hidden_size: int
+    dtype: torch.dtype
+
+    @abstractmethod
+    def load(self, spec: ModelSpec, ranks: RankContext) -> None:
+        """Join the other ranks, read the model's files, and keep this rank's part of the model."""
+
+    @abstractmethod
+    def forward(self, batch: TokenBatch, request: OutputRequest) -> dict[str, Tensor]:
+        """The outputs requested, without gradient, in the batch's rows, float32 on the CPU."""
+
+    def forward_backward(self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()) -> dict[str, Tensor]:
+        """Add the gradient of this rank's rows to the gradient since the last optimizer step.
+
+        Args:
+            returns: names of outputs, computed with the weights before the step.
+
+        Returns:
+            These outputs, as ``forward`` returns them.
+        """
+        raise self._not_supported("train")
+
+    def examine(self, scale: float = 1.0) -> str:
+        """Scale the gradient and the loss, and describe what is not finite of them; "" if all is.
+
+        The same on every rank. ``optimizer_step`` or ``drop_gradient`` must follow.
+        """
+        raise self._not_supported("train")
+
+    def optimizer_step(self, lr: Mapping[str, float], scale: float = 1.0) -> dict[str, dict[str, float]]:
+        """Change the weights by the gradient, and forget the gradient.
+
+        Args:
+            lr: learning rate of each part.
+            scale: of gradient and loss, if ``examine`` was not called before.
+
+        Returns:
+            Of each part that had a loss: ``loss``, ``grad_norm`` (before clipping), ``tokens``, and the loss's metrics,
+            averaged over the loss tokens of all ranks.
+
+        Raises:
+            NonFiniteError: on every rank, before any weight changes. The gradient is forgotten.
+        """
+        raise self._not_supported("train")
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient: weights, optimizer state and ``step`` are as they were."""
+        raise self._not_supported("train")
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights and saved buffers by their names in the model, for engines and export.
+
+        All ranks go through it to the end; a rank needs memory for one of them at a time.
+        """
+
+    def offload(self) -> None:
+        """Move the state to host memory. Until ``onload`` only ``save`` and ``restore`` may be called."""
+        raise self._not_supported("offload")
+
+    def onload(self) -> None:
+        """Undo ``offload``, bitwise."""
+        raise self._not_supported("offload")
+
+    def save(self, folder: Path) -> SaveResult:
+        """Write all that the next optimizer step depends on, into an empty folder that all ranks share."""
+        raise self._not_supported("save checkpoints")
+
+    def begin_save(self, folder: Path) -> None:
+        """As ``save``, of a copy of the state: this returns when the copy is made."""
+        raise self._not_supported("save checkpoints")
+
+    def saved(self) -> SaveResult | None:
+        """The result of the last ``begin_save``; None while it is being written."""
+        raise self._not_supported("save checkpoints")
+
+    def restore(self, folder: Path) -> None:
+        """Read what ``save`` wrote, by any number of ranks."""
+        raise self._not_supported("load checkpoints")
+
+    def export(self, folder: Path, part: str = MODEL) -> None:
+        """Write a Hugging Face folder: safetensors, configuration, tokenizer.
+
+        Args:
+            part: ``VALUE_HEAD``: as a critic of its own, with the model's layers.
+        """
+        raise self._not_supported("export models")
+
+    def read_weights(self, file: Path) -> bool:
+        """Read whole weights from a safetensors file and keep the optimizer state; whether the file has a shorter
+        dtype."""
+        raise self._not_supported("read weights from engines")
+
+    def _not_supported(self, action: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} does not {action}")
+
+
+BACKENDS = {"fsdp2": "skyasync.models.fsdp.backend:FSDPBackend"}
+"""By the names of ``trainer.strategy``."""
+
+
+def new_backend(strategy: str) -> ModelBackend:
+    backend: ModelBackend = resolve_reference(BACKENDS[strategy], kind="backend")()
+    return backend

@@ -1,0 +1,282 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: where they are, how they begin, how they are
+added to the weights.
+
+Invariant: while the adapters are detached, the model and the names of its weights are those of its files. In this state
+it is read, sent to engines (with the adapters added to its weights), and used as the reference of a KL term. New
+adapters are the same on any number of ranks, and add nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from skyasync.config.schema import LoraConfig
+from skyasync.errors import MissingExtraError, UserError, unknown
+from skyasync.models.fsdp.checkpoint import ADAPTER, full_weights, own_tensors
+from skyasync.models.heads import copy_own_part, load_causal_lm
+from skyasync.weight_sync.adapter_file import Adapter, base_mark, with_added
+from skyasync.weight_sync.digests import digest
+from skyasync.workers.leaving import gathered, kinds_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from peft.tuners.lora import LoraLayer
+    from torch.distributed.device_mesh import DeviceMesh
+
+KEY = "trainer.policy.lora"
+ALL = "all-linear"
+NAME = "default"  # peft's for the one adapter that a layer has
+
+
+class Adapters:
+    """The adapters of one model, which this puts there; its other weights are frozen.
+
+    Args:
+        model: may have no memory yet; it is not sharded yet.
+        path: what the model is loaded from.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LoraConfig, path: str) -> None:
+        try:
+            import peft
+        except ImportError as error:
+            raise MissingExtraError("peft", "lora") from error
+        self._model, self._base = model, ""
+        self.dtype = next(p.dtype for p in model.parameters())  # of what is frozen
+        self.config: Any = peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it takes floats
+            lora_dropout=settings.dropout,
+            target_modules=_targets(model, settings),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=path,
+        )
+        peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
+        self._layers = [
+            _AdaptedLayer(model.get_submodule(name.rpartition(".")[0]), name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, peft.tuners.lora.LoraLayer)
+        ]
+        for half in self._halves():
+            half.to(torch.float32)  # masters, as of any weights that are trained
+
+    def split(self, mesh: DeviceMesh) -> None:
+        """Over the tensor dimension of the mesh, as the adapted layers."""
+        from skyasync.models.parallel.tensor import split_adapters
+
+        split_adapters(((adapted.name, adapted.layer) for adapted in self._layers), self._model, mesh)
+
+    def begin(self, seed: int, device: torch.device) -> None:
+        """Give them memory and their first numbers: A is uniform as peft's, B is 0."""
+        generator = torch.Generator().manual_seed(seed)
+        for half in self._halves():
+            half.to_empty(device=device)
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(False)
+        for adapted in self._layers:
+            first, second = (half.weight for half in _halves(adapted.layer))
+            bound = 1 / math.sqrt(first.shape[1])
+            copy_own_part(first, (2 * torch.rand(first.shape, generator=generator) - 1) * bound)
+            copy_own_part(second, torch.zeros(second.shape))
+        for half in self._halves():
+            half.requires_grad_(True)
+
+    def detach_adapters(self) -> None:
+        for adapted in self._layers:
+            setattr(adapted.parent, adapted.child, adapted.layer.base_layer)
+
+    def attach_adapters(self) -> None:
+        for adapted in self._layers:
+            setattr(adapted.parent, adapted.child, adapted.layer)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile the model is that of its files."""
+        self.detach_adapters()
+        try:
+            yield
+        finally:
+            self.attach_adapters()
+
+    @contextmanager
+    def dropping(self, seed: int) -> Iterator[None]:
+        """Meanwhile their dropout acts, if they have any, by this seed alone."""
+        if not self.config.lora_dropout:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.set_dropout(True)
+            try:
+                yield
+            finally:
+                self.set_dropout(False)
+
+    def set_dropout(self, on: bool) -> None:
+        for adapted in self._layers:
+            adapted.layer.lora_dropout.train(on)
+
+    def merged(self) -> dict[str, Any]:
+        """Weights and saved buffers by their names in the files; those with an adapter as ``Merged``."""
+        layers = {f"{adapted.name}.weight": adapted.layer for adapted in self._layers}
+        with self.aside():
+            tensors = own_tensors(self._model)
+        return {name: Merged(value, layers[name]) if name in layers else value for name, value in tensors.items()}
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        """As ``merged``, without buffers: what ``NCCLSender`` sends."""
+        with self.aside():
+            names = {name for name, _ in self._model.named_parameters()}
+        return ((name, value) for name, value in self.merged().items() if name in names)
+
+    named_parameters = parameters
+
+    def own(self) -> dict[str, Tensor]:
+        """The adapters' weights, whole, on the CPU, by the names that peft's folders have. All ranks call it."""
+        found = {name: value for name, value in own_tensors(self._model).items() if ADAPTER in name}
+        return {
+            f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": whole(value).cpu().contiguous()
+            for name, value in found.items()
+        }
+
+    def alone(self) -> Adapter:
+        """For engines that have the frozen weights. All ranks call it; what is frozen is looked at once."""
+        if not self._base:
+            with self.aside():
+                frozen = own_tensors(self._model)
+            kinds = kinds_in(frozen, self.dtype)
+            self._base = base_mark(self.dtype, {n: digest(w.to(kinds[n][0])) for n, w in gathered(frozen)})
+        settings: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
+        ends = {adapted.child for adapted in self._layers}
+        scale = self._layers[0].layer.scaling[NAME]
+        transposed = [adapted.name for adapted in self._layers if getattr(adapted.layer, "fan_in_fan_out", False)]
+        return Adapter(self.own(), settings | {"target_modules": sorted(ends)}, scale, transposed, self._base)
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """What ``own`` gave, as a folder that peft loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(str(folder))
+        save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def _halves(self) -> Iterator[nn.Linear]:
+        for adapted in self._layers:
+            yield from _halves(adapted.layer)
+
+
+@dataclass(frozen=True)
+class _AdaptedLayer:
+    """A layer of peft's that holds a linear layer of the model, ``name``, and its adapter."""
+
+    parent: nn.Module
+    name: str
+    layer: LoraLayer
+
+    @property
+    def child(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+class Merged:
+    """A weight with its adapter added, with the interface of a sharded tensor; it is computed when it is gathered."""
+
+    def __init__(self, weight: Tensor, layer: LoraLayer) -> None:
+        self._weight, self._layer = weight, layer
+        self.shape, self.dtype = weight.shape, weight.dtype
+
+    def full_tensor(self) -> Tensor:
+        """W + alpha / rank * B A, rounded to the weight's dtype once. All ranks call it."""
+        first, second = (whole(half.weight) for half in _halves(self._layer))
+        transposed = getattr(self._layer, "fan_in_fan_out", False)
+        return with_added(whole(self._weight), (first, second), self._layer.scaling[NAME], transposed=transposed)
+
+
+def merge(
+    adapters: Mapping[str, Tensor], path: str, settings: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The weights of the model in ``path`` with a checkpoint's adapters added, as a run publishes them.
+
+    Args:
+        adapters: by their names in the checkpoint, whole.
+        settings: ``trainer.policy.lora`` of its run.
+    """
+    model, lora = load_causal_lm(path, dtype), LoraConfig(**settings)
+    if lora.base_dtype:
+        from skyasync.models.fsdp.quantized_base import round_to_quantized
+
+        round_to_quantized(model.requires_grad_(requires_grad=False), lora.base_dtype)
+    placed = Adapters(model, lora, path)
+    placed.begin(0, torch.device("cpu"))
+    own = {name: value for name, value in own_tensors(model).items() if ADAPTER in name}
+    if strange := sorted(own.keys() ^ adapters.keys()):
+        raise UserError(f"the checkpoint's adapters are not those of {path}: {strange[0]} is in one alone")
+    for name, value in own.items():
+        copy_own_part(value, adapters[name])
+    return full_weights(placed.merged(), dtype)
+
+
+def _halves(layer: LoraLayer) -> tuple[nn.Linear, nn.Linear]:
+    """A, ``[rank, in]``, and B, ``[out, rank]``."""
+    first, second = layer.lora_A[NAME], layer.lora_B[NAME]
+    assert isinstance(first, nn.Linear) and isinstance(second, nn.Linear)
+    return first, second
+
+
+def whole(value: object) -> Tensor:
+    """A tensor, of all ranks together where it is sharded, without gradient."""
+    gather = getattr(value, "full_tensor", None)
+    found = gather() if gather else value
+    assert isinstance(found, Tensor)
+    return found.detach()
+
+
+def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
+    """The layers that get an adapter, by their whole names: by their ends peft would find experts' matrices as well.
+
+    Raises:
+        UserError: naming a layer that the model lacks and the nearest, or one that cannot have an adapter of its own.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    _check_names(layers, settings)
+    head = model.get_output_embeddings()
+    found = [
+        layer
+        for layer in layers
+        if not _matches(layer, settings.exclude_modules)
+        and (
+            _matches(layer, settings.target_modules)
+            or (ALL in settings.target_modules and model.get_submodule(layer) is not head)
+        )
+    ]
+    for layer in found:
+        if model.get_submodule(layer) is head and head.weight is model.get_input_embeddings().weight:
+            raise UserError(f"{KEY}.target_modules: {layer} shares its weight with the embeddings: leave it out")
+    if not found:
+        raise UserError(f"{KEY}: target_modules less exclude_modules leave no layer of {type(model).__name__}")
+    return found
+
+
+def _check_names(layers: list[str], settings: LoraConfig) -> None:
+    options = {layer.rpartition(".")[2] for layer in layers}
+    for key, names, more in (
+        ("target_modules", settings.target_modules, {ALL}),
+        ("exclude_modules", settings.exclude_modules, set[str]()),
+    ):
+        for name in names:
+            if name not in more and not any(_matches(layer, [name]) for layer in layers):
+                raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, options | more)}")
+
+
+def _matches(layer: str, names: list[str]) -> bool:
+    """Whether one of ``names`` is the end of the layer's."""
+    return any(f".{layer}".endswith(f".{name}") for name in names)

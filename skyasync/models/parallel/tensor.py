@@ -1,0 +1,335 @@
+"""A model's matrices split over the tensor axis, by the plan that transformers has for its family.
+
+Invariant: the model's gradient is that of the whole model. What the plan splits is split there; embeddings, norms and
+routers are whole on every rank of the axis, which computes the same with them. A linear head is split by vocabulary,
+where the axis divides it, and answers with this rank's part of the logits; embeddings tied to it are split too.
+
+A split product is a sum over ranks. transformers' styles round each rank's part to bfloat16 before the sum; here the
+parts travel as float32 and their sum is rounded once, as on one rank:
+
+    columns: y = x W' + b by this rank's rows of W;  dx = round(sum over ranks of dy W)
+    rows:    y = round(sum over ranks of x W' + b) by its columns;  dx = dy W
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    ColwiseParallel,
+    MoeExpertsParallel,
+    RowwiseParallel,
+    TensorParallelLayer,
+    _use_local_dtensor_params,
+    apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
+)
+
+from skyasync.errors import UserError
+from skyasync.models.parallel.context import ATTENDING
+from skyasync.models.parallel.vocabulary import Vocabulary, sum_gradients_over_group, sum_over_group
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+
+KEY = "trainer.parallel.tensor"
+COLUMNS, ROWS = "skyasync_columns", "skyasync_rows"
+NORM, EMBEDDING, EXPERTS = "skyasync_norm_of_own_heads", "skyasync_vocabulary_embedding", "skyasync_whole_experts"
+_OWN_PIECES = {
+    COLUMNS,
+    ROWS,
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "grouped_gemm",
+    NORM,
+    EXPERTS,
+    EMBEDDING,
+}
+"""Styles whose parts are single pieces of a weight; packed ones are not, and checkpoints of shards hold pieces."""
+
+
+_OURS = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": NORM}
+"""Ours instead of transformers' styles."""
+
+_ADAPTED = {COLUMNS: "lora_B", ROWS: "lora_A"}
+"""The half of an adapter that is split as the adapted layer."""
+
+
+def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
+    """Split a model that has no memory yet; returns which part of the logits its head answers with, None for all.
+
+    Raises:
+        UserError: for a family without a plan, or a size that does not divide its heads or experts.
+    """
+    size, head = mesh.size(), model.get_output_embeddings()
+    _check(model, size)
+    plan = _plan(model)
+    by_vocabulary = isinstance(head, nn.Linear) and head.out_features % size == 0
+    embeddings = model.get_input_embeddings()
+    tied = by_vocabulary and head.weight is embeddings.weight
+    plan.pop(_key(model, embeddings), None)  # whole, unless they are the head: a critic's are not
+    if by_vocabulary:
+        plan[_key(model, head)] = COLUMNS
+    if tied:
+        plan[_key(model, embeddings)] = EMBEDDING
+    for name, style in plan.items():
+        if style not in _OWN_PIECES:
+            raise UserError(
+                f"{KEY}: transformers splits {name} of {type(model).__name__} by {style}, which "
+                f"gradients or checkpoints of shards do not take here: set {KEY}=1"
+            )
+    apply_tensor_parallelism(model, mesh, plan)
+    if tied:
+        head.weight = embeddings.weight
+    return Vocabulary.of(mesh, head.out_features) if by_vocabulary else None
+
+
+def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split the halves of adapters of split layers: B with the outputs, A with the inputs.
+
+    The other half is whole on every rank, which finds the whole of its gradient.
+
+    Args:
+        layers: peft's, by the names that the linear layers in them have in the plan.
+
+    Raises:
+        UserError: naming a layer that is split in a way which adapters do not follow.
+    """
+    from peft.tuners.lora.model import add_lora_tp_hooks_dtensor
+
+    plan, head = _plan(model), model.get_output_embeddings()
+    for name, layer in layers:
+        style = plan.get(str(replace_layer_number_by_wildcard(name)))
+        if layer.get_base_layer() is head:
+            style = COLUMNS if isinstance(head, nn.Linear) and head.out_features % mesh.size() == 0 else None
+        if style is None:
+            continue
+        if style not in _ADAPTED:
+            raise UserError(
+                f"{KEY}={mesh.size()} splits {name} of {type(model).__name__} by {style}, which adapters do not follow "
+                f"here: add it to trainer.policy.lora.exclude_modules, or set {KEY}=1"
+            )
+        (half,) = getattr(layer, _ADAPTED[style]).values()
+        theirs = next(library for library, ours in _OURS.items() if ours == style)
+        add_lora_tp_hooks_dtensor(half, theirs, mesh, base_layer=layer.get_base_layer(), module_name=name)
+        ALL_PARALLEL_STYLES[style].install_forward(half, mesh)
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    """The library's for this model, with experts left whole and without its head."""
+    found = dict(model.tp_plan)
+    head = model.get_output_embeddings()
+    if head is not None:
+        found.pop(_key(model, head), None)
+    experts = [name for name, style in found.items() if style == "moe_tp_experts"]
+    for name, style in found.items():
+        if name in experts:
+            found[name] = EXPERTS
+        elif any(name.startswith(f"{module}.") for module in experts):
+            found[name] = "grouped_gemm"
+        else:
+            found[name] = _OURS.get(style, style)
+    return found
+
+
+def _key(model: PreTrainedModel, module: nn.Module) -> str:
+    name = next(name for name, part in model.named_modules() if part is module)
+    return str(replace_layer_number_by_wildcard(name))
+
+
+def _check(model: PreTrainedModel, size: int) -> None:
+    config, family = model.config.get_text_config(), type(model).__name__
+    if len(model.tp_plan) < 2:  # a head alone is no plan
+        raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1")
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENDING
+    if kinds:
+        raise UserError(
+            f"{KEY}={size} splits heads, and {family} has layers of another kind ({min(kinds)}): set {KEY}=1"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size:
+            fits = [str(n) for n in range(1, count + 1) if count % n == 0]
+            raise UserError(f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}")
+
+
+class NormOfOwnHeads(TensorParallelLayer):
+    """A norm that each rank applies to its own heads, with weights that all have.
+
+    The library's adds up gradients in a hook, once per backward pass, what has been added up before included: with
+    several micro-batches that is too much.
+    """
+
+    @contextmanager
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+        own = dict(module._parameters)
+        shared = {name: sum_gradients_over_group(p, mesh.get_group()) for name, p in own.items() if p is not None}
+        module._parameters.update(shared)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            module._parameters.update(own)
+
+
+class VocabularyEmbedding(TensorParallelLayer):
+    """Embeddings of which each rank holds those of a part of the vocabulary, as a head that is tied to them does."""
+
+    def shard_param(self, module: nn.Embedding, param: str, mesh: DeviceMesh) -> None:
+        whole = module._parameters[param]
+        assert whole is not None
+        split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
+
+    def install_forward(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Embedding:
+        look_up, group = module.forward, mesh.get_group()
+        size = module.num_embeddings // mesh.size()
+        first = size * mesh.get_local_rank()
+        padding = module.padding_idx
+        if padding is not None:
+            module.padding_idx = padding - first if first <= padding < first + size else None
+
+        def forward(tokens: Tensor) -> Tensor:
+            own = tokens - first
+            others = (own < 0) | (own >= size)
+            with _use_local_dtensor_params(module):
+                found = look_up(own.masked_fill(others, 0))
+            return sum_over_group(found.masked_fill(others[..., None], 0.0), group)
+
+        module.forward = forward  # type: ignore[method-assign, assignment]
+        return module
+
+
+class WholeExperts(MoeExpertsParallel):
+    """Experts of which each rank has some, whole; all ranks see all tokens, and their answers are added up.
+
+    A token's experts on other ranks become the number behind the last of this rank's, which the library's experts leave
+    out.
+    """
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, **options: object
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, chosen, weights, *more = args
+        group, own = mesh.get_group(), int(module.num_experts)  # type: ignore[arg-type]
+        others = torch.div(chosen, own, rounding_mode="floor") != mesh.get_local_rank()
+        weights = sum_gradients_over_group(weights, group).masked_fill(others, 0.0)
+        return (
+            sum_gradients_over_group(hidden, group),
+            (chosen % own).masked_fill(others, own),
+            weights,
+            *more,
+        ), kwargs
+
+    def transform_output_post_forward(
+        self, module: nn.Module, output: Tensor, mesh: DeviceMesh, source: object = None
+    ) -> Tensor:
+        return sum_over_group(output, mesh.get_group())
+
+
+class _Float32Sum:
+    """Before a style of transformers': its linear layers compute by ``product``."""
+
+    product: type[Function]
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Linear):
+            return super().install_forward(module, mesh)  # type: ignore[misc]
+        group = mesh.get_group()
+
+        def forward(states: Tensor) -> Tensor:
+            found: Tensor = self.product.apply(states, _local(module.weight), _local(module.bias), group)
+            return found
+
+        module.forward = forward  # type: ignore[method-assign, assignment]
+        return module
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class _ColumnProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(states, weight)
+        ctx.group = group
+        return F.linear(states, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        states, weight = ctx.saved_tensors
+        own = gradients[0].flatten(0, -2)
+        of_states = _summed(_wide(own, weight), ctx.group).to(states.dtype) if ctx.needs_input_grad[0] else None
+        return (None if of_states is None else of_states.view(states.shape), *_of_parameters(ctx, own, states), None)
+
+
+class _RowProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(states, weight)
+        whole = _summed(_wide(states.flatten(0, -2), weight.t()), group)
+        if bias is not None:
+            whole += bias
+        return whole.to(states.dtype).view(*states.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        states, weight = ctx.saved_tensors
+        own = gradients[0].flatten(0, -2)
+        of_states = (own @ weight).view(states.shape) if ctx.needs_input_grad[0] else None
+        return (of_states, *_of_parameters(ctx, own, states), None)
+
+
+def _of_parameters(ctx: Any, gradient: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
+    """Of the weight and of the bias, which each rank finds for its part, or for a bias that all have."""
+    of_weight = gradient.t() @ states.flatten(0, -2) if ctx.needs_input_grad[1] else None
+    return of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _wide(left: Tensor, right: Tensor) -> Tensor:
+    """Their product in float32 at least, in which kernels add up anyway."""
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = part.clone()  # what was multiplied may be kept for the backward pass
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+class Float32Colwise(_Float32Sum, ColwiseParallel):
+    """Each rank has some of the outputs."""
+
+    product = _ColumnProduct
+
+
+class Float32Rowwise(_Float32Sum, RowwiseParallel):
+    """Each rank has some of the inputs, and all of the bias."""
+
+    product = _RowProduct
+
+
+for _name, _style in (
+    (NORM, NormOfOwnHeads()),
+    (EMBEDDING, VocabularyEmbedding()),
+    (EXPERTS, WholeExperts()),
+    (COLUMNS, Float32Colwise(input_layouts=Replicate(), output_layouts=Shard(-1))),
+    (ROWS, Float32Rowwise(input_layouts=Shard(-1), output_layouts=Replicate())),
+):
+    ALL_PARALLEL_STYLES.register(_name, _style)  # type: ignore[arg-type]

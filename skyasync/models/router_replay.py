@@ -1,0 +1,141 @@
+"""Which experts the routers of a mixture choose: recorded where tokens are generated, replayed where they are trained.
+
+Invariant: a router weighs experts by its own formula, with its own gradient; only which experts these are is said from
+outside. A token of which nothing is known is routed by the model itself.
+
+Rounding alone may flip a router's choice between an engine and a trainer, and what the token's log-probability is then
+jumps. Replaying the engine's choice is "rollout routing replay" (R3, arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from skyasync.errors import UserError
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOP_K = (torch.topk, torch.Tensor.topk)
+
+
+def unknown_expert(dtype: torch.dtype) -> int:
+    """The number that says of a token that its experts are not known."""
+    return torch.iinfo(dtype).max
+
+
+class Routers:
+    """The routers of one model, in the order of its layers.
+
+    Attributes:
+        experts: how many there are in a layer.
+        top_k: how many of them a token has.
+        dtype: of recorded experts: the smallest that has a number besides all experts'.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        found = _routers(model)
+        config = model.config.get_text_config()
+        self._family, self._layers = str(config.model_type), len(found)
+        self.top_k = int(config.num_experts_per_tok)
+        self.experts = max(int(getattr(config, name, 0) or 0) for name in _EXPERTS)
+        self.dtype = torch.uint8 if self.experts <= unknown_expert(torch.uint8) else torch.int16
+        if getattr(config, "topk_method", "") == "group_limited_greedy":  # weighs what is outside its groups by 0
+            raise UserError(not_replayed(self._family))
+        self._given: Tensor | None = None
+        self._chosen: dict[int, Tensor] | None = None
+        for layer, router in enumerate(found):
+            router.forward = partial(self._route, layer, router.forward)
+
+    def record(self) -> None:
+        """From here on keep what each router chooses in a forward pass."""
+        self._chosen = {}
+
+    def chosen(self) -> np.ndarray:
+        """``[tokens, layers, top_k]`` of the last forward pass."""
+        assert self._chosen is not None
+        layers = [self._chosen[layer] for layer in range(self._layers)]
+        found: np.ndarray = torch.stack(layers, 1).to(self.dtype).cpu().numpy()
+        return found
+
+    def replay(self, experts: Tensor | None) -> None:
+        """What the next forward passes choose, ``[..., layers, top_k]``; None: what they would.
+
+        It holds until it is called again: the backward pass may compute a layer once more.
+        """
+        if experts is None:
+            self._given = None
+            return
+        if experts.shape[-2:] != (self._layers, self.top_k):
+            raise UserError(
+                f"router replay: the engine reported {experts.shape[-2]} layers with {experts.shape[-1]} experts per "
+                f"token, and the trained {self._family} has {self._layers} with {self.top_k}: do both load the "
+                f"same model?"
+            )
+        self._given = experts.reshape(-1, self._layers, self.top_k)
+
+    def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if self._given is None and self._chosen is None:
+            return forward(*args, **kwargs)
+        with _TopK(None if self._given is None else self._given[:, layer], self.experts, self.top_k) as top:
+            answer = forward(*args, **kwargs)
+        if len(top.choices) != 1:
+            raise UserError(not_replayed(self._family))
+        if self._chosen is not None:
+            self._chosen[layer] = top.choices[0]
+        return answer
+
+
+def not_replayed(family: str) -> str:
+    return (
+        f"trainer.policy.router_replay: the routers of {family} do not choose their experts by one top-k over all of "
+        f"them, which is what can be recorded and replayed: set trainer.policy.router_replay=none"
+    )
+
+
+class _TopK(TorchFunctionMode):
+    """Around a router: records or replaces what its top-k chooses."""
+
+    def __init__(self, given: Tensor | None, experts: int, top_k: int) -> None:
+        super().__init__()
+        self._given, self._experts, self._top_k = given, experts, top_k
+        self.choices: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        found = func(*args, **(kwargs or {}))
+        if func not in _TOP_K or (args[0].shape[-1], found.indices.shape[-1]) != (self._experts, self._top_k):
+            return found  # of groups of experts, say
+        indices = found.indices
+        if self._given is not None:
+            known = self._given != unknown_expert(self._given.dtype)
+            indices = torch.where(known, self._given.long(), indices)
+            found = torch.return_types.topk((args[0].gather(-1, indices), indices))
+        self.choices.append(indices)
+        return found
+
+
+def _routers(model: PreTrainedModel) -> list[nn.Module]:
+    """By the class that transformers records router logits of."""
+    known = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+    recorder: Any = next((each["router_logits"] for each in known if "router_logits" in each), None)
+    kind = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
+    found = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
+    if not found:
+        raise UserError(
+            f"trainer.policy.router_replay: {type(model).__name__} has no routers that transformers knows of: set "
+            f"trainer.policy.router_replay=none"
+        )
+    return found

@@ -1,0 +1,183 @@
+"""A model that is trained from host memory is trained to the same bits as one on its device.
+
+There is one device here: the worker is told that its own is ``cpu:0``, which is not the host's ``cpu``, and each tensor
+that is moved remembers where to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from skyasync.config.schema import Config
+from skyasync.models.fsdp import sharding as offload
+from skyasync.models.fsdp.sharding import process_group_backend
+from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
+from skyasync.workers.frozen import ReferenceWorker
+from skyasync.workers.policy import PolicyWorker
+from tests.models.fsdp.test_offload import _local
+from tests.workers.conftest import config_for, make_batch
+from tests.workers.processes import Rank, Ranks
+
+KINDS = ("none", "optimizer", "parameters")
+DEVICE = torch.device("cpu", 0)
+
+
+class Watched(PolicyWorker):
+    """``during``: where moments lay when the optimizer began its steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.device = DEVICE
+        self.during: list[set[str]] = []
+
+    def setup(self, *args: Any) -> None:
+        super().setup(*args)
+        self.backend.optimizer.register_step_pre_hook(
+            lambda *_: self.during.append(self.places()) if self.moments() else None
+        )
+
+    def moments(self) -> dict[str, Tensor]:
+        states = [
+            (name, self.backend.optimizer.state[p])
+            for name, p in self.backend.model.named_parameters()
+            if p.requires_grad
+        ]
+        return {f"{name}.{k}": v for name, state in states for k, v in state.items()}
+
+    def places(self) -> set[str]:
+        return {getattr(tensor, "place", "") for tensor in self.moments().values()}
+
+    def bits(self) -> dict[str, Tensor]:
+        found = {name: p for name, p in self.backend.model.named_parameters() if p.requires_grad} | self.moments()
+        return {name: _local(tensor).detach().clone() for name, tensor in found.items()}
+
+
+def noted(tensor: Tensor, device: torch.device) -> Tensor:
+    there = tensor.to(device).clone()
+    there.place = str(device)  # type: ignore[attr-defined]
+    return there
+
+
+def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
+    """Metrics and bits of two updates, a checkpoint that is gone back to, and another update."""
+    metrics = []
+    for seed in (0, 1):
+        metrics.append(worker.update_policy(make_batch(seed=seed)))
+    worker.save(str(folder))
+    worker.update_policy(make_batch(seed=3))
+    worker.load(str(folder))
+    if worker.settings.cpu_offload == "optimizer":
+        assert worker.places() == {"cpu"}, "behind a checkpoint too"
+    worker.offload()  # as engines ask for the device
+    worker.onload()
+    metrics.append(worker.update_policy(make_batch(seed=2)))
+    metrics.append(worker.score([[3, 4, 5, 6]]))
+    return metrics, worker.bits()
+
+
+def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
+    """On each rank: every kind against none."""
+    before, offload.moved = offload.moved, noted
+    try:
+        found = {}
+        for kind in KINDS:
+            cfg.trainer.policy.cpu_offload = kind
+            worker = Watched(copy.deepcopy(cfg), process.rank, process.count, threads=1)
+            if process.count > 1 and not dist.is_initialized():
+                store = dist.FileStore(str(folder / "store"), process.count)
+                dist.init_process_group("gloo", store=store, rank=process.rank, world_size=process.count)
+            worker.setup()
+            found[kind] = train(worker, folder / kind)
+            check_places(worker, kind)
+    finally:
+        offload.moved = before
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    metrics, bits = found["none"]
+    for kind in KINDS[1:]:
+        assert found[kind][0] == metrics, kind
+        assert all(torch.equal(found[kind][1][name], tensor) for name, tensor in bits.items()), kind
+
+
+def check_places(worker: Watched, kind: str) -> None:
+    shards = [module for module in worker.backend.model.modules() if isinstance(module, FSDPModule)]
+    policies = {type(module._get_fsdp_state()._fsdp_param_group.offload_policy) for module in shards}
+    assert (policies == {CPUOffloadPolicy}) == (kind == "parameters")
+    if kind == "optimizer":
+        assert worker.places() == {"cpu"}, "between updates they are the host's"
+        assert all(places == {str(DEVICE)} for places in worker.during), (
+            f"a step finds them on the device: {worker.during}"
+        )
+    if kind == "parameters":
+        assert worker.places() <= {"", "cpu"}, "they never leave the host"
+    buffers = {getattr(buffer, "place", "") for buffer in worker.backend.model.buffers()}
+    assert kind != "parameters" or buffers == {str(DEVICE)}, "what FSDP does not bring is there"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "bfloat16, 8 bits": {"model.dtype": "bfloat16", "optimizer_config.name": "adamw_8bit"},
+    "muon": {"optimizer_config.name": "muon"},
+    "adapters": {"lora.rank": 4},
+}
+
+
+def told(path: str, case: str) -> Config:
+    cfg = config_for(path)
+    for key, value in CASES[case].items():
+        section, _, name = f"policy.{key}".rpartition(".")
+        part: Any = cfg.trainer
+        for step in section.split("."):
+            part = getattr(part, step)
+        setattr(part, name, value)
+    return cfg
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_offload_changes_no_bit_on_one_rank(tied_model: str, tmp_path: Path, case: str) -> None:
+    all_kinds(Rank(0, 1), told(tied_model, case), tmp_path)
+
+
+@pytest.mark.parametrize("case", ["adamw", pytest.param("muon", marks=pytest.mark.matrix)])
+def test_nor_on_two(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, case: str) -> None:
+    ranks(2).call(all_kinds, told(untied_model, case), tmp_path)
+
+
+@pytest.mark.matrix
+def test_nor_under_a_tensor_axis(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    cfg = told(untied_model, "adamw")
+    cfg.trainer.parallel.tensor = 2
+    ranks(2).call(all_kinds, cfg, tmp_path)
+
+
+def test_a_reference_stays_on_the_host(untied_model: str) -> None:
+    cfg, found = config_for(untied_model), []
+    for kind in ("none", "parameters"):
+        cfg.trainer.ref.cpu_offload = kind
+        worker = ReferenceWorker(cfg, threads=1)
+        worker.setup()
+        found.append(worker.score([[3, 4, 5, 6]]))
+    dist.destroy_process_group()
+    assert found[0] == found[1]
+
+
+def test_weights_of_the_host_are_sent_by_the_device() -> None:
+    sender = NCCLSender(torch.nn.Linear(2, 3), Rendezvous("host", 1, 1), rank=0, device=torch.device("meta"))
+    assert {name: weight.device.type for name, weight in sender} == {"weight": "meta", "bias": "meta"}
+
+
+def test_ranks_with_weights_on_the_host_have_a_group_for_these_too() -> None:
+    """Norms, checkpoints and hand-overs gather what lies on the host; NCCL takes tensors of GPUs alone."""
+    assert process_group_backend("cuda", "parameters") == "cpu:gloo,cuda:nccl"
+    assert process_group_backend("cuda", "none", colocated=True) == "cpu:gloo,cuda:nccl"
+    assert [process_group_backend("cuda", kind) for kind in ("none", "optimizer")] == ["nccl"] * 2
+    assert process_group_backend("cpu", "parameters") == "gloo"

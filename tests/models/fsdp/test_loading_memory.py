@@ -1,0 +1,158 @@
+"""Four ranks hold a model about once in all while they load it, whatever its files must be joined to.
+
+What a process holds is its own memory, not what it maps of files; each case has processes of its own, whose memory
+nobody has used before. What a load costs of any size (libraries, threads, groups; modules and parameters as objects, of
+which adapters make 0.3 MB a layer and rank) is not the model's: one as deep and of a few kilobytes is loaded first.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from skyasync.workers.critic import CriticWorker
+from skyasync.workers.frozen import ReferenceWorker, RewardWorker
+from skyasync.workers.model_worker import ModelWorker
+from skyasync.workers.policy import PolicyWorker
+from tests.workers.conftest import config_for
+from tests.workers.processes import Rank, Ranks
+
+RANKS = 4
+ACCOUNT = Path("/proc/self/status")
+
+#: As in real models, no weight is a large part of the whole.
+SHAPE = {"vocab_size": 2_000, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+NARROW = {"vocab_size": 64, "hidden_size": 32, "head_dim": 8}
+
+
+def llama(**changes: int) -> PreTrainedConfig:
+    return LlamaConfig(
+        **SHAPE | {"intermediate_size": 4 * changes.get("hidden_size", 256), "num_hidden_layers": 16} | changes
+    )
+
+
+def mixture(experts: int, layers: int, **changes: int) -> PreTrainedConfig:
+    inner = 2 * changes.get("hidden_size", 256)
+    own = {
+        "num_experts": experts,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": layers,
+    }
+    return Qwen3MoeConfig(**SHAPE | own | changes)
+
+
+eight, three = partial(mixture, 8, 8), partial(mixture, 3, 20)
+Shape = Callable[..., PreTrainedConfig]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, who loads it, the settings of that, and the dtype that its weights are kept in."""
+
+    shape: Shape
+    role: type[ModelWorker] = PolicyWorker
+    settings: dict[str, Any] = field(default_factory=dict)
+    kept: torch.dtype = torch.float32
+
+
+FROZEN = torch.bfloat16
+ADAPTERS = {"trainer.policy.lora.rank": 4}
+
+CASES = {
+    "llama": Case(llama),
+    "llama, tensor 2": Case(llama, settings={"trainer.parallel.tensor": 2}),
+    "llama, adapters": Case(llama, settings=ADAPTERS, kept=FROZEN),
+    "llama, nf4": Case(llama, settings=ADAPTERS | {"trainer.policy.lora.base_dtype": "nf4"}, kept=FROZEN),
+    "llama, int8": Case(llama, settings=ADAPTERS | {"trainer.policy.lora.base_dtype": "int8"}, kept=FROZEN),
+    "llama, reward model": Case(llama, RewardWorker, kept=FROZEN),
+    "eight experts": Case(eight),
+    "eight experts, critic": Case(eight, CriticWorker),
+    "eight experts, reference": Case(eight, ReferenceWorker, kept=FROZEN),
+    "eight experts, tensor 2": Case(eight, settings={"trainer.parallel.tensor": 2}),
+    "three experts": Case(three),
+}
+
+
+def load(process: Rank, folder: str, case: Case) -> int:
+    """On each of the ranks: what it added to its memory at most."""
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=process.rank, world_size=RANKS)
+
+    def worker(path: str) -> ModelWorker:
+        cfg = config_for(path)
+        for role in (cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.reward):
+            role.model.path, role.model.dtype = path, "bfloat16"
+        for key, value in case.settings.items():
+            section, _, name = key.rpartition(".")
+            setattr(attrgetter(section)(cfg), name, value)
+        return case.role(cfg, process.rank, RANKS, threads=1)
+
+    worker(f"{folder}/narrow").setup()
+    gc.collect()
+    return peak_growth(worker(f"{folder}/large").setup)
+
+
+def peak_growth(work: Callable[[], object]) -> int:
+    """Most bytes of this process's own memory that ``work`` added at a time."""
+    done = threading.Event()
+    before = most = anonymous_bytes()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, anonymous_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    kept = work()
+    done.set()
+    watching.join()
+    del kept
+    return most - before
+
+
+def anonymous_bytes() -> int:
+    rows = (line.split() for line in ACCOUNT.read_text().splitlines())
+    return sum(int(row[1]) * 1024 for row in rows if row[0] in ("RssAnon:", "RssShmem:"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ACCOUNT.exists(), reason="reads Linux's account of a process's memory")
+@pytest.mark.parametrize("case", list(CASES))
+def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(warm_processes: Path, case: str) -> None:
+    shape, kept = CASES[case].shape, CASES[case].kept
+    if case.endswith("nf4"):
+        pytest.importorskip("bitsandbytes")
+    saved = AutoModelForSequenceClassification if CASES[case].role is RewardWorker else AutoModelForCausalLM
+    with TemporaryDirectory() as folder:  # on the disk: what is read from memory would count as held
+        for name, made in (("narrow", shape(**NARROW)), ("large", shape())):
+            made.num_labels = 1
+            with torch.device("meta"):
+                model = saved.from_config(made, dtype=torch.bfloat16)
+            model.to_empty(device="cpu").tie_weights()
+            model.save_pretrained(f"{folder}/{name}")
+        ranks = Ranks(RANKS, warm_processes)
+        held = ranks.call(load, folder, CASES[case])
+        ranks.close()
+    size = sum(p.numel() for p in model.parameters()) * kept.itemsize
+    found = ", ".join(f"{part / 1e6:.0f}" for part in held)
+    assert sum(held) < 1.3 * size, f"{sum(held) / size:.2f} times the model's {size / 1e6:.0f} MB: {found}"

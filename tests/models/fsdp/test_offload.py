@@ -1,0 +1,136 @@
+"""A policy that was in host memory meanwhile is the same policy, bit for bit, and goes on as if it had never left.
+
+There is one device here, so moving to it and back would move nothing: "moved" is a copy at another place in memory
+instead, which is what the optimizer, FSDP2 and tied weights have to follow on a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from skyasync.config.schema import Config
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp import sharding as offload
+from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.ranks import RankGroup, WorkerPlacement
+from skyasync.workers.roles import ROLES
+from tests.workers.conftest import config_for, make_batch
+
+
+class Elsewhere(PolicyWorker):
+    """Every move is to a new place; ``places`` is where the parameters and moments lie."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        offload.moved = lambda tensor, device: tensor.to(device).clone()
+
+    def tensors(self) -> dict[str, Tensor]:
+        for module in self.backend.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward without gradient its root is gathered
+        found = dict(self.backend.model.named_parameters())
+        for name, parameter in self.backend.model.named_parameters():
+            found |= {f"{name}.{k}": v for k, v in self.backend.optimizer.state[parameter].items()}
+        return {name: _local(tensor).detach() for name, tensor in found.items()}
+
+    def bits(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def round_trip(self) -> int:
+        """How many tensors lie elsewhere afterwards, gradients dropped."""
+        before = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+        self.offload()
+        assert all(parameter.grad is None for parameter in self.backend.model.parameters())
+        self.onload()
+        return sum(tensor.data_ptr() != before[name] for name, tensor in self.tensors().items())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def cfg(request: pytest.FixtureRequest, model_path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    cfg = config_for(model_path)
+    cfg.trainer.policy.model.dtype = request.param  # bfloat16 is sharded by FSDP2, on one rank too
+    monkeypatch.setattr(offload, "moved", offload.moved)  # put back afterwards
+    yield cfg
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def started(cfg: Config) -> Elsewhere:
+    worker = Elsewhere(cfg, threads=1)
+    worker.setup()
+    return worker
+
+
+def batches() -> list[UpdateBatch]:
+    return [make_batch(seed=seed) for seed in range(3)]
+
+
+def test_bits_are_kept_and_updates_go_on_as_without(cfg: Config) -> None:
+    stays, travels = started(cfg), started(cfg)
+    travels.round_trip()  # before the first update there are no moments
+    for batch, other in zip(batches(), batches(), strict=True):
+        assert travels.update_policy(other) == stays.update_policy(batch)
+        before = travels.bits()
+        assert travels.round_trip() > len(before) / 2
+        assert all(torch.equal(tensor, before[name]) for name, tensor in travels.tensors().items())
+        assert travels.score([[3, 4, 5]]) == stays.score([[3, 4, 5]])
+        assert travels.round_trip() > len(before) / 2, "after a score too, which leaves FSDP2's root gathered"
+    for name, tensor in stays.tensors().items():
+        assert torch.equal(travels.tensors()[name], tensor), name
+
+
+def test_tied_weights_are_one_tensor_wherever_they_are(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "moved", offload.moved)
+    worker = started(config_for(tied_model))
+    worker.offload()
+    model = worker.backend.model.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(cfg: Config, tmp_path) -> None:
+    worker = started(cfg)
+    worker.update_policy(make_batch())
+    worker.offload()
+    saved = worker.bits()
+    worker.save(str(tmp_path / "away"))
+    worker.onload()
+    worker.update_policy(make_batch(seed=1))
+    worker.offload()
+    worker.load(str(tmp_path / "away"))
+    worker.onload()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in worker.tensors().items() if "step" not in name)
+
+
+@pytest.mark.slow
+async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config_for(untied_model)
+    cfg.trainer.policy.threads = 1
+    where = WorkerPlacement(bundles, ranks=2, num_cpus=0.5)
+    role = replace(ROLES["policy"], name="elsewhere", worker=f"{__name__}:Elsewhere")
+    monkeypatch.setitem(ROLES, "elsewhere", role)
+    stays, travels = (RankGroup(role, where) for _ in range(2))
+    try:
+        await asyncio.gather(stays.start(cfg), travels.start(cfg))
+        for seed in range(2):
+            batch = UpdateBatch.concatenate([make_batch(seed=seed), make_batch(seed=seed + 9)])
+            for ranks in (stays, travels):
+                await ranks.on_rows("forward_backward", batch)
+                await ranks.call("optimizer_step")
+            assert min(await travels.call("round_trip")) > 10
+        assert await travels.call("score", [[3, 4, 5, 6]]) == await stays.call("score", [[3, 4, 5, 6]])
+    finally:
+        stays.kill()
+        travels.kill()

@@ -1,0 +1,143 @@
+"""FlexAttention, by its own reference on a CPU: what it computes and learns is what sdpa does with dense masks.
+
+Its public function refuses gradients on a CPU, where only its reference has them; here that is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers.integrations.flex_attention as library
+from torch import Tensor
+from torch.nn.attention import flex_attention
+
+from skyasync.models.attention import MaskSpec, attention_inputs, block_coverage, owners_mask, window_mask
+from skyasync.models.heads import load_causal_lm
+from skyasync.models.parallel import context
+from skyasync.models.token_model import TokenModel
+from skyasync.workers.policy import PolicyWorker
+from tests.workers.conftest import config_for, make_batch
+
+
+@pytest.fixture
+def by_flex(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every device attends so; what was asked of it."""
+    asked: list[Tensor] = []
+
+    def reference(*args: Any, **options: Any) -> Any:
+        asked.append(args[0])
+        return flex_attention.flex_attention(*args, **{k: v for k, v in options.items() if k != "training"})
+
+    monkeypatch.setattr(library, "compile_friendly_flex_attention", reference)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
+    monkeypatch.setattr(TokenModel, "uses_flex", lambda model, device: True)
+    return asked
+
+
+OWNERS = [[0] * 70 + [1] * 40 + [2] * 90 + [3] * 33 + [-1] * 17, [0] * 140 + [1] * 50 + [2] * 60]
+
+
+@pytest.mark.parametrize("window", [0, 1, 50, 130])
+@pytest.mark.parametrize("square", [16, 128])
+def test_the_squares_that_are_looked_at_hold_all_that_is_seen(window: int, square: int) -> None:
+    for rows, owners in [
+        (torch.zeros(2, 250, dtype=torch.int32), torch.tensor(OWNERS, dtype=torch.int32)),
+        (torch.tensor([[0] * 30 + [1] * 120 + [2] * 7 + [3] * 93], dtype=torch.int32), torch.ones(1, 250).int()),
+    ]:
+        seen = owners_mask(owners)[:, 0] & (rows[:, :, None] == rows[:, None, :])
+        back = torch.arange(250)[:, None] - torch.arange(250)[None, :]
+        seen &= (back < window) if window else True
+        some, every = block_coverage(rows, owners, window, square)
+        missing = -250 % square
+        cut = (
+            torch.nn.functional.pad(seen, (0, missing, 0, missing))
+            .unflatten(2, (-1, square))
+            .unflatten(1, (-1, square))
+        )
+        assert not (cut.any(4).any(2) & ~some).any(), "what is seen is looked at"
+        assert not (every & ~cut.all(4).all(2)).any(), "where all is taken as seen, it is"
+        assert every.any() or square == 128 or window in (1,)
+
+
+def test_packed_rows_and_prompts_in_common_give_the_same_gradient(untied_model: str, by_flex: list[Tensor]) -> None:
+    found = _learnt(untied_model)
+    assert by_flex and all(states.shape[0] == 1 for states in by_flex), "end to end, without rectangles"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenModel, "uses_flex", lambda model, device: False)
+        count = len(by_flex)
+        expected = _learnt(untied_model)
+        assert len(by_flex) == count
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
+    assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
+
+
+def _learnt(path: str) -> tuple[Tensor, Tensor]:
+    """Groups whose prompt is computed once, and rows of their own beside them; keys are fewer than heads."""
+    cfg = config_for(path)
+    cfg.trainer.micro_batch_tokens = 512
+    worker = PolicyWorker(cfg, threads=1)
+    worker.setup()
+    batch = make_batch(groups=4, longest_response=30)
+    batch.group_ids = torch.where(batch.group_ids > 1, torch.arange(len(batch)) + 9, batch.group_ids)
+    said = worker.logprobs(batch)
+    worker.forward_backward(batch)
+    return said, torch.cat([p.grad.flatten() for p in worker.backend.model.parameters() if p.grad is not None])
+
+
+class _Heads(torch.nn.Module):
+    is_causal, num_key_value_groups = True, 2
+
+
+@pytest.mark.parametrize("owners", [None, OWNERS])
+@pytest.mark.parametrize("window", [None, 60])
+def test_slices_attend_over_windows_and_prompts_in_common_alike(
+    by_flex: list[Tensor], owners: list[list[int]] | None, window: int | None
+) -> None:
+    group = context.Context.of(_alone())
+    module = _Heads()
+    drawn = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, heads, 250, 8, generator=drawn, requires_grad=True) for heads in (4, 2, 2)]
+    owned = None if owners is None else torch.tensor(owners, dtype=torch.int32)
+    results = []
+    try:
+        for flex in (True, False):
+            given = attention_inputs(owned, (), torch.device("cpu"), flexible=flex, context=group)
+            found, _ = context.attention(module, *states, **given, sliding_window=window, scaling=8**-0.5)
+            weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+            read = weights if owned is None else weights * (owned >= 0)[:, :, None, None]
+            results.append([found.detach(), *torch.autograd.grad((found * read).sum(), states)])
+    finally:
+        dist.destroy_process_group()
+    assert bool(by_flex) is (owned is not None or window is not None)
+    for flexed, dense in zip(*results, strict=True):
+        torch.testing.assert_close(flexed, dense, atol=1e-5, rtol=0)
+
+
+def _alone() -> Any:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def test_a_mask_has_the_squares_that_are_block_coverage() -> None:
+    rows, owners = torch.zeros(2, 250, dtype=torch.int32), torch.tensor(OWNERS, dtype=torch.int32)
+    mask = MaskSpec(rows, owners).mask(60)
+    some, _ = block_coverage(rows, owners, 60)
+    assert torch.equal(mask.to_dense()[:, 0].bool(), some) and mask.seq_lengths == (250, 250)
+
+
+def test_a_window_over_128k_tokens_takes_no_mask_of_its_square() -> None:
+    mask = window_mask(131072, 4096, torch.device("cpu"))
+    assert mask.kv_indices.numel() == 1024**2
+    assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 34 * 1024
+
+
+def test_a_cpu_keeps_sdpa(untied_model: str) -> None:
+    one, gpu = TokenModel(load_causal_lm(untied_model, torch.float32)), torch.device("cuda")
+    assert not one.uses_flex(torch.device("cpu")) and one.uses_flex(gpu)
+    one.keeps_blocks = True
+    assert not one.uses_flex(gpu)

@@ -1,0 +1,105 @@
+"""In bfloat16 a step differs from one rank's by no more than one rank differs from itself in another order of sums.
+
+The noise is measured, not assumed: the orders of one rank are other micro-batches, rows one by one, and from the last
+to the first. The furthest of them is the bound, for ranks of every axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyasync.config.schema import Config
+from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.ranks import split_for_ranks
+from tests.models.parallel.test_parallel import begun
+from tests.models.test_matrix import Way, table
+from tests.models.test_shapes import distance, gradient, ragged
+from tests.models.test_shapes import shapes as shapes
+from tests.workers.processes import Rank, Ranks
+
+pytestmark = [pytest.mark.matrix, pytest.mark.slow]
+
+ORDERS = {
+    "rows one by one": (Way(rows=1), {}),
+    "at most three rows": (Way(rows=3), {}),
+    "one micro-batch": (Way(tokens=4096), {}),
+    "from the last row": (Way(), {"backwards": True}),
+}
+RECOMPUTED = {
+    "checkpointing": Way(recomputed=True),
+    "selective checkpointing": Way(recomputed="selective", adapters=(False,)),
+}
+WAYS = {
+    "data 2": Way(2, adapters=(False,)),
+    "data 4": Way(4),
+    "context 2": Way(2, context=2),
+    "tensor 2": Way(2, tensor=2),
+    "context 2 x tensor 2": Way(4, context=2, tensor=2, adapters=(False,)),
+}
+
+
+def step(rank: Rank, backwards: bool = False) -> Any:
+    worker, batch = rank.worker, ragged()
+    begun(rank)
+    axes = worker.backend.spec.axes
+    rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
+    if backwards:
+        rows = rows.flip(0)
+    worker.forward_backward(batch.select(rows).trim())
+    return gradient(worker).numpy()
+
+
+def alone(path: str, adapters: bool, way: Way, **how: bool) -> Tensor:
+    with way.rows_packed():
+        rank = Rank(0, 1, PolicyWorker(in_bfloat16(path, adapters, way), threads=1))
+        rank.worker.setup()
+        try:
+            return torch.from_numpy(step(rank, **how))
+        finally:
+            dist.destroy_process_group()
+
+
+def in_bfloat16(path: str, adapters: bool, way: Way) -> Config:
+    cfg = way.settings(path, adapters=adapters)
+    cfg.trainer.policy.model.dtype = "bfloat16"
+    return cfg
+
+
+@cache
+def expected(path: str, adapters: bool) -> Tensor:
+    return alone(path, adapters, Way())
+
+
+@cache
+def noise(path: str, adapters: bool) -> float:
+    """How far one rank is from itself in the furthest of the orders."""
+    found = (alone(path, adapters, way, **how) for way, how in ORDERS.values())
+    return max(distance(one, expected(path, adapters)) for one in found)
+
+
+@table(RECOMPUTED)
+def test_what_is_computed_again_is_the_same_bit_for_bit(
+    shapes: dict[str, str], name: str, adapters: bool, way: Way
+) -> None:
+    assert torch.equal(alone(shapes[name], adapters, way), expected(shapes[name], adapters))
+
+
+@table(WAYS)
+def test_ranks_differ_no_more_than_one_does_from_itself_in_another_order(
+    shapes: dict[str, str], name: str, adapters: bool, way: Way, ranks: Callable[[int], Ranks]
+) -> None:
+    """Split matrices too, whose parts are added up before they are rounded."""
+    path, group = shapes[name], ranks(way.ranks)
+    group.set_up(PolicyWorker, in_bfloat16(path, adapters, way))
+    found = [torch.from_numpy(one) for one in group.call(step)]
+    apart = max(distance(one, expected(path, adapters)) for one in found)
+    bound = noise(path, adapters)
+    print(f"{apart:.2e} from one rank, which is {bound:.2e} from itself")
+    assert apart < bound
