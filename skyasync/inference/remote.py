@@ -49,7 +49,7 @@ from skyasync.inference.interface import (
     refusal,
 )
 from skyasync.inference.origin_check import KEY_VARIABLE
-from skyasync.model_config import overrides_of
+from skyasync.models.config import overrides_of
 from skyasync.together import within
 from skyasync.weight_sync.update import Held, WeightSyncError, WeightUpdate
 

@@ -313,11 +313,6 @@ class ModelBackend(ABC):
         """
         raise self._not_supported("export models")
 
-    def read_weights(self, file: Path) -> bool:
-        """Read whole weights from a safetensors file and keep the optimizer state; whether the file has a shorter
-        dtype."""
-        raise self._not_supported("read weights from engines")
-
     def _not_supported(self, action: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not {action}")
 

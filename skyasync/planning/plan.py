@@ -205,7 +205,7 @@ def trained_rank(
         eight_bits=optimizer.name == "adamw_8bit",
         offloads=_offloads(cfg, role, gpus=gpus),
         bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
-        critic=role.name == POLICY and ROLES[CRITIC_ROLE].is_the_policys(cfg),
+        critic=role.name == POLICY and ROLES[CRITIC_ROLE].hosted_by_policy(cfg),
     )
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 

@@ -42,7 +42,7 @@ from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.server_check import check_servers
 from skyasync.engines.settings import engine_config
 from skyasync.errors import UserError
-from skyasync.model_config import complaints
+from skyasync.models.config import complaints
 from skyasync.other_frameworks import other_frameworks
 from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
@@ -199,7 +199,7 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
         if model is None:
             continue
         named, key = model.path, f"{role.section}.model.path"
-        if not named and role.when and key in role.when.paths:
+        if not named and key in role.enabled_by:
             continue  # there is none
         model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
         if role not in roles:
@@ -207,7 +207,7 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
         own = named or role.name == POLICY
         if own:
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
-            if role.as_the_policy(cfg):
+            if role.on_policys_devices(cfg):
                 check_axes(cfg.trainer.parallel, model.path, key)
             if role.name == POLICY:
                 check_routers(cfg.trainer.policy.router_replay, model.path, key)

@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 
 from skyasync.arrays import TURN_TOKENS, Experts, joined_experts
-<<<<<<< HEAD
 from skyasync.rollout.types import Group, Segment, Trajectory
 from skyasync.workers.batch import RolloutBatch
-=======
 from skyasync.models.batch import RolloutBatch
 from skyasync.rollout.types import Group, Segment
->>>>>>> models
 
 
 def collate(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:

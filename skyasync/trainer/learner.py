@@ -64,7 +64,7 @@ class ScoringPlan:
             reference="reference" in objective.needs,
             teacher="" if not teacher else "logprobs" if compared else "top_logprobs",
             values=critic.asked(cfg),
-            values_by_policy=critic.asked(cfg) and critic.is_the_policys(cfg),
+            values_by_policy=critic.asked(cfg) and critic.hosted_by_policy(cfg),
             proximal=proximal,
         )
 
@@ -126,7 +126,7 @@ class Learner:
             self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
         if plan.reference:
             with timed("reference"):
-                batch.reference_logprobs = await dispatch.reference_logprobs(batch)
+                batch.reference_logprobs = await dispatch.ask(REFERENCE, "logprobs", batch)
         proximal = plan.needs_proximal(self._context.length.updates_per_batch(len(batch.group_ids.unique())))
         computed = proximal and not self.updates
         in_one_pass = computed and plan.values_by_policy
@@ -136,7 +136,7 @@ class Learner:
                     both = await dispatch.ask(POLICY, "logprobs_and_values", batch)
                     batch.proximal_logprobs, batch.values = both.unbind(-1)
                 else:
-                    batch.values = await dispatch.values(batch)
+                    batch.values = await dispatch.ask(CRITIC_ROLE, "values", batch)
         if plan.teacher:
             with timed("teacher"):
                 answer = await dispatch.ask(TEACHER_ROLE, plan.teacher, batch)
@@ -150,7 +150,7 @@ class Learner:
             batch.proximal_logprobs = batch.behaviour_logprobs
         elif computed and not in_one_pass:
             with timed("logprobs"):
-                batch.proximal_logprobs = await dispatch.policy_logprobs(batch)
+                batch.proximal_logprobs = await dispatch.ask(POLICY, "logprobs", batch)
         return batch
 
     def _check_behaviour(self, logprobs: Tensor) -> None:

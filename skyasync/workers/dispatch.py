@@ -23,12 +23,9 @@ from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-<<<<<<< HEAD
 from skyasync.inference.settings import adapter_rank, computes_on_lent_weights, lends_weights
-=======
 from skyasync.models.backend import SaveResult, files_of
 from skyasync.models.batch import TokenBatch, UpdateBatch
->>>>>>> models
 from skyasync.state.manifest import Sums
 from skyasync.together import within
 from skyasync.utils.manifest import Sums

@@ -136,15 +136,5 @@ class PolicyWorker(Publisher):
         return torch.stack([found[LOGPROBS], found[VALUES]], -1)
 
     def export_critic(self, folder: str) -> None:
-<<<<<<< HEAD
-        """As ``export``, of a critic of its own that says what the one on this model's layers does."""
-        assert self.critic is not None
-        self.critic.export(self.weights(), self.dtype, self.path, Path(folder), keep=self.rank == 0)
-=======
         """As ``export``, of the critic as a model of its own."""
         self.backend.export(Path(folder), VALUE_HEAD)
-
-    def take_weights(self, path: str) -> bool:
-        """Continue with weights that an engine has handed back; whether they were rounded. All ranks call it."""
-        return self.backend.read_weights(Path(path))
->>>>>>> models

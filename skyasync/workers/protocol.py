@@ -8,12 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-<<<<<<< HEAD
 from skyasync.utils.manifest import Sums
-=======
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.state.manifest import Sums
->>>>>>> models
 from skyasync.weight_sync.update import WeightUpdate
 
 

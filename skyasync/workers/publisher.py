@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
 from skyasync.inference.settings import computes_on_lent_weights
-=======
 from skyasync.engines.settings import computes_on_lent_weights
 from skyasync.models.fsdp.backend import FSDPBackend
->>>>>>> models
 from skyasync.weight_sync.adapter_file import write_adapter
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.cuda_ipc import Packed, Packer

@@ -23,15 +23,12 @@ from torch import Tensor
 
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
-<<<<<<< HEAD
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.workers.batch import TokenBatch
-=======
 from skyasync.models.batch import TokenBatch
 from skyasync.processes.identity import Identity
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
->>>>>>> models
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 
@@ -75,15 +72,9 @@ class _WorkerActor:
         return getattr(self._worker, method)(*args)
 
     @ray.method(concurrency_group=PULSE)
-<<<<<<< HEAD
     def pulse(self) -> ProcessIdentity:
-        """Answered beside the call under way, by a thread of its own."""
-        return ProcessIdentity.mine()
-=======
-    def pulse(self) -> Identity:
         """Answered by a thread of its own while a call is running."""
-        return Identity.mine()
->>>>>>> models
+        return ProcessIdentity.mine()
 
 
 class HeartbeatTimeoutError(RuntimeError):

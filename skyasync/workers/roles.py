@@ -13,15 +13,12 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
-<<<<<<< HEAD
 from skyasync.config.keys import When
 from skyasync.config.schema import Config
 from skyasync.config.schema.algorithm import CRITIC, KL
 from skyasync.config.schema.models import SHARED_CRITIC, TEACHER
 from skyasync.config.schema.reward_models import REWARD
-=======
 from skyasync.config.schema import Config
->>>>>>> models
 from skyasync.errors import UserError, unknown
 from skyasync.models import SCORE, VALUE, VOCABULARY
 from skyasync.models.axes import Axes
@@ -57,29 +54,17 @@ class Role:
         section: its part of the configuration; ``model`` in it is what it loads (the policy's model where that has no
             path), ``optimizer_config`` and ``gradient_checkpointing`` how it is trained, ``threads`` of its ranks.
         trains: its weights change: it has an optimizer, and a folder of its own name in every checkpoint.
-<<<<<<< HEAD
-        when: a run has the role if this is true of its configuration (as of a key).
-        ranks: keys whose product is how many ranks it has; none: one.
-        beside: if this is true of the configuration, its ranks are the policy's in number and share their devices, and
-            wait in host memory while engines have those (``trainer.placement.colocate_all``).
-=======
         enabled_if: whether a run has the role.
         enabled_by: the keys that this depends on, for errors.
         ranks: keys whose product is how many ranks it has; none: one.
         colocated_if: if this holds, its ranks are the policy's in number and share their devices, and wait in host
             memory while engines have those (``trainer.placement.colocate_all``).
->>>>>>> models
         columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
         gpu: devices of its own are GPUs, if there are any.
         base: its model, where it names none of its own, is what the policy began as: a policy that trains adapters
             beside frozen weights answers for it (``base_logprobs``), and it has no ranks.
-<<<<<<< HEAD
-        on_policy: if this is true of the configuration it is a head on the policy's layers, and has no ranks.
-        head: what its model, if it has one, says of a token (``skyasync.workers.heads``): ``vocabulary`` (a causal
-=======
         shared_backbone_if: if this holds, it is a head on the policy's layers, and has no ranks.
         head: what its model, if it has one, says of a token (``skyasync.models.heads``): ``vocabulary`` (a causal
->>>>>>> models
             language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
     """
 
@@ -87,51 +72,29 @@ class Role:
     worker: str | type[Any]
     section: str = ""
     trains: bool = False
-<<<<<<< HEAD
-    when: When | None = None
-    ranks: tuple[str, ...] = ()
-    beside: Callable[[Config], bool] | None = None
-=======
     enabled_if: Condition = always
     enabled_by: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
     colocated_if: Condition = never
->>>>>>> models
     columns: tuple[str, ...] = ()
     gpu: bool = True
     head: str = VOCABULARY
     base: bool = False
-<<<<<<< HEAD
-    on_policy: Callable[[Config], bool] | None = None
-
-    def asked(self, cfg: Config) -> bool:
-        """Whether a run of this configuration has it, on ranks of its own or the policy's."""
-        return self.when is None or self.when(cfg)
-=======
     shared_backbone_if: Condition = never
 
     def asked(self, cfg: Config) -> bool:
         """Whether a run of this configuration has it, on ranks of its own or the policy's."""
         return self.enabled_if(cfg)
->>>>>>> models
 
     def wanted(self, cfg: Config) -> bool:
         """Whether a run of this configuration has ranks of it."""
         return self.asked(cfg) and not self.hosted_by_policy(cfg)
 
-<<<<<<< HEAD
-    def is_the_policys(self, cfg: Config) -> bool:
-        """Whether the policy answers for it: the same model, beside which only adapters are trained, or a head on its
-        layers."""
-        if self.on_policy:
-            return self.asked(cfg) and self.on_policy(cfg)
-=======
     def hosted_by_policy(self, cfg: Config) -> bool:
         """Whether the policy's ranks compute it: as the policy's model without its adapters, or as a head on the
         policy's layers."""
         if self.shared_backbone_if(cfg):
             return self.asked(cfg)
->>>>>>> models
         if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):
             return False
         own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
@@ -140,11 +103,7 @@ class Role:
 
     def shares(self, cfg: Config) -> bool:
         """Whether it is on the policy's devices."""
-<<<<<<< HEAD
-        return self.beside is not None and self.beside(cfg)
-=======
         return self.colocated_if(cfg)
->>>>>>> models
 
     def on_policys_devices(self, cfg: Config) -> bool:
         """Whether it is the policy, or is on its devices."""
@@ -221,11 +180,7 @@ _OURS = {
             enabled_if=lambda cfg: cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward,
             enabled_by=("trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_in_reward"),
             ranks=("trainer.placement.ref_num_nodes", "trainer.placement.ref_num_gpus_per_node"),
-<<<<<<< HEAD
-            beside=lambda cfg: cfg.trainer.placement.colocate_policy_ref,
-=======
             colocated_if=lambda cfg: cfg.trainer.placement.colocate_policy_ref,
->>>>>>> models
             base=True,
         ),
         Role(
@@ -236,15 +191,9 @@ _OURS = {
             enabled_if=_has_critic,
             enabled_by=("trainer.algorithm.advantage_estimator",),
             ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
-<<<<<<< HEAD
-            beside=lambda cfg: cfg.trainer.placement.colocate_policy_critic or cfg.trainer.placement.colocate_all,
-            head=VALUE,
-            on_policy=SHARED_CRITIC,
-=======
             colocated_if=lambda cfg: cfg.trainer.placement.colocate_policy_critic or cfg.trainer.placement.colocate_all,
             head=VALUE,
             shared_backbone_if=lambda cfg: cfg.trainer.critic.backbone == "shared",
->>>>>>> models
         ),
         Role(
             REWARD_ROLE,
@@ -262,11 +211,7 @@ _OURS = {
             enabled_if=lambda cfg: bool(cfg.trainer.teacher.model.path),
             enabled_by=("trainer.teacher.model.path",),
             ranks=("trainer.placement.teacher_num_nodes", "trainer.placement.teacher_num_gpus_per_node"),
-<<<<<<< HEAD
-            beside=lambda cfg: cfg.trainer.placement.colocate_policy_teacher,
-=======
             colocated_if=lambda cfg: cfg.trainer.placement.colocate_policy_teacher,
->>>>>>> models
         ),
     )
 }

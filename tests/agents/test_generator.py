@@ -29,11 +29,8 @@ from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
 from skyasync.endpoint.agent_process import AgentProcess, load_program
 from skyasync.endpoint.server import Endpoint
 from skyasync.errors import UserError
-<<<<<<< HEAD:tests/agents/test_generator.py
 from skyasync.inference.client import InferenceClient
-=======
 from skyasync.models.batch import RolloutBatch
->>>>>>> models:tests/endpoint/test_agent_generator.py
 from skyasync.processes.local import LocalHost
 from skyasync.rollout import rules as episode_rules
 from skyasync.processes.local import LocalHost
@@ -42,15 +39,12 @@ from skyasync.rollout.collate import collate
 from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
-<<<<<<< HEAD:tests/agents/test_generator.py
 from skyasync.utils.rpc import LocalTransport
 from skyasync.workers.batch import RolloutBatch
 from tests.agents import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
-=======
 from tests.endpoint import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
->>>>>>> models:tests/endpoint/test_agent_generator.py
 
 pytestmark = pytest.mark.slow  # programs that hang are waited for
 

@@ -16,7 +16,6 @@ from transformers import (
     PreTrainedConfig,
 )
 
-<<<<<<< HEAD:tests/workers/test_logits.py
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import EngineConfig
 from skyasync.workers import logits as logits_module
@@ -25,7 +24,6 @@ from skyasync.workers.base import sequences_as_batch
 from skyasync.workers.heads import load_causal_lm
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import plain_layout
-=======
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig
 from skyasync.models import token_model as logits_module
@@ -34,7 +32,6 @@ from skyasync.models.heads import load_causal_lm
 from skyasync.models.packing import plain_layout, sequences_as_batch
 from skyasync.models.token_model import TokenModel
 from tests.models.test_token_model import WITH_ENTROPY
->>>>>>> models:tests/models/test_logits.py
 from tests.workers.conftest import make_batch
 from tests.workers.test_critic import SMALL
 

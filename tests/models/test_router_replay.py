@@ -25,14 +25,11 @@ from transformers import (
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-<<<<<<< HEAD:tests/workers/test_routing.py
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.inflight import continuation, join
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-=======
 from skyasync.models.batch import RolloutBatch, UpdateBatch
 from skyasync.models.router_replay import Routers
->>>>>>> models:tests/models/test_router_replay.py
 from skyasync.rollout.collate import collate
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
 from skyasync.workers.policy import PolicyWorker

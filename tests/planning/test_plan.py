@@ -170,20 +170,12 @@ def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
 
 
 def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-<<<<<<< HEAD
-    critic = Role("critic", "not:imported", section="trainer.policy", trains=True, beside=lambda cfg: True)
-=======
     critic = Role("critic", "not:imported", section="trainer.policy", trains=True, colocated_if=always)
->>>>>>> models
     monkeypatch.setitem(ROLES, "critic", critic)
     plan = make_plan(settings(), QWEN_7B, EIGHT)
     assert plan.processes["critic"] == 4 and plan.gpus_asked == 8
     assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * QWEN_7B.parameters / 4, rel=1e-6)
-<<<<<<< HEAD
-    monkeypatch.setitem(ROLES, "critic", replace(critic, beside=None))
-=======
     monkeypatch.setitem(ROLES, "critic", replace(critic, colocated_if=never))
->>>>>>> models
     plan = make_plan(settings(), QWEN_7B, EIGHT)
     assert plan.gpus_asked == 9 and place(plan, "critic").when == "update"
 

@@ -56,13 +56,8 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
 
 
 async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
-<<<<<<< HEAD
     names = await pair.engine.llm.collective_rpc(checked)
-    assert len(names[0]) == len(list(pair.dispatch._policy.model.model.named_parameters())) + 1  # the head
-=======
-    names = await pair.engine._core.llm.collective_rpc(checked)
     assert len(names[0]) == len(list(pair.dispatch._policy.backend.model.model.named_parameters())) + 1  # the head
->>>>>>> models
     assert not pair.sync._unproven
 
 

@@ -15,12 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-<<<<<<< HEAD
 from skyasync.utils import manifest
-=======
 from skyasync.models.backend import VALUE_HEAD, SaveResult
 from skyasync.state import manifest
->>>>>>> models
 from skyasync.weight_sync.changed_weights import KeptWeights
 from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous

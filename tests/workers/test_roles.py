@@ -17,11 +17,8 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.models.batch import TokenBatch
 from skyasync.registry import user_parts
-<<<<<<< HEAD
 from skyasync.run.placement import plan_slots
 from skyasync.workers.batch import TokenBatch
-=======
->>>>>>> models
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.ranks import WorkerPlacement

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from skyasync.envs.registry import Foreign
-<<<<<<< HEAD:skyasync/interop/skyrl/batch.py
 from skyasync.errors import UserError
 from skyasync.rollout.convert import generator_output, groups_from_output
 from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Trajectory
 from skyasync.workers.batch import ScoredBatch, TokenBatch, TrainingBatch
-=======
 from skyasync.models.batch import ScoredBatch, TokenBatch, TrainingBatch
->>>>>>> models:skyasync/compat/skyrl/batch.py
 
 #: Theirs, and ours for it.
 NAMES = {

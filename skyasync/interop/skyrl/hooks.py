@@ -19,18 +19,15 @@ from skyasync.compat.skyrl.callbacks import CallbackHandler, TrainingCallback, c
 from skyasync.compat.skyrl.loader import TrainDataLoader, with_epochs
 from skyasync.compat.skyrl.shims import Told, Tracker, numbers
 from skyasync.envs.registry import Foreign
-<<<<<<< HEAD:skyasync/interop/skyrl/hooks.py
 from skyasync.interop.skyrl.batch import TrainingInputBatch, through
 from skyasync.interop.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
 from skyasync.interop.skyrl.shims import LoggedTracker, SettingsView, TrainDataLoader, numbers, with_epochs
 from skyasync.rollout.types import Group
 from skyasync.trainer.context import Metrics
 from skyasync.workers.batch import TokenBatch
-=======
 from skyasync.models.batch import TokenBatch
 from skyasync.rollout.types import Group
 from skyasync.training.phases import Metrics
->>>>>>> models:skyasync/compat/skyrl/hooks.py
 
 if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer as _Base

@@ -474,16 +474,3 @@ class FSDPBackend(ModelBackend):
         chosen[f"{SCORE_LAYER}.weight"] = self.model.value_head.weight.detach()
         self._export(empty, chosen, folder)
 
-    def read_weights(self, file: Path) -> bool:
-        return checkpoint.load_weights(self.model.model, file)
-
-
-@contextmanager
-def sharded_afterwards(model: nn.Module) -> Iterator[None]:
-    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole, for a backward that may not come."""
-    try:
-        yield
-    finally:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

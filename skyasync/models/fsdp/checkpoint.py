@@ -11,11 +11,8 @@ import errno
 import io
 import json
 import logging
-<<<<<<< HEAD:skyasync/workers/checkpoint.py
-=======
 import os
 import tempfile
->>>>>>> models:skyasync/models/fsdp/checkpoint.py
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -29,14 +26,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-<<<<<<< HEAD:skyasync/workers/checkpoint.py
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-=======
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
->>>>>>> models:skyasync/models/fsdp/checkpoint.py
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -192,30 +186,7 @@ def load(
     return int(state[STEP])
 
 
-<<<<<<< HEAD:skyasync/workers/checkpoint.py
-def _emptied(
-=======
-def load_weights(model: PreTrainedModel, file: Path) -> bool:
-    """Whole weights from a file, into whatever shards there are. Whether its numbers are shorter than the model's.
-
-    Raises:
-        UserError: if they are not this model's.
-    """
-    own = own_tensors(model)
-    with tempfile.TemporaryDirectory(prefix="skyasync-weights") as folder:  # the reader takes all files of one
-        (Path(folder) / "weights.safetensors").symlink_to(file)
-        reader = HuggingFaceStorageReader(folder)
-        found = reader.read_metadata().state_dict_metadata
-        if strange := sorted(found.keys() ^ own.keys()):
-            raise UserError(f"the engines' weights are not the policy's: only one of them has {strange[0]}")
-        with _without_warnings():
-            dcp.load(own, storage_reader=reader, no_dist=not dist.is_initialized())
-    sent = {name: entry.properties.dtype for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
-    return any(value.is_floating_point() and sent[name].itemsize < value.dtype.itemsize for name, value in own.items())
-
-
 def _empty_state(
->>>>>>> models:skyasync/models/fsdp/checkpoint.py
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], prefix: str = ""
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """An optimizer's new state, and of it the moments that were saved: a parameter without a gradient has none."""

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-<<<<<<< HEAD:tests/interop/skyrl/test_batch.py
 from skyasync.interop.skyrl import TrainingInputBatch
 from skyasync.workers.batch import ScoredBatch
-=======
 from skyasync.compat.skyrl import TrainingInputBatch
 from skyasync.models.batch import ScoredBatch
->>>>>>> models:tests/peers/test_batch.py
 
 
 @pytest.fixture

@@ -10,14 +10,11 @@ from transformers import AutoTokenizer
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
-<<<<<<< HEAD:tests/trainer/plans/local_run.py
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest
-=======
 from skyasync.models.batch import UpdateBatch
->>>>>>> models:tests/plans/local_run.py
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer

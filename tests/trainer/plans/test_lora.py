@@ -9,16 +9,13 @@ import torch
 
 from skyasync.config.schema import Config
 from skyasync.trainer import RayPPOTrainer
-<<<<<<< HEAD:tests/trainer/plans/test_lora.py
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.workers.reference import ReferenceWorker
 from tests.inference.tiny_llama import save_tiny_llama
-=======
 from skyasync.workers.frozen import ReferenceWorker
 from tests.engines.tiny_llama import save_tiny_llama
->>>>>>> models:tests/plans/test_lora.py
 from tests.plans.local_run import LocalRun, config
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config

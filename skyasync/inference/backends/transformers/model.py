@@ -29,16 +29,13 @@ from transformers.utils.generic import TransformersKwargs
 
 from skyasync.arrays import Experts
 from skyasync.errors import UserError, unknown
-<<<<<<< HEAD:skyasync/inference/backends/transformers/model.py
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.interface import EngineConfig
-from skyasync.model_config import load_config
+from skyasync.models.config import load_config
 from skyasync.model_loading import ONE_AT_A_TIME
 from skyasync.routing import Routers
-=======
 from skyasync.models.config import ONE_AT_A_TIME, load_config
 from skyasync.models.router_replay import Routers
->>>>>>> models:skyasync/engines/embedded/model.py
 from skyasync.weight_sync.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache

@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-<<<<<<< HEAD:skyasync/inference/backends/vllm/setup.py
 from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.adapter import lora_arguments
 from skyasync.inference.backends.vllm.options import devices, no_adapters, without_adapters
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.model_config import overrides_of
-=======
+from skyasync.models.config import overrides_of
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.adapter import lora_arguments
 from skyasync.engines.vllm.options import devices
 from skyasync.models.config import overrides_of
->>>>>>> models:skyasync/engines/vllm/setup.py
 
 if TYPE_CHECKING:
     import vllm

@@ -37,7 +37,6 @@ from skyasync.inference.interface import (
     SamplingParams,
 )
 from skyasync.errors import UserError
-<<<<<<< HEAD:tests/inference/backends/transformers/test_engine.py
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
@@ -46,7 +45,6 @@ from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import plain_layout
 from tests.inference.listed import Listed, listed
 from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
-=======
 from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel
 from skyasync.rollout.requests import sampling_params
@@ -54,7 +52,6 @@ from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
->>>>>>> models:tests/engines/embedded/test_engine.py
 
 pytestmark = pytest.mark.slow
 

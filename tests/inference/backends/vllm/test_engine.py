@@ -23,17 +23,14 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.errors import UserError
-<<<<<<< HEAD:tests/inference/backends/vllm/test_engine.py
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.inference.backends.transformers.decoder import DecodingRow
 from skyasync.inference.backends.transformers.sampling import LogitEdits, keep_likely, tokenised
 from skyasync.inference.backends.vllm.engine import EngineFailedError, VLLMEngine
 from skyasync.inference.backends.vllm.process_guard import guarded
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
-=======
 from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel
->>>>>>> models:tests/engines/vllm/test_engine.py
 from skyasync.rollout.requests import sampling_params
 from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
