@@ -25,8 +25,8 @@ from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.together import run_together
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, gap
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap
 from skyasync.workers.local import LocalDispatch
 
 COLUMNS = ("MB", "publish", "update", "floor", "gap")
@@ -55,7 +55,7 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
             took, _ = await timed(partial(run_together, dispatch.send_weights(update), client.update_weights(update)))
             size = await asyncio.to_thread(lambda update=update: Path(update.info["path"]).stat().st_size)
             rows.append({"publish": publish, "update": took, "MB": size / 1e6})
-            await dispatch.release_weights(update)
+            await dispatch.transfer.release(update)
         expected, (found,) = await weights._scores()
     finally:
         await client.shutdown()

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.weight_sync.lent import Lender
+from skyasync.weight_sync.transfers.shared_memory import BufferWriter
 from skyasync.weight_sync.update import WeightUpdate
 
 REQUESTS = 64
@@ -71,8 +71,8 @@ class Bench:
         self.client = InferenceClient([self.engine])
         self.weights, self.swaps, self.version = weights, swaps, 0
         self.kinds = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
-        self.computed_on = ENGINES.about(backend).can["computes_on_lent_weights"]
-        self.lender = Lender(computed_on=self.computed_on)
+        self.computed_on = ENGINES.about(backend).can["computes_on_mapped_weights"]
+        self.lender = BufferWriter(computed_on=self.computed_on)
 
     async def publish(self) -> WeightUpdate:
         self.version += 1

@@ -45,8 +45,8 @@ from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.errors import headline
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from skyasync.workers.local import LocalDispatch
 
 UPDATES = 20

@@ -46,10 +46,10 @@ from benchmarks.vllm_reload import counted, hold, in_workers, reload, spent, wat
 from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
-from skyasync.weight_sync.shared_memory import directories, remove_weights, write_weights
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.transfers.file import directories, remove_weights, write_weights
+from skyasync.weight_sync.verify.digests import digests_of
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from skyasync.workers.local import LocalDispatch
 
 PROBE = [list(range(1 + i, 52 + i)) for i in range(5)]
@@ -83,7 +83,7 @@ class Bench:
         config = EngineConfig(path, dtype=dtype, threads=1, max_model_len=512, max_num_seqs=64, kv_cache_gb=0.5)
         self.client = InferenceClient([ENGINES[backend](config) for _ in range(engines)])
         self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16)
-        self.sync.keeper = self.dispatch  # as in a run that replaces engines that die, which is the default
+        self.sync.expects_late_engines = True  # as in a run that replaces engines that die, which is the default
         model = self.dispatch._policy.model.model
         self.weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
         self.copies = [torch.zeros_like(tensor) for tensor in self.weights.values()]

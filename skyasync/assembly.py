@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
     from skyasync.training.parts import Client
+    from skyasync.weight_sync.colocation import Colocation
     from skyasync.weight_sync.sync import Destination, Source, WeightSync
-    from skyasync.weight_sync.turns import DeviceTurns
     from skyasync.workers.dispatch import RayWorkerDispatch
 
 RELEASE_S = 10.0  # for the policy to remove the weights that it has kept
@@ -78,7 +78,7 @@ class Assembly:
         self.dispatch: Any = None
         self.generator: Any = None
         self.weight_sync: Any = None
-        self.turns: DeviceTurns | None = None  # of engines and policy, where they share devices
+        self.turns: Colocation | None = None  # of engines and policy, where they share devices
         self.revival: Revival | None = None
         self._membership: Membership | None = None
         self._watch: Watch | None = None
@@ -139,12 +139,12 @@ class Assembly:
     async def _load(self, trainer: RayPPOTrainer) -> None:
         """Models and the way between them."""
         from skyasync.together import run_together, within
-        from skyasync.weight_sync.turns import DeviceTurns
+        from skyasync.weight_sync.colocation import Colocation
 
         cfg, probe, turns = self._make.cfg, _probe(trainer, self._make.cfg), None
         if cfg.trainer.placement.colocate_all:
             asked = probe if cfg.generator.verify_weight_sync else ()
-            turns = self.turns = DeviceTurns(self.dispatch, self.client, asked)
+            turns = self.turns = Colocation(self.dispatch, self.client, asked)
             await turns.start(trainer.total_updates)
         else:
             await run_together(self.client.start(), self.dispatch.start(trainer.total_updates))
@@ -195,7 +195,7 @@ class Assembly:
 def _probe(trainer: RayPPOTrainer, cfg: Config) -> list[list[int]]:
     """Prompts whose log-probabilities are compared."""
     from skyasync.rollout.chat import ChatTokenizer
-    from skyasync.weight_sync.gaps import choose_probe
+    from skyasync.weight_sync.verify.log_probabilities import choose_probe
 
     chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
     prompts = (chat.prompt(trainer.prompts.prompt(place).messages).tolist() for place in range(trainer.prompts.rows))

@@ -208,11 +208,11 @@ class BasePPOExp:
         roster = getattr(self.parts.client, "roster", None)  # a client of one's own has none
         return roster.routes.living if roster else list(range(self.cfg.generator.own_engines))
 
-    def _nodes(self) -> list[str]:
-        """Those of the engines that live, as far as they are on any of Ray's."""
+    def _nodes(self) -> dict[int, str]:
+        """Ray's names of their nodes, by place, as far as they are on any."""
         engines = getattr(self.parts.client, "engines", [])
-        found = (getattr(engines[index], "node", "") for index in self._living() if index < len(engines))
-        return [node for node in found if node]
+        found = {place: getattr(engines[place], "node", "") for place in self._living() if place < len(engines)}
+        return {place: node for place, node in found.items() if node}
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
@@ -240,7 +240,7 @@ class BasePPOExp:
         ours = isinstance(self.parts.client, InferenceClient) and hasattr(weight_sync, "between_syncs")
         if not generator.max_engine_restarts or not ours:
             return None
-        weight_sync.keeper = self.parts.dispatch
+        weight_sync.expects_late_engines = True
         return Revival(
             self.parts.client,
             weight_sync,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from skyasync.engines.revival import Revival
     from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
-    from skyasync.weight_sync.turns import DeviceTurns
+    from skyasync.weight_sync.colocation import Colocation
     from skyasync.workers.dispatch import RayWorkerDispatch
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Parts(Protocol):
     dispatch: Any
     weight_sync: Any
     revival: Revival | None
-    turns: DeviceTurns | None
+    turns: Colocation | None
 
     def make_trainer(self) -> RayPPOTrainer: ...
     def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None: ...
@@ -112,7 +112,7 @@ class Restarting:
         await run.parts.dispatch.start(trainer.total_updates)
         if turns is not None:
             turns.restart(run.parts.dispatch)
-        run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch, run.parts.dispatch)
+        run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch)
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())

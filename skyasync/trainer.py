@@ -48,7 +48,7 @@ from skyasync.training.refill import Refill
 from skyasync.training.reporting import Reporting
 from skyasync.training.saving import Saving
 from skyasync.training.stages import with_advantages
-from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.weight_sync.colocation import Colocation
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.workers.batch import TrainingBatch
@@ -135,7 +135,7 @@ class RayPPOTrainer(Life):
         *,
         timeline: Timeline | None = None,
         run_dir: RunDirectory | None = None,
-        turns: DeviceTurns | None = None,
+        turns: Colocation | None = None,
     ) -> None:
         """Hand over what the steps work with: the models, the way to the engines, and where to write.
 

@@ -40,7 +40,7 @@ from skyasync.engines.protocol import (
 from skyasync.engines.stopwatch import Stopwatch
 from skyasync.errors import UserError
 from skyasync.together import within
-from skyasync.weight_sync.update import Held, WakePart, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import CurrentContent, WakePart, WeightSyncError, WeightUpdate
 
 AGAIN_S = 1.0  # between two looks whether a server has come back
 
@@ -63,7 +63,7 @@ class ServerEngine(ABC):
         self._finished_tokens = self._cache_tokens = 0
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
-        self._held = Held()
+        self._held = CurrentContent()
         self._closing: asyncio.Future[None] | None = None
 
     # -- what a kind of server does in a way of its own ---------------------------------------------------
@@ -276,14 +276,14 @@ class ServerEngine(ABC):
         """As the protocol says; a server that is not paused is paused ("keep") for the update."""
         if update.backend != "shared_memory":
             raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
-        self._held.receive(update)
+        self._held.begin(update)
         async with self._control:
             was_paused = self._paused.on
             if not was_paused:
                 await self._pause("keep")
             unproven = await self._transfer(update)
             self.version = update.version
-            self._held.settle(update)
+            self._held.complete(update)
             self._outlive()
             if not was_paused:
                 await self._resume()

@@ -322,8 +322,8 @@ ENGINES = Registry(
     capabilities={
         "tensor_parallel": False,  # one engine may take several GPUs
         "weight_sync": ("shared_memory",),  # how weights may reach it
-        "computes_on_lent_weights": False,  # those that lie in memory of the machine, which are swapped under it
-        "reads_lent_weights": False,  # those that lie there, into weights of its own
+        "computes_on_mapped_weights": False,  # those that lie in memory of the machine, which are swapped under it
+        "reads_mapped_weights": False,  # those that lie there, into weights of its own
         "loads_as_files": False,  # wants weights by the names of the model's files, not of transformers' parameters
         "takes_changes": False,  # can be sent what has changed of weights alone
         "takes_adapters": (),  # of "layers" and "head": what adapters alone may be of, which it adds to its weights

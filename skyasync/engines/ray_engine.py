@@ -157,9 +157,9 @@ class RayEngine:
         return self._process.node if self._process is not None else ""
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
-        update = await update.on(self.node)
-        unproven: Sequence[str] | None = await self._call("update_weights", update)
-        return unproven
+        async with update.on(self.node) as own:
+            unproven: Sequence[str] | None = await self._call("update_weights", own)
+            return unproven
 
     async def held_version(self) -> int:
         version: int = await self._call("held_version")

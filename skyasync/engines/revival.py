@@ -43,7 +43,7 @@ OWN_DELAY_S = 1.0  # an answer may be there, and this process have been too busy
 
 
 class Turns(Protocol):
-    """Whose turn it is on devices that engines share with the policy; see ``skyasync.weight_sync.turns``."""
+    """Whose turn it is on devices that engines share with the policy; see ``skyasync.weight_sync.colocation``."""
 
     async def engines_turn(self) -> None: ...
     def for_engines(self) -> AbstractAsyncContextManager[bool]: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from skyasync.config.generation import BETWEEN_GPUS
 from skyasync.config.schema import Config
-from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, crosses_nodes, engine_config
+from skyasync.engines.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
 from skyasync.planning.activations import FLOAT32
 from skyasync.planning.engine_memory import EngineMemory
 from skyasync.planning.shape import ModelShape
@@ -25,7 +25,7 @@ def received(cfg: Config, shape: ModelShape, rank: Rank, *, gpus: bool) -> Lines
         return {}
     if adapter_rank(cfg):
         return {"receiver": rank.adapters * FLOAT32}
-    buffers = 2 if computes_on_lent_weights(cfg) else 1
+    buffers = 2 if computes_on_mapped_weights(cfg) else 1
     return {"receiver": buffers * shape.parameters * rank.b}
 
 
@@ -39,5 +39,5 @@ def _carried(cfg: Config, *, gpus: bool) -> bool:
 def engines_in_memory(cfg: Config, engine: EngineMemory) -> Lines:
     """Of one engine without GPUs, beside the receiver's buffers, on which it may compute."""
     own_dtype = cfg.generator.dtype not in ("auto", cfg.trainer.policy.model.dtype)
-    copies = own_dtype or not computes_on_lent_weights(cfg)
+    copies = own_dtype or not computes_on_mapped_weights(cfg)
     return {what: size for what, size in engine.lines.items() if copies or what != "weights"}

@@ -24,8 +24,8 @@ from skyasync.errors import UserError
 from skyasync.rollout.gate import Gate
 from skyasync.training.phases import Phases
 from skyasync.training.progress import Progress
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import Paused
-from skyasync.weight_sync.turns import DeviceTurns
 
 ENOUGH_TOKENS = 256  # as the probe has at most; a few may be off by chance
 
@@ -55,7 +55,7 @@ class HandOver:
 
     def __init__(self, cfg: Config, client: Client, progress: Progress, phases: Phases) -> None:
         self.weight_sync: WeightSyncing
-        self.turns: DeviceTurns | None = None
+        self.turns: Colocation | None = None
         self._cfg, self._client, self._progress, self._phases = cfg.trainer, client, progress, phases
         self._gate = Gate()  # where rollouts for training can be kept out of the engines
         self._comparable = samples_as_scored(cfg.generator.sampling_params)

@@ -137,7 +137,7 @@ class Marks:
 
     async def _take(self, version: int, saved: int | None) -> bool:
         """Have the policy's ranks load the weights of an engine; false if those that hold this version have died."""
-        from skyasync.weight_sync.shared_memory import remove_weights  # by torch, without which a refusal is quicker
+        from skyasync.weight_sync.transfers.file import remove_weights  # by torch, without which a refusal is quicker
 
         folder = self._cfg.generator.weight_sync_dir
         for engine, held in (await self._holders.held_versions()).items():

@@ -34,10 +34,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from skyasync.errors import UserError
-from skyasync.weight_sync.kinds import empty
-from skyasync.weight_sync.tensor_file import writing
+from skyasync.weight_sync.full_tensors import FullTensors, gathered
+from skyasync.weight_sync.tensors import meta_tensors
+from skyasync.weight_sync.transfers.file import writing
 from skyasync.workers.checkpoint_files import Behind, Writer
-from skyasync.workers.leaving import Leaving, gathered
 from skyasync.workers.saved import Saved
 
 STEP = "step"
@@ -259,22 +259,22 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def export(model: PreTrainedModel, leaving: Leaving, origin: str, folder: Path) -> None:
+def export(model: PreTrainedModel, tensors: FullTensors, origin: str, folder: Path) -> None:
     """Write weights as they come into a Hugging Face folder, with the configuration and the tokenizer of ``origin``."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict={})  # all but the weights; it would want all of these at once
     unwanted = set(model._keys_to_ignore_on_save or ())
-    kinds = {name: kind for name, kind in leaving.kinds.items() if name not in unwanted}
+    specs = {name: spec for name, spec in tensors.specs.items() if name not in unwanted}
     split = split_torch_state_dict_into_shards(
-        empty(kinds), filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_FILE
+        meta_tensors(specs), filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_FILE
     )
     with ExitStack() as stack:
         files = {
-            name: stack.enter_context(writing(folder / name, {tensor: kinds[tensor] for tensor in tensors}, PYTORCH))
-            for name, tensors in split.filename_to_tensors.items()
+            name: stack.enter_context(writing(folder / name, {tensor: specs[tensor] for tensor in names}, PYTORCH))
+            for name, names in split.filename_to_tensors.items()
         }
-        for name, tensor in leaving:
-            if name in kinds:
+        for name, tensor in tensors:
+            if name in specs:
                 files[split.tensor_to_filename[name]].put(name, tensor)
     if split.is_sharded:
         (folder / SINGLE_FILE).unlink(missing_ok=True)

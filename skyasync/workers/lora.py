@@ -22,11 +22,11 @@ from transformers.pytorch_utils import Conv1D
 
 from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
-from skyasync.weight_sync.adapter_file import Adapter, base_mark, with_added
-from skyasync.weight_sync.digests import digest
+from skyasync.weight_sync.adapters import Adapter, base_mark, with_added
+from skyasync.weight_sync.full_tensors import gathered, specs_in
+from skyasync.weight_sync.verify.digests import digest
 from skyasync.workers.checkpoint import ADAPTER, full_weights, own_tensors
 from skyasync.workers.heads import load_causal_lm, put
-from skyasync.workers.leaving import gathered, kinds_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,8 +153,8 @@ class Adapters:
         if not self._base:
             with self.aside():
                 frozen = own_tensors(self._model)
-            kinds = kinds_in(frozen, self.dtype)
-            self._base = base_mark(self.dtype, {n: digest(w.to(kinds[n][0])) for n, w in gathered(frozen)})
+            specs = specs_in(frozen, self.dtype)
+            self._base = base_mark(self.dtype, {n: digest(w.to(specs[n][0])) for n, w in gathered(frozen)})
         settings: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
         ends = {place.child for place in self._places}
         scale = self._places[0].layer.scaling[NAME]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,26 +14,28 @@ from transformers import PreTrainedModel
 from skyasync.algorithms.distillation import top_k_reverse_kl
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.engines.settings import computes_on_mapped_weights, loads_as_files
 from skyasync.errors import NonFiniteError
 from skyasync.routing import Routers
+from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
+from skyasync.weight_sync.transfers.sender import WeightSender
 from skyasync.workers import checkpoint
 from skyasync.workers.base import put_rows, sharded_afterwards
 from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.model import TokenScores, Wrapped
 from skyasync.workers.packing import Layout, MicroBatch
-from skyasync.workers.publisher import Publisher
 from skyasync.workers.shared_critic import SharedCritic
 from skyasync.workers.totals import Totals
-from skyasync.workers.trained import Examined
+from skyasync.workers.trained import Examined, TrainedWorker
 
 __all__ = ["NonFiniteError", "PolicyWorker"]
 
 
-class PolicyWorker(Publisher):
+class PolicyWorker(TrainedWorker):
     """Holds the policy.
 
     Args:
-        args, kwargs: those of :class:`Publisher`.
+        args, kwargs: those of :class:`TrainedWorker`.
     """
 
     role_name: ClassVar[str] = "policy"
@@ -40,6 +43,29 @@ class PolicyWorker(Publisher):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.objective = Objective(self.cfg.trainer.algorithm)
+        self._file_layout: FileLayout | None = None
+
+    def transfer_weights(self, sender: str, method: str, *args: object) -> Any:  # noqa: ANN401  (what it returns)
+        """A call of this rank's end of a weight transfer; see ``skyasync.weight_sync.transfers``."""
+        return self.weight_sender.call(sender, method, *args)
+
+    @cached_property
+    def weight_sender(self) -> WeightSender:
+        return WeightSender(
+            self._engine_weights,
+            lambda: self.adapters.alone(),  # type: ignore[union-attr]  # asked only of a policy with adapters
+            self.rank,
+            self.device,
+            self.cfg.generator.weight_sync_dir,
+            two_buffers=computes_on_mapped_weights(self.cfg),
+        )
+
+    def _engine_weights(self) -> FullTensors:
+        """The weights as engines load them."""
+        weights, model = self.weights(), self.model.model
+        if self._file_layout is None and loads_as_files(self.cfg) and FileLayout.differs(model):
+            self._file_layout = FileLayout(model, specs_in(weights, self.dtype), self.adapters)
+        return FullTensors(weights, self.dtype, self._file_layout)
 
     def replayed(self, model: PreTrainedModel) -> Routers | None:
         return Routers(model) if self.cfg.trainer.policy.router_replay != "none" else None

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from skyasync.algorithms.losses.value import clipped_value_loss
 from skyasync.config.schema import Config
+from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 from skyasync.workers import checkpoint
 from skyasync.workers.checkpoint import Beside
-from skyasync.workers.file_names import Apart
 from skyasync.workers.heads import HEADS, new_head, put
-from skyasync.workers.leaving import Leaving, kinds_in
 from skyasync.workers.mesh import Mesh
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import clip, total_norm
@@ -148,8 +147,8 @@ class SharedCritic:
         names = {name for name, _ in (*empty.named_parameters(), *empty.named_buffers())}
         chosen = {name: value for name, value in weights.items() if name in names}
         chosen[f"{SCORE_LAYER}.weight"] = self.layer.weight.detach()
-        leaving = Leaving(chosen, dtype, Apart(empty, kinds_in(chosen, dtype)))
+        tensors = FullTensors(chosen, dtype, FileLayout(empty, specs_in(chosen, dtype)))
         if keep:
-            checkpoint.export(empty, leaving, path, folder)
+            checkpoint.export(empty, tensors, path, folder)
         else:
-            leaving.only_gather()
+            tensors.only_gather()

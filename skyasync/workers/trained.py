@@ -21,12 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from skyasync.errors import NonFiniteError
 from skyasync.state import manifest
 from skyasync.state.manifest import Sums
+from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 from skyasync.workers import checkpoint
 from skyasync.workers.base import ModelWorker, put_rows, sharded_afterwards
 from skyasync.workers.batch import UpdateBatch
-from skyasync.workers.file_names import Apart
 from skyasync.workers.flexible import keep_blocks
-from skyasync.workers.leaving import Leaving, kinds_in
 from skyasync.workers.model import Wrapped
 from skyasync.workers.norms import are_alike, clip, local, total_norm
 from skyasync.workers.offload import HOST, OPTIMIZER, move_moments
@@ -288,12 +287,12 @@ class TrainedWorker(ModelWorker):
                 checkpoint.export_tokenizer(self.path, Path(folder))
             return
         weights, model = self.weights(), self.model.model
-        leaving = Leaving(weights, self.dtype, Apart(model, kinds_in(weights, self.dtype), self.adapters))
+        tensors = FullTensors(weights, self.dtype, FileLayout(model, specs_in(weights, self.dtype), self.adapters))
         if self.rank != 0:
-            leaving.only_gather()
+            tensors.only_gather()
             return
         with self.adapters.aside() if self.adapters else nullcontext():
-            checkpoint.export(model, leaving, self.path, Path(folder))
+            checkpoint.export(model, tensors, self.path, Path(folder))
 
     def weights(self) -> Mapping[str, Any]:
         """By the names of the files; adapters are added to them as they are gathered."""

@@ -23,7 +23,7 @@ from skyasync.examples.warm_start import llama_config
 from skyasync.rollout.collate import collate
 from skyasync.rollout.contract import play
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.rollout.episodes import RecordedEnv, prompt, registered, request, tokenizer
 

@@ -13,7 +13,7 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.pieces import continuation
 from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.engines.listed import Listed, listed
 

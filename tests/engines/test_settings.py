@@ -13,10 +13,10 @@ from skyasync.config import load_config
 from skyasync.config.schema import Config
 from skyasync.engines.settings import (
     chosen_backend,
-    computes_on_lent_weights,
+    computes_on_mapped_weights,
     engine_config,
     engines_per_device,
-    lends_weights,
+    maps_weights,
     weight_sync_backend,
 )
 from skyasync.errors import UserError
@@ -102,9 +102,9 @@ def test_weights_that_something_is_put_into_are_not_lent(
 ) -> None:
     cfg = config(backend=backend)
     cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = mode, rank, sync
-    assert (lends_weights(cfg), computes_on_lent_weights(cfg)) == (lends, computed_on)
+    assert (maps_weights(cfg), computes_on_mapped_weights(cfg)) == (lends, computed_on)
     cfg.generator.engines = ["http://127.0.0.1:8000"]
-    assert not lends_weights(cfg), "a server may be anybody's"
+    assert not maps_weights(cfg), "a server may be anybody's"
 
 
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())

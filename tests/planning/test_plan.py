@@ -363,7 +363,7 @@ def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
 
 def test_constants_are_those_of_the_parts_that_import_torch() -> None:
     from skyasync.engines.embedded import model as embedded_model
-    from skyasync.weight_sync import cuda_ipc
+    from skyasync.weight_sync.transfers import cuda_ipc
 
     assert PART_BYTES == cuda_ipc.PART_BYTES
     assert engine_memory.FORWARD_TOKENS == embedded_model.FORWARD_TOKENS

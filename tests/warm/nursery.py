@@ -62,7 +62,7 @@ OF_RUNS = (
     "skyasync.rollout.collate",
     "skyasync.rollout.generator",
     "skyasync.rollout.judging",
-    "skyasync.weight_sync.nccl",
+    "skyasync.weight_sync.transfers.broadcast",
     "skyasync.workers.checkpoint",
     "skyasync.workers.critic",
     "skyasync.workers.model",

@@ -13,11 +13,19 @@ from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.vllm import setup
 from skyasync.engines.vllm.engine import VLLMEngine
-from skyasync.weight_sync import cuda_ipc
-from skyasync.weight_sync.cuda_ipc import ForEngine, Packed, Packer, message, own_part, parts_of, sum_of
-from skyasync.weight_sync.kinds import bytes_of, kinds_of
+from skyasync.weight_sync.tensors import bytes_of, specs_of
+from skyasync.weight_sync.transfers import cuda_ipc
+from skyasync.weight_sync.transfers.cuda_ipc import (
+    ForEngine,
+    Packed,
+    Packer,
+    Parts,
+    message,
+    own_part,
+    parts_of,
+    sum_of,
+)
 from skyasync.weight_sync.update import BROKEN_OFF, WeightUpdate, is_whole
-from skyasync.workers.parts import Parts
 from skyasync.workers.policy import PolicyWorker
 from tests.weight_sync import cpu_ipc
 from tests.workers.processes import Rank, Ranks
@@ -36,8 +44,8 @@ def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_ca
     monkeypatch.setattr(cuda_ipc, "PART_BYTES", 64)
     kinds = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
     assert parts_of(kinds) == [["0", "1"], ["2"], ["3"], ["4"]]
-    for part in parts_of(kinds_of(weights())):
-        ends = [sum(bytes_of(kinds_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
+    for part in parts_of(specs_of(weights())):
+        ends = [sum(bytes_of(specs_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
         assert all(end % weights()[name].itemsize == 0 for name, end in zip(part, ends, strict=True))
 
 
@@ -49,7 +57,7 @@ def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_for_each_engin
     monkeypatch.setattr(cuda_ipc, "PART_BYTES", 32)
     monkeypatch.setattr(cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"})
     sent = weights()
-    packer = Packer(kinds_of(sent), iter(sent.items()), torch.device("cpu"), engines)
+    packer = Packer(specs_of(sent), iter(sent.items()), torch.device("cpu"), engines)
     found: dict[str, torch.Tensor] = {}
     last = False
     while not last:
@@ -94,7 +102,7 @@ def test_an_engine_is_told_of_its_own_handle_alone_and_one_without_a_rank_beside
 def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) -> None:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from skyasync.weight_sync.vllm_cuda_ipc import PartInfo, as_vllms
+    from skyasync.weight_sync.transfers.vllm_worker import PartInfo, as_vllms
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     buffer = torch.arange(4, dtype=torch.uint8)

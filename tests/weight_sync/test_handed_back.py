@@ -10,8 +10,8 @@ import torch
 
 from skyasync.config.load import load_config
 from skyasync.errors import UserError
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.shared_memory import PREFIX, directories, read_weights, remove_weights, write_weights
+from skyasync.weight_sync.transfers.file import PREFIX, directories, read_weights, remove_weights, write_weights
+from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.workers import checkpoint
 from skyasync.workers.policy import PolicyWorker
 from tests.engines.tiny_llama import save_tiny_llama

@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.lent import Borrower, Lender
+from skyasync.weight_sync.transfers.shared_memory import BufferReader, BufferWriter
 from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.verify.digests import digests_of
 
 
 def many(seed):
@@ -35,7 +35,7 @@ def same(found, weights):
 
 
 def test_what_was_read_stays_as_it_is_until_two_more_have_been_lent():
-    lender, borrower, infos = Lender(), Borrower(), []
+    lender, borrower, infos = BufferWriter(), BufferReader(), []
     for seed in range(6):
         before = borrower.read(infos[-1]) if infos else {}
         infos.append(lend(lender, many(seed)))
@@ -44,25 +44,25 @@ def test_what_was_read_stays_as_it_is_until_two_more_have_been_lent():
         assert same(found, many(seed)) and infos[-1]["digests"] == digests_of(many(seed))
         assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())
     assert len({info["path"] for info in infos}) == 2
-    assert same(Borrower().read(infos[-1]), many(5)), "one that comes late"
+    assert same(BufferReader().read(infos[-1]), many(5)), "one that comes late"
 
 
 def test_what_nobody_took_is_written_over():
-    lender = Lender()
+    lender = BufferWriter()
     lend(lender, many(0))
     lost, sent = (lender.write(kinds(many(seed)), many(seed).items()) for seed in (1, 2))
     assert lost["path"] == sent["path"]
-    assert same(Borrower().read(sent), many(2))
+    assert same(BufferReader().read(sent), many(2))
 
 
 def test_dtypes_are_converted_on_the_way():
-    weights, lender = many(3), Lender()
-    found = Borrower().read(lend(lender, weights, l=torch.bfloat16))
+    weights, lender = many(3), BufferWriter()
+    found = BufferReader().read(lend(lender, weights, l=torch.bfloat16))
     assert same(found, {**weights, "l": weights["l"].bfloat16()})
 
 
 def test_other_shapes_get_other_memory_and_what_was_read_stays():
-    lender, borrower = Lender(), Borrower()
+    lender, borrower = BufferWriter(), BufferReader()
     first = borrower.read(lend(lender, many(0)))
     for seed in range(3):
         other = {"x": torch.full((2, 3), float(seed))}
@@ -71,39 +71,39 @@ def test_other_shapes_get_other_memory_and_what_was_read_stays():
 
 
 def test_it_outlives_its_lender_and_is_gone_for_others():
-    lender, borrower = Lender(), Borrower()
+    lender, borrower = BufferWriter(), BufferReader()
     info = lend(lender, many(0))
     found = borrower.read(info)
     del lender
     assert same(found, many(0))
     with pytest.raises(FileNotFoundError, match=r"generator\.weight_sync_backend=nccl"):
-        Borrower().read(info)
+        BufferReader().read(info)
 
 
 def test_a_path_that_leads_to_something_else_by_now_is_refused(tmp_path):
-    info = lend(lender := Lender(), many(0))
+    info = lend(lender := BufferWriter(), many(0))
     assert lender
     (tmp_path / "other").touch()
     with pytest.raises(FileNotFoundError):
-        Borrower().read({**info, "path": str(tmp_path / "other")})
+        BufferReader().read({**info, "path": str(tmp_path / "other")})
 
 
 def test_another_process_finds_it_and_cannot_write_to_it():
-    lender = Lender()
+    lender = BufferWriter()
     info = lend(lender, {"a": torch.ones(4)})
     if (child := os.fork()) == 0:
         faulthandler.disable()
-        found = Borrower().read(info)["a"]
+        found = BufferReader().read(info)["a"]
         if found.tolist() == [1.0] * 4:
             found[0] = 0.0
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV, "a stray write must not reach the other engines"
-    assert same(Borrower().read(info), {"a": torch.ones(4)})
+    assert same(BufferReader().read(info), {"a": torch.ones(4)})
 
 
 @pytest.mark.parametrize("fault", ["bit", "swap", "old"])
 def test_what_does_not_lie_there_as_it_was_sent_is_named(fault):
-    lender = Lender()
+    lender = BufferWriter()
     for seed in range(3):
         info = lender.write(kinds(many(seed)), many(seed).items())
         tensors = lender._buffers[0].tensors

@@ -11,7 +11,7 @@ from torch import nn
 
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.vllm.engine import VLLMEngine
-from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
+from skyasync.weight_sync.transfers.broadcast import NCCLSender, Rendezvous, worker_info
 
 RENDEZVOUS = Rendezvous("127.0.0.1", 29500, engine_workers=6)
 

@@ -24,11 +24,10 @@ from skyasync.config.schema import Config
 from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import EngineDiedError, EngineStats
 from skyasync.engines.revival import Revival
-from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.transfers import broadcast
+from skyasync.weight_sync.transfers.broadcast import Broadcast, NCCLSender, Rendezvous, worker_info
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers import broadcast
-from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY
 
@@ -191,7 +190,7 @@ class Run:
         self.client = InferenceClient([Engine(index) for index in range(engines)])  # type: ignore[misc]
         self.trainer = Trainer(self.client)
         self.sync = WeightSync(self.trainer, self.client, ())
-        self.sync.keeper = self.trainer
+        self.sync.expects_late_engines = True
         self.revival = Revival(
             self.client, self.sync, max_restarts=9, heartbeat_s=0.02, heartbeat_timeout_s=5, limit_s=20
         )

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-
-from skyasync.weight_sync.changed_weights import ChangedWeights, KeptWeights
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.lent import Borrower, Lender
 from skyasync.weight_sync.receiver import Receiver
-from skyasync.weight_sync.shared_memory import write_weights
+
+from skyasync.weight_sync.delta import ChangedWeights, KeptWeights
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers.file import write_weights
+from skyasync.weight_sync.transfers.shared_memory import BufferReader, BufferWriter
 from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.verify.digests import digests_of
 
 
 def many(seed):
@@ -41,7 +41,7 @@ def same(found, weights):
 
 
 def test_what_was_read_there_stays_as_it_is_until_two_more_have_come():
-    lender, receiver, borrower, infos = Lender(), Receiver(computed_on=True), Borrower(), []
+    lender, receiver, borrower, infos = BufferWriter(), Receiver(computed_on=True), BufferReader(), []
     for seed in range(5):
         before = borrower.read(infos[-1]) if infos else {}
         sent = lend(lender, many(seed))
@@ -52,31 +52,33 @@ def test_what_was_read_there_stays_as_it_is_until_two_more_have_come():
         lender.settle(sent["path"])
         receiver.settle(infos[-1]["path"])
     assert len({info["path"] for info in infos}) == 2
-    assert same(Borrower().read(infos[-1]), many(4)), "one that comes late"
+    assert same(BufferReader().read(infos[-1]), many(4)), "one that comes late"
 
 
 def test_engines_that_only_read_share_one_buffer():
-    lender, receiver = Lender(computed_on=False), Receiver(computed_on=False)
+    lender, receiver = BufferWriter(computed_on=False), Receiver(computed_on=False)
     infos = []
     for seed in range(3):
         infos.append(carried(receiver, lend(lender, many(seed))))
         receiver.settle(infos[-1]["path"])
-    assert len({info["path"] for info in infos}) == 1 and same(Borrower().read(infos[-1]), many(2))
+    assert len({info["path"] for info in infos}) == 1 and same(BufferReader().read(infos[-1]), many(2))
 
 
 def test_a_bit_that_flips_on_the_way_is_named():
-    lender, receiver = Lender(), Receiver(computed_on=True)
+    lender, receiver = BufferWriter(), Receiver(computed_on=True)
 
     def damage(data):
         data[100] ^= 1
 
     with pytest.raises(WeightSyncError, match=r"shared memory holds other weights than the trainer sent in l$"):
         carried(receiver, lend(lender, many(0)), damage=damage)
-    assert same(Borrower().read(carried(receiver, lend(lender, many(1)))), many(1)), "the next come into the same room"
+    assert same(BufferReader().read(carried(receiver, lend(lender, many(1)))), many(1)), (
+        "the next come into the same room"
+    )
 
 
 def test_bytes_that_have_not_come_are_counted():
-    sent = lend(lender := Lender(), many(0))
+    sent = lend(lender := BufferWriter(), many(0))
     with pytest.raises(WeightSyncError, match=r"weight sync: \d+ bytes are missing"):
         carried(Receiver(computed_on=True), sent, lose=1000)
     assert lender
@@ -103,7 +105,7 @@ def test_files_of_changes_are_put_into_what_was_carried_before():
     changed, kept, receiver, weights = ChangedWeights(), KeptWeights(), Receiver(computed_on=True), many(0)
     for step in range(3):
         weights["l"][0, step] += 1
-        sent = changed.publish(kinds_of(weights), weights.items())
+        sent = changed.publish(specs_of(weights), weights.items())
         try:
             found, digests = kept.read(carried(receiver, {"path": sent.path})["path"])
         finally:

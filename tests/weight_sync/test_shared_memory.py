@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from skyasync.errors import UserError
-from skyasync.weight_sync import shared_memory
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.kept_file import KeptFile
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.shared_memory import (
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers import file as shared_memory
+from skyasync.weight_sync.transfers.file import (
+    KeptFile,
     read_digests,
     read_weights,
     remove_weights,
@@ -23,6 +22,7 @@ from skyasync.weight_sync.shared_memory import (
     write_one_by_one,
     write_weights,
 )
+from skyasync.weight_sync.verify.digests import digests_of
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
 
@@ -112,7 +112,7 @@ def test_a_failed_write_leaves_nothing(folder):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        write_one_by_one(kinds_of(WEIGHTS), some())
+        write_one_by_one(specs_of(WEIGHTS), some())
     assert not list(folder.iterdir())
 
 

@@ -5,9 +5,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.tensor_file import _NAMES, writing
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers.file import _NAMES, writing
+from skyasync.weight_sync.verify.digests import digests_of
 
 MIXED = {
     "odd": torch.arange(5).bfloat16(),
@@ -20,7 +20,7 @@ MIXED = {
 
 
 def test_it_holds_what_was_put_in_any_order_with_digests_that_were_known_last(tmp_path):
-    with writing(tmp_path / "file", kinds_of(MIXED)) as file:
+    with writing(tmp_path / "file", specs_of(MIXED)) as file:
         for name in reversed(MIXED):
             file.put(name, MIXED[name])
     found = load_file(tmp_path / "file")

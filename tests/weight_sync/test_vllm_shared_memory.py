@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.core import EngineDiedError
 from skyasync.engines.vllm.engine import VLLMEngine
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.engines.listed import listed
 from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs

@@ -14,13 +14,13 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
+from skyasync.workers.across import Across
 
 from skyasync.engines.protocol import EngineDiedError
 from skyasync.weight_sync import carry
-from skyasync.weight_sync.lent import Borrower, Lender
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
+from skyasync.weight_sync.transfers.shared_memory import BufferReader, BufferWriter
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from skyasync.workers.across import Across
 from tests.end_to_end.leftovers import lives, none_soon
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
@@ -37,7 +37,7 @@ class Rank0:
     """In this process, and in its own words on a node of its own."""
 
     def __init__(self) -> None:
-        self.lender, self.carried = Lender(), 0
+        self.lender, self.carried = BufferWriter(), 0
         self.damage = False
 
     async def call_first(self, method: str, *args: Any) -> Any:
@@ -72,8 +72,8 @@ async def handed_over(both: Across, rank_0: Rank0, seed: int) -> WeightUpdate:
     return replace(update, info={**update.info, "late": True})
 
 
-async def read(update: WeightUpdate, node: str, borrower: Borrower | None = None) -> Weights:
-    return (borrower or Borrower()).read((await update.on(node)).info)
+async def read(update: WeightUpdate, node: str, borrower: BufferReader | None = None) -> Weights:
+    return (borrower or BufferReader()).read((await update.on(node)).info)
 
 
 def same(found: Weights, seed: int) -> bool:
@@ -89,7 +89,7 @@ async def test_engines_of_another_node_are_told_of_its_receivers_memory_and_thos
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with across(monkeypatch) as (rank_0, both, there):
-        engine, before = Borrower(), dict[str, torch.Tensor]()
+        engine, before = BufferReader(), dict[str, torch.Tensor]()
         for seed in range(3):
             update = await both.publish(rank_0.update(seed))
             assert not before or same(before, seed - 1), "what they compute on is not written to"
@@ -108,11 +108,11 @@ async def test_a_receiver_that_dies_has_a_successor_in_the_next_sync_and_for_who
 ) -> None:
     async with across(monkeypatch) as (rank_0, both, there):
         kept = await handed_over(both, rank_0, 0)
-        held = await read(kept, there, engine := Borrower())
+        held = await read(kept, there, engine := BufferReader())
         assert rank_0.carried == 1, "one that comes late finds them there"
         os.kill(first := await receivers_pid(both, there), signal.SIGKILL)
         late = await kept.on(there)
-        assert late.info["late"] and same(Borrower().read(late.info), 0) and rank_0.carried == 2
+        assert late.info["late"] and same(BufferReader().read(late.info), 0) and rank_0.carried == 2
         os.kill(second := await receivers_pid(both, there), signal.SIGKILL)
         assert first != second
         update = await both.publish(rank_0.update(1))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from skyasync.config.schema import Config
-from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
+from skyasync.weight_sync.transfers.broadcast import NCCLSender, Rendezvous
 from skyasync.workers import offload
 from skyasync.workers.groups import process_group_backend
 from skyasync.workers.policy import PolicyWorker

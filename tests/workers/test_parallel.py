@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Qwen3MoeConfig
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.weight_sync.transfers.file import read_weights
 from skyasync.workers.checkpoint import full_weights
 from skyasync.workers.critic import CriticWorker
 from skyasync.workers.heads import put
@@ -281,10 +281,11 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
     rows = split_for_ranks(batch, worker.axes.data)[worker.axes.rows_of(rank.rank)]
     worker.update_policy(batch.select(rows).trim())
     worker.save(folder)
-    path = worker.publish()
+    written = worker.transfer_weights("file", "write")
+    path = written and written[0]
     published = {name: tensor.clone().numpy() for name, tensor in read_weights(path).items()} if path else {}
     if path:
-        worker.release(path)
+        worker.transfer_weights("file", "remove", path)
     worker.export(f"{folder}_export")
     return before, calls.digest_of_whole(worker), published
 

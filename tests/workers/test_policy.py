@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
-from skyasync.weight_sync.shared_memory import read_weights, remove_weights
+from skyasync.weight_sync.transfers.file import read_weights, remove_weights
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.reference import ReferenceWorker
 from tests.workers.conftest import config_for, make_batch
@@ -193,7 +193,7 @@ def test_a_rank_without_rows_still_answers(cfg: Config) -> None:
 def test_publish_writes_every_name_once_and_tied_weights_under_the_first(cfg: Config) -> None:
     worker = start(cfg)
     worker.update_policy(make_batch())
-    path = worker.publish()
+    path, *_ = worker.transfer_weights("file", "write")
     try:
         published = read_weights(path)
         model = AutoModelForCausalLM.from_pretrained(cfg.trainer.policy.model.path)
@@ -253,7 +253,7 @@ def test_bfloat16_keeps_float32_master_weights_and_publishes_bfloat16(untied_mod
         after = weights(worker)
         assert all(tensor.dtype == torch.float32 for tensor in after.values())
         assert all(not torch.equal(before[name].to_local(), after[name].to_local()) for name in after)
-        path = worker.publish()
+        path, *_ = worker.transfer_weights("file", "write")
         assert all(tensor.dtype == torch.bfloat16 for tensor in read_weights(path).values())
         remove_weights(path)
     finally:

@@ -20,12 +20,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from skyasync.engines.embedded.adapted import AdaptedInPlace
-from skyasync.engines.embedded.changed import ChangedInPlace
 from skyasync.engines.embedded.decoder import Decoder, Row, cache_budget
 from skyasync.engines.embedded.logit_edits import Words, tokenised
 from skyasync.engines.embedded.model import EmbeddedModel
 from skyasync.engines.embedded.sampling import stream_key
+from skyasync.engines.embedded.weight_updates import WeightUpdater
 from skyasync.engines.protocol import (
     EngineConfig,
     EngineStats,
@@ -38,10 +37,9 @@ from skyasync.engines.protocol import (
 from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
-from skyasync.weight_sync.changed_weights import read_about
-from skyasync.weight_sync.lent import Borrower
-from skyasync.weight_sync.shared_memory import read_digests, read_weights, write_weights
-from skyasync.weight_sync.update import Held, WeightUpdate
+from skyasync.weight_sync.transfers.file import write_weights
+from skyasync.weight_sync.transfers.received import WeightReader
+from skyasync.weight_sync.update import CurrentContent, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,14 +79,14 @@ class EmbeddedCore:
         self._step_is_queued = False
         self._model = EmbeddedModel(config)
         if self._model.device.type == "cpu":
-            keep_freed()  # after the weights, whose memory goes back when others are lent
+            keep_freed()  # after the weights, whose memory goes back when others are adopted
         budget = cache_budget(self._model.device, config.kv_cache_gb, config.gpu_memory_utilization)
         self._decoder = Decoder(
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
-        self._borrower = Borrower()
+        self._reader = WeightReader(self._model.device)
         self._whole = True  # it holds one version, and nothing of another
-        self._has, self._changed, self._adapted = Held(), ChangedInPlace(self._model), AdaptedInPlace(self._model)
+        self._has, self._updater = CurrentContent(), WeightUpdater(self._model)
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, Row] = {}  # every request that has not been answered
         self._held: list[Row] = []  # accepted while not running
@@ -181,19 +179,15 @@ class EmbeddedCore:
         return [row.news() for row in self._rows.values() if row.has_news and not row.streamed]
 
     def update_weights(self, update: WeightUpdate) -> None:
-        if update.backend != "shared_memory":
+        if update.backend not in ("shared_memory", "nccl"):
             raise UserError(
-                unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
+                unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory", "nccl"])
             )
-        self._has.receive(update)
+        received = self._reader.read(update.info)  # also of weights that are then rejected: others may wait for it
+        self._has.begin(update)
         self._whole = False
-        if "kinds" in update.info:
-            weights = self._borrower.read(update.info)
-            self._model.load_weights(weights, lent=True)
-            self._model.check_held(weights, update.info["digests"], lent=not update.info.get("late"))
-        else:
-            self._read(update.info["path"])
-        self._has.settle(update)
+        self._updater.apply(received)
+        self._has.complete(update)
         self._decoder.version = update.version
         self._whole = True
 
@@ -205,16 +199,6 @@ class EmbeddedCore:
         """What it computes with, as a file that whoever reads it removes; its path."""
         held = self._model.tensors()
         return write_weights({name: held[name] for name in self._model.own_names()}, folder)
-
-    def _read(self, path: str) -> None:
-        """A file of adapters, of changes, or of all weights."""
-        about = read_about(path)
-        if about.adapter:
-            self._adapted.take(path)
-        elif not self._changed.take(path, about):
-            weights = read_weights(path)
-            self._model.load_weights(weights)
-            self._model.check_held(weights, read_digests(path))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._model.score(sequences)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 @ENGINES.register(
     "transformers",
     sleeps_on=("cpu", "gpu"),
-    computes_on_lent_weights=True,
+    computes_on_mapped_weights=True,
     takes_changes=True,
     takes_adapters=("layers", "head"),
     returns_experts=True,
@@ -67,7 +67,7 @@ class TransformersEngine:
     async def generate(
         self, requests: Sequence[GenerationRequest], *, streamed: bool = False
     ) -> AsyncGenerator[list[GenerationOutput], None]:
-        """See the protocol. Leaving the iteration early aborts what is unanswered.
+        """See the protocol. FullTensors the iteration early aborts what is unanswered.
 
         Args:
             streamed: give what is new of each request at every token; only its last output has a ``finish_reason``.

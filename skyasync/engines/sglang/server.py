@@ -18,7 +18,7 @@ from skyasync.engines.http import Begun
 from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, PauseMode
 from skyasync.engines.sglang.server_check import complaint
 from skyasync.engines.sglang.server_http import ENDS, GENERATE, body_of, hear, prompt_scores, scoring_body
-from skyasync.weight_sync.shared_memory import not_here
+from skyasync.weight_sync.transfers.file import not_here
 from skyasync.weight_sync.update import WeightUpdate
 
 

@@ -17,7 +17,7 @@ from skyasync.model_config import overrides_of
 __all__ = ["KEY_VARIABLE", "check_servers", "complaint"]
 
 BACKEND = "shared_memory"
-EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
+EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
 WAY = "start it with: skyasync serve MODEL --port PORT"
 DOOR = "skyasync.engines.vllm.server_door.Door"
 

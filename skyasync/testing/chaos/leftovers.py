@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skyasync.cluster import watchdog
 from skyasync.testing.chaos.family import Process, marked
-from skyasync.weight_sync import shared_memory
+from skyasync.weight_sync.transfers import file as shared_memory
 
 PATIENCE_S = 30.0
 WATCHDOG_S = 15.0

@@ -29,7 +29,7 @@ from skyasync.engines.sglang.server_check import complaint
 from skyasync.engines.sglang.server_http import sampling_of
 from skyasync.engines.vllm.server_check import complaint as vllm_complaint
 from skyasync.errors import UserError
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.engines.sglang.stand_in import KEY, StandIn
 from tests.engines.vllm.models import perturb, publish, save_model, token_logprobs

@@ -31,7 +31,7 @@ from skyasync.engines.vllm.core import EngineDiedError
 from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.errors import UserError
 from skyasync.rollout.requests import sampling_params
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import plain_layout

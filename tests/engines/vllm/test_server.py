@@ -30,9 +30,9 @@ from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.engines.wanted import write
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.weight_sync.changed_weights import ChangedWeights, Published
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.delta import ChangedWeights, Published
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError, WeightUpdate
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import save_tiny_llama
@@ -311,7 +311,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     cfg.generator.engines, cfg.generator.weight_sync_dir = [extra["url"]], str(on_disk)
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
     sync: Any = run.trainer.handover.weight_sync
-    sync.keeper = run.dispatch
+    sync.expects_late_engines = True
     revival = Revival(run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30)
     run.trainer.callbacks.append(revival)
 
@@ -391,7 +391,7 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
             weight.data += torch.rand(weight.shape, generator=draw).lt(0.02) * 0.3
         assert await far() > TOLERANCE
         weights = {name: weight.detach() for name, weight in engine.model.named_parameters()}
-        file = changed.publish(kinds_of(weights), weights.items())
+        file = changed.publish(specs_of(weights), weights.items())
         bases.append(bool(file.base))
         if number == 3:
             engine._held.content = "other"

@@ -9,7 +9,7 @@ import torch
 
 from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.engines.vllm.engine import VLLMEngine
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.transfers.file import remove_weights
 from tests.engines.vllm.models import publish, save_model
 
 pytestmark = [
