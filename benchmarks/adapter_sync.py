@@ -51,8 +51,8 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
         await weights.measure_floor()
         for version in range(1, options.syncs + 1):
             change(dispatch)
-            publish, update = await timed(partial(dispatch.publish_weights, version))
-            took, _ = await timed(partial(run_together, dispatch.send_weights(update), client.update_weights(update)))
+            publish, update = await timed(partial(dispatch.transfer.publish, version))
+            took, _ = await timed(partial(run_together, dispatch.transfer.send(update), client.update_weights(update)))
             size = await asyncio.to_thread(lambda update=update: Path(update.info["path"]).stat().st_size)
             rows.append({"publish": publish, "update": took, "MB": size / 1e6})
             await dispatch.transfer.release(update)

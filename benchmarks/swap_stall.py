@@ -70,21 +70,21 @@ class Bench:
         self.engine: Any = ENGINES[backend](config)
         self.client = InferenceClient([self.engine])
         self.weights, self.swaps, self.version = weights, swaps, 0
-        self.kinds = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
+        self.specs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
         self.computed_on = ENGINES.about(backend).can["computes_on_mapped_weights"]
-        self.lender = BufferWriter(computed_on=self.computed_on)
+        self.writer = BufferWriter(two_buffers=self.computed_on)
 
     async def publish(self) -> WeightUpdate:
         self.version += 1
-        info = await asyncio.to_thread(self.lender.write, self.kinds, self.weights.items())
+        info = await asyncio.to_thread(self.writer.write, self.specs, self.weights.items())
         if self.computed_on:
-            await asyncio.to_thread(self.lender.prove)
+            await asyncio.to_thread(self.writer.prove)
         return WeightUpdate(self.version, "shared_memory", info)
 
     async def take(self, update: WeightUpdate) -> None:
-        proving = [] if self.computed_on else [asyncio.to_thread(self.lender.prove)]
+        proving = [] if self.computed_on else [asyncio.to_thread(self.writer.prove)]
         await asyncio.gather(self.client.update_weights(update), *proving)
-        self.lender.settle(update.info["path"])
+        self.writer.release(update.info["path"])
 
     async def load(self) -> Moment:
         update, start = await self.publish(), Moment.now()

@@ -97,10 +97,9 @@ class Bench:
         row["memcpy, CPU"] = 1000 * (time.process_time() - used)
         row["digest"], _ = await timed(self.digest)
         row["reload"], row["reload, CPU"] = await self.reload() if self.reloads else (0.0, 0.0)
-        row["publish"], update = await timed(lambda: sync.source.publish_weights(version))
+        row["publish"], update = await timed(lambda: sync.source.transfer.publish(version))
         row["update"], _ = await timed(lambda: sync.destination.update_weights(update))
-        if sync.keeper:
-            await sync.keeper.keep_weights(update)
+        await sync.source.transfer.release(update)
         await self.parts()
         used = cpu_seconds()
         row["sync"], _ = await timed(lambda: sync.sync(version))
@@ -116,9 +115,9 @@ class Bench:
 
     async def start(self) -> None:
         await self.client.start()
-        lender: Any = self.dispatch._policy._lender
+        writer: Any = self.dispatch._policy.weight_sender.shared_memory.writer
         for name in ("write", "prove"):
-            setattr(lender, name, counted(self.spent, name, getattr(lender, name)))
+            setattr(writer, name, counted(self.spent, name, getattr(writer, name)))
         if self.reloads:
             await in_workers(self.client.engines, watch)
 

@@ -1,6 +1,6 @@
-"""What a hand-over of weights takes of a host that has engines, but not the policy's rank 0.
+"""What a weight sync takes of a host that has engines, but not the policy's rank 0.
 
-Invariant: what rank 0 lends or writes lies there once more, in as many buffers (``skyasync.weight_sync.receiver``).
+Invariant: every engine there receives all weights by broadcast, while it still has those of the sync before.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from skyasync.planning.shape import ModelShape
 from skyasync.planning.training_memory import Lines, Rank
 
 
-def received(cfg: Config, shape: ModelShape, rank: Rank, *, gpus: bool) -> Lines:
-    """Of the receiver there; nothing where there is no such host, or weights go from GPU to GPU.
+def received(cfg: Config, shape: ModelShape, rank: Rank, engines: int, *, gpus: bool) -> Lines:
+    """Of the engines there; nothing if there is no such host, or weights go from GPU to GPU.
 
     Args:
         shape: the whole policy's.
+        engines: on such a host.
     """
     way = engine_config(cfg, gpus=gpus).weight_sync_backend
     if way in BETWEEN_GPUS or not _carried(cfg, gpus=gpus):
         return {}
     if adapter_rank(cfg):
-        return {"receiver": rank.adapters * FLOAT32}
-    buffers = 2 if computes_on_mapped_weights(cfg) else 1
-    return {"receiver": buffers * shape.parameters * rank.b}
+        return {"received weights": engines * rank.adapters * FLOAT32}
+    copies = 2 if computes_on_mapped_weights(cfg) else cfg.generator.inference_engine_tensor_parallel_size
+    return {"received weights": engines * copies * shape.parameters * rank.b}
 
 
 def _carried(cfg: Config, *, gpus: bool) -> bool:
@@ -37,7 +38,7 @@ def _carried(cfg: Config, *, gpus: bool) -> bool:
 
 
 def engines_in_memory(cfg: Config, engine: EngineMemory) -> Lines:
-    """Of one engine without GPUs, beside the receiver's buffers, on which it may compute."""
+    """Of one engine without GPUs, besides the weights that it receives, on which it may compute."""
     own_dtype = cfg.generator.dtype not in ("auto", cfg.trainer.policy.model.dtype)
     copies = own_dtype or not computes_on_mapped_weights(cfg)
     return {what: size for what, size in engine.lines.items() if copies or what != "weights"}

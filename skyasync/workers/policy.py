@@ -45,7 +45,7 @@ class PolicyWorker(TrainedWorker):
         self.objective = Objective(self.cfg.trainer.algorithm)
         self._file_layout: FileLayout | None = None
 
-    def transfer_weights(self, sender: str, method: str, *args: object) -> Any:  # noqa: ANN401  (what it returns)
+    def transfer_weights(self, sender: str, method: str, *args: object) -> Any:
         """A call of this rank's end of a weight transfer; see ``skyasync.weight_sync.transfers``."""
         return self.weight_sender.call(sender, method, *args)
 

@@ -13,17 +13,15 @@ from skyasync.config.schema import Config
 from skyasync.engines.protocol import EngineConfig
 from skyasync.engines.vllm import setup
 from skyasync.engines.vllm.engine import VLLMEngine
-from skyasync.weight_sync.tensors import bytes_of, specs_of
+from skyasync.weight_sync.tensors import bytes_of, chunks_of, specs_of, sum_of
 from skyasync.weight_sync.transfers import cuda_ipc
 from skyasync.weight_sync.transfers.cuda_ipc import (
+    CudaIPCTransfer,
     ForEngine,
     Packed,
     Packer,
-    Parts,
     message,
     own_part,
-    parts_of,
-    sum_of,
 )
 from skyasync.weight_sync.update import BROKEN_OFF, WeightUpdate, is_whole
 from skyasync.workers.policy import PolicyWorker
@@ -40,11 +38,10 @@ def weights() -> dict[str, torch.Tensor]:
     return {"odd": odd, "wide": torch.randn(9, generator=generator), "one": torch.tensor(3), "none": torch.zeros(0, 2)}
 
 
-def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at(monkeypatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "PART_BYTES", 64)
-    kinds = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
-    assert parts_of(kinds) == [["0", "1"], ["2"], ["3"], ["4"]]
-    for part in parts_of(specs_of(weights())):
+def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at() -> None:
+    specs = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
+    assert chunks_of(specs, 64) == [["0", "1"], ["2"], ["3"], ["4"]]
+    for part in chunks_of(specs_of(weights()), 64):
         ends = [sum(bytes_of(specs_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
         assert all(end % weights()[name].itemsize == 0 for name, end in zip(part, ends, strict=True))
 
@@ -133,7 +130,7 @@ class Policy:
 
 
 def ask(rank: Rank, method: str, args: tuple[Any, ...]) -> Any:
-    if rank.rank and method in ("prove_lent", "forget_lent"):  # of the first alone
+    if rank.rank and args[1:] in (("prove",), ("free",)):  # of the first alone
         return None
     return getattr(rank.worker, method)(*args)
 
@@ -167,16 +164,17 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         ranks.call(cpu_ipc.in_rank, CHUNK)
         await engine.start()
         policy = Policy(ranks)
-        parts = Parts(policy, 2, lambda: [0])
+        transfer = CudaIPCTransfer(policy, 2, lambda: [0])
 
         async def hand_over(version: int, most: int = 1000) -> int:
-            part, taken = await parts.next(await parts.begin(version)), 0
-            while part is not None and taken < most:
+            parts, taken = transfer.parts(await transfer.publish(version)), 0
+            async for part in parts:
                 await engine.update_weights(part)
                 taken += 1
                 assert engine._core.version == (version if part.info["last"] else version - 1)
-                part = await parts.next(part)
-            await parts.end()
+                if taken == most:
+                    break
+            await parts.aclose()
             return taken
 
         async def gap() -> float:
@@ -199,16 +197,17 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         assert await gap() < 1e-4, "what was broken off is forgotten"
 
         ranks.call(step, 4)
-        alone = await parts.alone(4)
+        alone = await transfer.for_late_engine(4)
         await engine.update_weights(alone)
-        await parts.forget(alone)
+        await transfer.release(alone)
         assert await gap() < 1e-4, "as one that comes late"
 
-        part = await parts.next(await parts.begin(5))
-        assert part is not None
+        parts = transfer.parts(await transfer.publish(5))
+        part = await anext(parts)
         part.info["engines"][0].sums[0] += 1
         with pytest.raises(Exception, match="received other weights than the trainer sent in "):
             await engine.update_weights(part)
+        await parts.aclose()
     finally:
         ranks.close()
         await engine.shutdown()

@@ -1,8 +1,8 @@
 """A transformers model as the embedded engine uses it: prefill, decode one token, score, swap weights.
 
 Invariant: weights are changed only after every name and shape has been checked, so a refused update leaves the model
-as it was. They are copied into the live parameters, or adopted: the parameters then are the tensors that were sent. Tied
-weights stay tied because they are one parameter.
+as it was. They are copied into the live parameters, or adopted: the parameters then are the tensors that were sent.
+Tied weights stay tied because they are one parameter.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class WeightTransfer(ABC):
 
     async def send(self, update: WeightUpdate) -> None:
         """What must be done while the engines load the update."""
+        return
 
     async def parts(self, update: WeightUpdate) -> AsyncGenerator[WeightUpdate]:
         """What the engines load, one part after the other."""
@@ -78,6 +79,7 @@ class WeightTransfer(ABC):
 
     async def release_kept(self) -> None:
         """No engine will join late any more: free what is kept for one."""
+        return
 
     async def _ranks(self, method: str, *args: object) -> list[Any]:
         return await self._policy.call("transfer_weights", self.sender, method, *args)

@@ -3,13 +3,13 @@
 Invariant: both ends cut the same ``specs`` into the same chunks, so they make the same broadcasts in the same order. A
 group has the engines that are alive when the update is published; others, or other policy ranks, form a new one.
 
-| who waits                            | for what                          | woken by                                        |
-|--------------------------------------|-----------------------------------|-------------------------------------------------|
-| ``TensorGroup.join``, every member   | the other members                 | the last one; ``interrupt``; ``timeout_s``      |
-| ``send``, the engines                | each other, chunk by chunk        | gloo: a member's connection closes, or          |
-|                                      |                                   | ``timeout_s``; NCCL: ``give_up`` ends the ranks |
-| ``changing`` (an optimizer step)     | a late engine to have its weights | ``release``                                     |
-| ``release``                          | the end of what was sent to it    | the ranks; ``SETTLE_S``, then ``give_up``       |
+| who waits                          | for what                       | woken by                                         |
+|------------------------------------|--------------------------------|--------------------------------------------------|
+| ``TensorGroup.join``, every member | the other members              | the last one; ``interrupt``; ``timeout_s``       |
+| ``send``, the engines              | each other, chunk by chunk     | gloo: a closed connection, or ``timeout_s``;     |
+|                                    |                                | NCCL: ``give_up``, which ends the ranks          |
+| ``changing`` (an optimizer step)   | a late engine's weights        | ``release``                                      |
+| ``release``                        | the end of what it was sent    | the ranks; ``SETTLE_S``, then ``give_up``        |
 
 After a failure inside gloo every member closes its connections, and by that the next member's. An engine has changed
 nothing then (``TransferInterruptedError``), and the weights are sent again to those that are left. Inside NCCL nothing
@@ -148,9 +148,10 @@ class TensorGroup:
 
 
 def _store(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
-    return TCPStore(
-        rendezvous["host"], rendezvous["port"], is_master=False, timeout=timedelta(seconds=timeout_s)
-    )  # fmt: skip
+    """Raises OSError at once if the sender has left: ``TCPStore`` itself would try again until its limit."""
+    host, port = rendezvous["host"], rendezvous["port"]
+    socket.create_connection((host, port), timeout=timeout_s).close()
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def interrupt(rendezvous: Mapping[str, Any]) -> None:

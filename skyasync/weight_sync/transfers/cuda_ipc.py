@@ -15,7 +15,8 @@ mapped. It is written to only while no engine reads it: when the part before has
 | an engine, in ``update_weights`` | its own device alone                   |                                      |
 
 So nobody waits inside a collective for the other side, and who dies leaves nobody behind: engines that have a part of
-the weights are told that no more comes (``BROKEN_OFF``), and an engine's failure ends no other process (``weight_sync.colocation``).
+the weights are told that no more comes (``BROKEN_OFF``), and an engine's failure ends no other process
+(``weight_sync.colocation``).
 
 What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 
@@ -43,8 +44,8 @@ Not traced: torch's ``expandable_segments``, whose handles are of another kind.
 That the bytes arrived is proven part by part: both ends add up every tensor on the device (``sum_of``). What the layers
 compute with is not read back, so the probe runs after every sync.
 
-Who shares whose GPU follows from the places alone (``engines.settings.rank_beside``); the engines compare the GPUs' own names. A late
-engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
+Who shares whose GPU follows from the places alone (``engines.settings.rank_beside``); the engines compare the GPUs' own
+names. A late engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
 """
 
 from __future__ import annotations

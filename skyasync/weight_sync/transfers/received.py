@@ -41,7 +41,7 @@ class WeightReader:
         self.broadcast = BroadcastReader(device)
 
     def read(self, info: Mapping[str, Any]) -> ReceivedWeights:
-        """Raises TransferInterruptedError if another member of a broadcast fails, FileNotFoundError, WeightSyncError."""
+        """Raises TransferInterruptedError if another member of a broadcast fails."""
         if "rendezvous" in info:
             weights, about = self.broadcast.read(info), About(**info.get("about", {}))
             return ReceivedWeights(weights, info.get("digests", {}), about, stays=True)

@@ -3,10 +3,10 @@
 Invariant: what engines of rank 0's node read, rank 0 broadcasts to the workers of the others, from where it is. So the
 other policy ranks take no part, and an engine that fails, joins late or is silent keeps none of them waiting.
 
-| who waits                     | for what                       | woken by                                            |
-|-------------------------------|--------------------------------|-----------------------------------------------------|
-| ``send``, the remote engines  | each other                     | see ``TensorGroup``: a failure, or ``timeout_s``     |
-| ``on``, for a late engine     | the end of what is sent to it  | the same                                            |
+| who waits                    | for what                      | woken by                                            |
+|------------------------------|-------------------------------|-----------------------------------------------------|
+| ``send``, the remote engines | each other                    | see ``TensorGroup``: a failure, or ``timeout_s``    |
+| ``on``, for a late engine    | the end of what is sent to it | the same                                            |
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ tensor for which it has never held is in another layout (quantised, a layer of e
 A packed linear layer cannot be read, but it can be asked: its product with rows of the identity is columns of its
 weight, exactly, because 1 * w + 0 + ... is w in every dtype. Each update asks every layer once for the next ``COLUMNS``
 of its columns, all parts of a fused one together, which costs about as much as decoding one token for as many requests:
-each weight is read once. Of several ranks each is asked for the part that vLLM's own loaders give it, as far as it is one piece of the tensor;
-a layer that divides otherwise is ``unproven``.
+each weight is read once. Of several ranks
+each is asked for the part that vLLM's own loaders give it, if that is one piece of the tensor; another layer is
+``unproven``.
 
 Of a tensor that is checked:
 
