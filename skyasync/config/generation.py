@@ -219,8 +219,8 @@ class GeneratorConfig(Settings):
     weight_sync_backend: str = key(
         "auto",
         "How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with "
-        "the policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to "
-        "engines on other nodes of a cluster.",
+        "the policy (trainer.placement.colocate_all), else shared_memory, and a broadcast over TCP "
+        "to engines on other nodes of a cluster.",
         choices=("auto", "shared_memory", "nccl", "cuda_ipc"),
     )
     weight_sync_mode: str = key(

@@ -203,7 +203,7 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     why = ""
     if gpus and not (cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)):
         why = f" (the {backend(cfg)} engine has no other way)"
-    others = "; engines on other nodes get theirs through Ray's object store" if crosses_nodes(cfg) else ""
+    others = "; engines on other nodes get theirs by broadcast" if crosses_nodes(cfg) else ""
     return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}{others}"
 
 

@@ -76,7 +76,7 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
         (["generator.backend=vllm", *ADAPTER], "a file of the adapters alone"),
         (
             ["generator.backend=transformers", "ray.address=auto"],
-            "compute; engines on other nodes get theirs through Ray's object store",
+            "compute; engines on other nodes get theirs by broadcast",
         ),
     ],
 )

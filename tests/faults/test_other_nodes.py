@@ -1,4 +1,4 @@
-"""Engines on two nodes of a cluster: those on another node than the policy's rank 0 get the weights by broadcast, also one
+"""Engines on two nodes of a cluster: those on another node than rank 0 get the weights by broadcast, also one
 that takes the place of an engine that was killed.
 
 Two nodes of Ray on this machine, which see each other's memory: whose memory an engine has mapped is looked up.
@@ -107,8 +107,10 @@ def test_engines_of_another_node_get_the_weights_by_broadcast(
         assert all(0.0 <= reward <= 1.0 for reward in run.series("reward/mean")) and any(run.series("reward/mean"))
         assert max(row.get("engines/deaths", 0) for row in run.metrics) == killed
         assert max(run.series("sync/logprob_gap")) <= 1e-5, "the probe looks at both engines"
-        sizes = run.series("sync/bytes_to_nodes")
-        assert min(sizes) == max(sizes) > 100_000 and min(run.series("sync/to_nodes_s")) > 0
+        remote = [row for row in run.metrics if "sync/bytes_to_nodes" in row]  # none while no engine is there
+        assert len(remote) == STEPS if not killed else KILLED_BEHIND <= len(remote) <= STEPS
+        assert len({row["sync/bytes_to_nodes"] for row in remote}) == 1 and remote[0]["sync/bytes_to_nodes"] > 100_000
+        assert min(row["sync/to_nodes_s"] for row in remote) > 0
         seen = json.loads((tmp_path / f"{name}.json").read_text())
         for actors in seen.values():
             of_their_own_node(actors)

@@ -46,9 +46,9 @@ def test_numbers_are_converted_to_the_dtype_that_was_said(tmp_path):
 
 
 def test_what_is_not_as_it_was_said_is_an_error(tmp_path):
-    kinds = {"a": (torch.float32, (3,))}
-    refused = pytest.raises(ValueError, match=r"a has the shape \[2\], and \[3\]")
-    with refused, writing(tmp_path / "file", kinds) as file:
+    specs = {"a": (torch.float32, (3,))}
+    refused = pytest.raises(ValueError, match=r"a has the shape \[2\]; expected \[3\]")
+    with refused, writing(tmp_path / "file", specs) as file:
         file.put("a", torch.zeros(2))
-    with pytest.raises(ValueError, match=r"that have not: \['a'\]"), writing(tmp_path / "file", kinds):
+    with pytest.raises(ValueError, match=r"tensors are missing: \['a'\]"), writing(tmp_path / "file", specs):
         pass

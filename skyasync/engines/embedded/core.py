@@ -38,7 +38,7 @@ from skyasync.engines.stop_strings import StopStrings
 from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
 from skyasync.weight_sync.transfers.file import write_weights
-from skyasync.weight_sync.transfers.received import WeightReader
+from skyasync.weight_sync.transfers.received import ReceivedWeights, WeightReader
 from skyasync.weight_sync.update import CurrentContent, WeightUpdate
 
 if TYPE_CHECKING:
@@ -178,12 +178,14 @@ class EmbeddedCore:
         """News of the requests whose owners get one answer; those of the others go to them anyway."""
         return [row.news() for row in self._rows.values() if row.has_news and not row.streamed]
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        if update.backend not in ("shared_memory", "nccl"):
-            raise UserError(
-                unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory", "nccl"])
-            )
-        received = self._reader.read(update.info)  # also of weights that are then rejected: others may wait for it
+    def read(self, update: WeightUpdate) -> ReceivedWeights:
+        """Not in the engine's thread, which goes on answering; one at a time."""
+        known = ["shared_memory"]  # and the broadcast, if it was configured for it
+        if update.backend not in (*known, self._config.weight_sync_backend):
+            raise UserError(unknown("weight sync backend of the transformers engine", update.backend, known))
+        return self._reader.read(update.info)
+
+    def update_weights(self, update: WeightUpdate, received: ReceivedWeights) -> None:
         self._has.begin(update)
         self._whole = False
         self._updater.apply(received)

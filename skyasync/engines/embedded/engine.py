@@ -120,7 +120,9 @@ class TransformersEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """See the protocol; needs no pause: the swap happens between two tokens, and the cache is kept."""
-        await self._call(lambda: self._loaded.update_weights(update))
+        core = await self._call(lambda: self._loaded)
+        received = await asyncio.to_thread(core.read, update)  # also of weights that are then rejected: others send it
+        await self._call(lambda: self._loaded.update_weights(update, received))
 
     async def held_version(self) -> int:
         """The policy version of the weights that it has; -1 if nobody knows."""

@@ -3,13 +3,13 @@
 Invariant: both ends cut the same ``specs`` into the same chunks, so they make the same broadcasts in the same order. A
 group has the engines that are alive when the update is published; others, or other policy ranks, form a new one.
 
-| who waits                          | for what                       | woken by                                         |
-|------------------------------------|--------------------------------|--------------------------------------------------|
-| ``TensorGroup.join``, every member | the other members              | the last one; ``interrupt``; ``timeout_s``       |
-| ``send``, the engines              | each other, chunk by chunk     | gloo: a closed connection, or ``timeout_s``;     |
-|                                    |                                | NCCL: ``give_up``, which ends the ranks          |
-| ``changing`` (an optimizer step)   | a late engine's weights        | ``release``                                      |
-| ``release``                        | the end of what it was sent    | the ranks; ``SETTLE_S``, then ``give_up``        |
+| who waits                          | for what                    | woken by                                     |
+|------------------------------------|-----------------------------|----------------------------------------------|
+| ``TensorGroup.join``, every member | the other members           | the last one; ``interrupt``; ``timeout_s``   |
+| ``send``, the engines              | each other, chunk by chunk  | gloo: a closed connection, or ``timeout_s``; |
+|                                    |                             | NCCL: ``give_up``, which ends the ranks      |
+| ``changing`` (an optimizer step)   | a late engine's weights     | ``release``                                  |
+| ``release``                        | the end of what it was sent | the ranks; ``SETTLE_S``, then ``give_up``    |
 
 After a failure inside gloo every member closes its connections, and by that the next member's. An engine has changed
 nothing then (``TransferInterruptedError``), and the weights are sent again to those that are left. Inside NCCL nothing
@@ -316,6 +316,11 @@ class BroadcastTransfer(WeightTransfer):
             self._members = members
         self._moved = False
         return await self._announced(version, members)
+
+    async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
+        """For the engines that are left, in a new group."""
+        self._members = None
+        return await self.publish(update.version)
 
     async def send(self, update: WeightUpdate) -> None:
         """Ends when every engine has the weights, or a member of a group that recovers has failed."""

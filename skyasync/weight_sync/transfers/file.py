@@ -69,12 +69,8 @@ class FileTransfer(WeightTransfer):
 
     async def publish(self, version: int) -> WeightUpdate:
         self._last = None
-        return await self._update(version, (await self._ranks("write", self._encoding))[0])
-
-    async def _update(self, version: int, written: Written, *, late: bool = False) -> WeightUpdate:
-        path, content, base, metrics = written
-        update = WeightUpdate(version, "shared_memory", {"path": path}, content, base, metrics)
-        return update if self._remote is None else await self._remote.announce(update, late=late)
+        update = _update(version, (await self._ranks("write", self._encoding))[0])
+        return update if self._remote is None else await self._remote.announce(update)
 
     async def send(self, update: WeightUpdate) -> None:
         if self._remote is not None:
@@ -82,8 +78,8 @@ class FileTransfer(WeightTransfer):
 
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
         if self._encoding == "delta":
-            return await self._update(update.version, await self._rank_0("write_whole", True))
-        return update if self._remote is None else await self._remote.announce(update)
+            update = _update(update.version, await self._rank_0("write_whole", True))
+        return update if self._remote is None else await self._remote.announce_again(update)
 
     async def release(self, update: WeightUpdate) -> None:
         if not self.expects_late_engines or self._encoding == "delta":
@@ -93,10 +89,11 @@ class FileTransfer(WeightTransfer):
             self._last = WeightUpdate(update.version, update.backend, {"path": path}, update.content, update.base)
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
+        update = self._last
         if self._encoding == "delta":
-            return await self._update(version, await self._rank_0("write_whole", False), late=True)
-        assert self._last is not None
-        return self._last if self._remote is None else await self._remote.announce(self._last, late=True)
+            update = _update(version, await self._rank_0("write_whole", False))
+        assert update is not None
+        return update if self._remote is None else await self._remote.announce(update, late=True)
 
     async def release_kept(self) -> None:
         last, self._last = self._last, None
@@ -106,6 +103,11 @@ class FileTransfer(WeightTransfer):
 
 Written = tuple[str, str, str, dict[str, float]]
 """A file: its path, the content of the weights, that of what it is a delta of ("" for all weights), metrics."""
+
+
+def _update(version: int, written: Written) -> WeightUpdate:
+    path, content, base, metrics = written
+    return WeightUpdate(version, "shared_memory", {"path": path}, content, base, metrics)
 
 
 class FileSender:

@@ -3,10 +3,10 @@
 Invariant: what engines of rank 0's node read, rank 0 broadcasts to the workers of the others, from where it is. So the
 other policy ranks take no part, and an engine that fails, joins late or is silent keeps none of them waiting.
 
-| who waits                    | for what                      | woken by                                            |
-|------------------------------|-------------------------------|-----------------------------------------------------|
-| ``send``, the remote engines | each other                    | see ``TensorGroup``: a failure, or ``timeout_s``    |
-| ``on``, for a late engine    | the end of what is sent to it | the same                                            |
+| who waits                    | for what                      | woken by                                         |
+|------------------------------|-------------------------------|--------------------------------------------------|
+| ``send``, the remote engines | each other                    | see ``TensorGroup``: a failure, or ``timeout_s`` |
+| ``on``, for a late engine    | the end of what is sent to it | the same                                         |
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class RemoteEngines:
         size = sum(map(bytes_of, from_message(message["specs"]).values()))
         metrics = update.metrics | {"sync/bytes_to_nodes": float(size * len(nodes))}
         return replace(update, metrics=metrics, remote=_Announced(self, message))
+
+    async def announce_again(self, update: WeightUpdate) -> WeightUpdate:
+        """After a failure: for the engines that are left, in a new group."""
+        self._members = []
+        return await self.announce(update)
 
     async def send(self, update: WeightUpdate) -> None:
         """While the engines load. A failure is the engines' to raise: those that are left did not get the weights."""

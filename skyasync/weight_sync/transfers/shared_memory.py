@@ -82,7 +82,8 @@ class SharedMemoryTransfer(WeightTransfer):
             await self._remote.send(update)
 
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
-        return await self._update(update.version, self._info)
+        update = WeightUpdate(update.version, "shared_memory", self._info)
+        return update if self._remote is None else await self._remote.announce_again(update)
 
     async def release(self, update: WeightUpdate) -> None:
         await self._rank_0("release", update.info["path"])
