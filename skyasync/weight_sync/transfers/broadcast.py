@@ -111,12 +111,13 @@ class TensorGroup:
             return ProcessGroupNCCL(store, self._number, size, options)
         from torch.distributed import ProcessGroupGloo
 
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo  # its stub lacks the options
+        options = gloo._Options()
         options._timeout = timeout
         named = os.environ.get("GLOO_SOCKET_IFNAME")
         interface = {"interface": named} if named else {"hostname": self._own_address()}
-        options._devices = [ProcessGroupGloo.create_device(**interface)]
-        return ProcessGroupGloo(store, self._number, size, options)
+        options._devices = [gloo.create_device(**interface)]
+        return gloo(store, self._number, size, options)
 
     def _own_address(self) -> str:
         """Of this machine, as the sender's machine sees it."""
