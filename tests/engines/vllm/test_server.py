@@ -30,9 +30,9 @@ from skyasync.engines.vllm.server_check import KEY_VARIABLE, check_servers
 from skyasync.engines.wanted import write
 from skyasync.errors import UserError
 from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.weight_sync.delta import ChangedWeights, Published
+from skyasync.weight_sync.delta import DeltaEncoder, Encoded
 from skyasync.weight_sync.tensors import specs_of
-from skyasync.weight_sync.transfers.file import remove_weights
+from skyasync.weight_sync.transfers.file import remove_weights, write_encoded
 from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError, WeightUpdate
 from tests.engines.listed import Listed, listed
 from tests.engines.tiny_llama import save_tiny_llama
@@ -376,10 +376,10 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
 
 async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(engine: Engine) -> None:
     """One element in fifty; an engine that holds something else says so and is as it was."""
-    changed, sequence, draw = ChangedWeights(), [2, 3, *range(5, 60)], torch.Generator().manual_seed(0)
+    changed, sequence, draw = DeltaEncoder(), [2, 3, *range(5, 60)], torch.Generator().manual_seed(0)
 
-    def handed(file: Published) -> WeightUpdate:
-        return WeightUpdate(engine.version + 1, "shared_memory", {"path": file.path}, file.content, file.base)
+    def handed(sent: Encoded, path: str) -> WeightUpdate:
+        return WeightUpdate(engine.version + 1, "shared_memory", {"path": path}, sent.content, sent.about.base)
 
     async def far() -> float:
         (scores,) = await engine.score([sequence])
@@ -391,16 +391,18 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
             weight.data += torch.rand(weight.shape, generator=draw).lt(0.02) * 0.3
         assert await far() > TOLERANCE
         weights = {name: weight.detach() for name, weight in engine.model.named_parameters()}
-        file = changed.publish(specs_of(weights), weights.items())
-        bases.append(bool(file.base))
+        sent = changed.encode(specs_of(weights), weights.items())
+        bases.append(bool(sent.about.base))
+        path = write_encoded(sent)
         if number == 3:
             engine._held.content = "other"
             with pytest.raises(WeightMismatchError):
-                await engine.update_weights(handed(file))
-            remove_weights(file.path)
-            file = changed.fall_back()
-        await engine.update_weights(handed(file))
-        remove_weights(file.path)
+                await engine.update_weights(handed(sent, path))
+            remove_weights(path)
+            sent = changed.whole(fell_back=True)
+            path = write_encoded(sent)
+        await engine.update_weights(handed(sent, path))
+        remove_weights(path)
         assert await far() < TOLERANCE
     assert bases == [False, True, True, True]
 
