@@ -258,7 +258,7 @@ class WeightSync:
         """What tokens say that engines sampled by ``version``: their mean gap to the trainer's log-probabilities by it.
 
         Raises:
-            WeightSyncError: if it is beyond the limit (``by_tokens``).
+            WeightSyncError: if it is beyond the limit (``ByTokens``).
         """
         if self._floor is not None and version == self._version:
             limits, probed = {"floor": self._floor, "limit": self._limit(self._floor)}, self._probed == self._syncs

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -176,12 +176,9 @@ def small_chunks(rank: Rank) -> None:
     broadcast.PART_BYTES = 30_000
 
 
-def dying_engine(info: dict[str, Any]) -> int:
-    """A process that ends after the first chunk."""
-    if (child := os.fork()) == 0:
-        next(BroadcastReader(CPU).chunks(info))
-        os._exit(0)
-    return child
+def dies_after_a_chunk(engine: Rank, info: dict[str, Any]) -> None:
+    next(BroadcastReader(CPU).chunks(info))
+    os._exit(0)
 
 
 @asynccontextmanager
@@ -212,8 +209,11 @@ async def loaded(transfer: BroadcastTransfer, update: WeightUpdate, engines: lis
     return (await asyncio.gather(*calls, return_exceptions=True))[1:]
 
 
-async def check_two_ranks_and_two_engines(policy: Policy, transfer: BroadcastTransfer, engines: list[Any]) -> None:
+async def check_two_ranks_and_two_engines(
+    policy: Policy, transfer: BroadcastTransfer, engines: list[Any], other: Ranks
+) -> None:
     ranks = policy._ranks
+    other.call(small_chunks)  # its process is there
     for version in (1, 2):
         ranks.call(step, version)
         update = await transfer.publish(version)
@@ -223,9 +223,10 @@ async def check_two_ranks_and_two_engines(policy: Policy, transfer: BroadcastTra
 
     ranks.call(step, 3)  # an engine's process ends in the middle: the others are as they were, and get it again
     update = await transfer.publish(3)
-    child = await asyncio.to_thread(dying_engine, update.info)
+    dying = asyncio.create_task(asyncio.to_thread(other.call, dies_after_a_chunk, update.info))
     found, before = await loaded(transfer, update, engines[:1]), await engines[0].score(PROBES)
-    await asyncio.to_thread(os.waitpid, child, 0)
+    with pytest.raises(AssertionError, match="its process ended with 0"):
+        await dying
     assert isinstance(found[0], TransferInterruptedError), found
     again = await transfer.publish_whole(update)
     assert again.info["rendezvous"] != update.info["rendezvous"]
@@ -243,24 +244,32 @@ async def check_two_ranks_and_two_engines(policy: Policy, transfer: BroadcastTra
 
 
 @pytest.fixture
-def ranks(warm_processes: Path) -> Any:
+def ranks(warm_processes: Path) -> Iterator[Ranks]:
     two = Ranks(2, warm_processes)
     yield two
     two.close()
 
 
+@pytest.fixture
+def other(warm_processes: Path) -> Iterator[Ranks]:
+    """A process for a third engine."""
+    one = Ranks(1, warm_processes)
+    yield one
+    one.close()
+
+
 @pytest.mark.slow
-async def test_two_ranks_send_to_two_embedded_engines(ranks: Ranks, tmp_path: Path) -> None:
+async def test_two_ranks_send_to_two_embedded_engines(ranks: Ranks, other: Ranks, tmp_path: Path) -> None:
     path = make_model(tmp_path, tied=True)
     config = EngineConfig(path, threads=1, max_model_len=128, kv_cache_gb=0.1, weight_sync_backend="nccl")
     async with running(ranks, path, lambda: TransformersEngine(config)) as (policy, transfer, engines):
-        await check_two_ranks_and_two_engines(policy, transfer, engines)
+        await check_two_ranks_and_two_engines(policy, transfer, engines, other)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 async def test_two_ranks_send_to_workers_of_two_vllm_engines(
-    engines_session: None, ranks: Ranks, tmp_path: Path
+    engines_session: None, ranks: Ranks, other: Ranks, tmp_path: Path
 ) -> None:
     from skyasync.engines.vllm.engine import VLLMEngine
     from tests.engines.vllm.models import save_model
@@ -270,4 +279,4 @@ async def test_two_ranks_send_to_workers_of_two_vllm_engines(
         str(tmp_path), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25, weight_sync_backend="nccl"
     )
     async with running(ranks, str(tmp_path), lambda: VLLMEngine(config)) as (policy, transfer, engines):
-        await check_two_ranks_and_two_engines(policy, transfer, engines)
+        await check_two_ranks_and_two_engines(policy, transfer, engines, other)
