@@ -222,6 +222,7 @@ async def check_two_ranks_and_two_engines(
         assert max([await scores_differ(policy, each) for each in engines]) < 1e-4
 
     ranks.call(step, 3)  # an engine's process ends in the middle: the others are as they were, and get it again
+    transfer._members = None  # the second engine is another process
     update = await transfer.publish(3)
     dying = asyncio.create_task(asyncio.to_thread(other.call, dies_after_a_chunk, update.info))
     found, before = await loaded(transfer, update, engines[:1]), await engines[0].score(PROBES)
