@@ -29,7 +29,9 @@ from skyasync.engines.client import InferenceClient
 from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.utils.task_group import run_together
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, gap
+from skyasync.together import run_together
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap
 from skyasync.workers.local import LocalDispatch
 
 COLUMNS = ("MB", "publish", "update", "floor", "gap")
@@ -54,11 +56,11 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
         await weights.measure_floor()
         for version in range(1, options.syncs + 1):
             change(dispatch)
-            publish, update = await timed(partial(dispatch.publish_weights, version))
-            took, _ = await timed(partial(run_together, dispatch.send_weights(update), client.update_weights(update)))
+            publish, update = await timed(partial(dispatch.transfer.publish, version))
+            took, _ = await timed(partial(run_together, dispatch.transfer.send(update), client.update_weights(update)))
             size = await asyncio.to_thread(lambda update=update: Path(update.info["path"]).stat().st_size)
             rows.append({"publish": publish, "update": took, "MB": size / 1e6})
-            await dispatch.release_weights(update)
+            await dispatch.transfer.release(update)
         expected, (found,) = await weights._scores()
     finally:
         await client.shutdown()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -48,17 +49,18 @@ class BothWays(WeightSync):
     async def sync(self, version: int) -> None:
         source: Any = self.source
         row: dict[str, float] = {}
-        row["publish"], update = await timed(lambda: source.publish_weights(version))
+        row["publish"], update = await timed(lambda: source.transfer.publish(version))
         row["update"], _ = await timed(lambda: self.destination.update_weights(update))
         by_changes = await self.destination.score(self.probe)
-        await source.release_weights(update)
+        await source.transfer.release(update)
         policy = source._policy
-        row["publish, all"], path = await timed(lambda: asyncio.to_thread(policy.publish))
+        write = partial(asyncio.to_thread, policy.transfer_weights, "file", "write")
+        row["publish, all"], (path, *_) = await timed(write)
         whole = WeightUpdate(version, "shared_memory", {"path": path}, content=update.content)
         row["update, all"], _ = await timed(lambda: self.destination.update_weights(whole))
         assert await self.destination.score(self.probe) == by_changes, "not the weights of a whole file"
-        row["MB, all"] = sum(tensor.nbytes for tensor in policy._changed._kept.values()) / 1e6
-        await asyncio.to_thread(policy.release, path)
+        row["MB, all"] = sum(tensor.nbytes for tensor in policy.weight_sender.file._delta._kept.values()) / 1e6
+        await asyncio.to_thread(policy.transfer_weights, "file", "remove", path)
         row["changed"], row["MB"] = update.metrics["sync/share_changed"], update.metrics["sync/bytes"] / 1e6
         self._proven, self._syncs = True, self._syncs + 1
         self.rows.append(row)

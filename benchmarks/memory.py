@@ -158,8 +158,8 @@ def _phases(worker: Any, case: Case, peaks: dict[str, int], folder: str, rank: i
     # Weights are mapped, and a row of the embeddings that no token asks for would never be read.
     phase("held", lambda: [weight.sum() for weight in worker.backend.model.parameters()])
     phase("log-probabilities", lambda: worker.logprobs(batch))
-    if path := phase("publish", worker.publish):
-        worker.release(path)
+    if written := phase("publish", lambda: worker.transfer_weights("file", "write")):
+        worker.transfer_weights("file", "remove", written[0])
     phase("first update", lambda: worker.update_policy(batch))
     phase("update", lambda: worker.update_policy(batch))
 

@@ -33,6 +33,9 @@ from torch import Tensor
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.lent import Lender
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.weight_sync.transfers.shared_memory import BufferWriter
 from skyasync.weight_sync.update import WeightUpdate
 
 REQUESTS = 64
@@ -70,21 +73,21 @@ class Bench:
         self.engine: Any = ENGINES[backend](config)
         self.client = InferenceClient([self.engine])
         self.weights, self.swaps, self.version = weights, swaps, 0
-        self.kinds = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
-        self.computed_on = ENGINES.about(backend).can["computes_on_lent_weights"]
-        self.lender = Lender(computed_on=self.computed_on)
+        self.specs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
+        self.computed_on = ENGINES.about(backend).can["computes_on_mapped_weights"]
+        self.writer = BufferWriter(two_buffers=self.computed_on)
 
     async def publish(self) -> WeightUpdate:
         self.version += 1
-        info = await asyncio.to_thread(self.lender.write, self.kinds, self.weights.items())
+        info = await asyncio.to_thread(self.writer.write, self.specs, self.weights.items())
         if self.computed_on:
-            await asyncio.to_thread(self.lender.prove)
+            await asyncio.to_thread(self.writer.prove)
         return WeightUpdate(self.version, "shared_memory", info)
 
     async def take(self, update: WeightUpdate) -> None:
-        proving = [] if self.computed_on else [asyncio.to_thread(self.lender.prove)]
+        proving = [] if self.computed_on else [asyncio.to_thread(self.writer.prove)]
         await asyncio.gather(self.client.update_weights(update), *proving)
-        self.lender.settle(update.info["path"])
+        self.writer.release(update.info["path"])
 
     async def load(self) -> Moment:
         update, start = await self.publish(), Moment.now()

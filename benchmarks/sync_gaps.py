@@ -47,6 +47,8 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
+from skyasync.workers.dispatch import memory_transfer
 from skyasync.workers.local import LocalDispatch
 
 UPDATES = 20
@@ -179,6 +181,7 @@ async def measure(
             await both.hand_over("keep")  # so that all that is sampled has the adapter, where there is one
             for mode, kv in product(modes, kvs):
                 both.dispatch._cfg.generator.weight_sync_mode = "delta" if mode == "delta" else "full"
+                both.dispatch.transfer = memory_transfer(both.dispatch._cfg, both.dispatch._groups)
                 yield mode, kv, await _row(both, kv, updates, updates // looks)
         finally:
             await both.client.shutdown()

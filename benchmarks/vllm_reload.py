@@ -27,7 +27,7 @@ def reload(worker: Any) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    from skyasync.weight_sync.vllm_shared_memory import have_experts_packed, retie
+    from skyasync.weight_sync.transfers.vllm_worker import have_experts_packed, retie
 
     engine = worker.weight_transfer_engine
     with set_current_vllm_config(worker.vllm_config):
@@ -41,7 +41,7 @@ def reload(worker: Any) -> None:
 
 def watch(worker: Any) -> None:
     """From now on count what an update takes: vLLM's own functions, digests of bytes, and questions to layers."""
-    from skyasync.weight_sync import vllm_shared_memory as ours
+    from skyasync.weight_sync.transfers import vllm_worker as ours
 
     engine = worker.weight_transfer_engine
     worker.spent = Counter()
@@ -49,7 +49,7 @@ def watch(worker: Any) -> None:
         setattr(ours, name, counted(worker.spent, "own", getattr(ours, name)))
     ours.digest = counted(worker.spent, "digests", ours.digest)
     engine.model.load_weights = counted(worker.spent, "own", engine.model.load_weights)
-    engine._held.check = counted(worker.spent, "asking", engine._held.check)
+    engine._check.check = counted(worker.spent, "asking", engine._check.check)
     engine.receive_weights = counted(worker.spent, "all", engine.receive_weights)
 
 

@@ -49,7 +49,12 @@ from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
 from skyasync.weight_sync.shared_memory import directories, remove_weights, write_weights
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.transfers.file import directories, remove_weights, write_weights
+from skyasync.weight_sync.verify.digests import digests_of
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from skyasync.workers.local import LocalDispatch
 
 PROBE = [list(range(1 + i, 52 + i)) for i in range(5)]
@@ -83,7 +88,7 @@ class Bench:
         config = EngineConfig(path, dtype=dtype, threads=1, max_model_len=512, max_num_seqs=64, kv_cache_gb=0.5)
         self.client = InferenceClient([ENGINES[backend](config) for _ in range(engines)])
         self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16)
-        self.sync.keeper = self.dispatch  # as in a run that replaces engines that die, which is the default
+        self.sync.expects_late_engines = True  # as in a run that replaces engines that die, which is the default
         model = self.dispatch._policy.backend.model.model
         self.weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
         self.copies = [torch.zeros_like(tensor) for tensor in self.weights.values()]
@@ -97,10 +102,9 @@ class Bench:
         row["memcpy, CPU"] = 1000 * (time.process_time() - used)
         row["digest"], _ = await timed(self.digest)
         row["reload"], row["reload, CPU"] = await self.reload() if self.reloads else (0.0, 0.0)
-        row["publish"], update = await timed(lambda: sync.source.publish_weights(version))
+        row["publish"], update = await timed(lambda: sync.source.transfer.publish(version))
         row["update"], _ = await timed(lambda: sync.destination.update_weights(update))
-        if sync.keeper:
-            await sync.keeper.keep_weights(update)
+        await sync.source.transfer.release(update)
         await self.parts()
         used = cpu_seconds()
         row["sync"], _ = await timed(lambda: sync.sync(version))
@@ -116,9 +120,9 @@ class Bench:
 
     async def start(self) -> None:
         await self.client.start()
-        lender: Any = self.dispatch._policy._lender
+        writer: Any = self.dispatch._policy.weight_sender.shared_memory.writer
         for name in ("write", "prove"):
-            setattr(lender, name, counted(self.spent, name, getattr(lender, name)))
+            setattr(writer, name, counted(self.spent, name, getattr(writer, name)))
         if self.reloads:
             await in_workers(self.client.engines, watch)
 

@@ -70,6 +70,9 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     from skyasync.models.token_model import training_config
     from skyasync.workers.file_names import Apart
     from skyasync.workers.leaving import Leaving, kinds_in
+    from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
+    from skyasync.workers import checkpoint as files
+    from skyasync.workers.model import training_config
 
     config = training_config(origin, settings.get("config_kwargs"))
     chosen = _dtype(dtype, getattr(torch, str(config.dtype).rpartition(".")[2], None))
@@ -83,7 +86,7 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     if strange := sorted(weights.keys() - empty.state_dict().keys()):
         raise UserError(f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}")
     disable_progress_bar()
-    files.export(empty, Leaving(weights, chosen, Apart(empty, kinds_in(weights, chosen))), origin, out)
+    files.export(empty, FullTensors(weights, chosen, FileLayout(empty, specs_in(weights, chosen))), origin, out)
 
 
 def _adapters_of(checkpoint: Path) -> dict[str, Any]:

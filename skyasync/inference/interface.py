@@ -384,8 +384,8 @@ class EngineConfig:
 CAPABILITIES: dict[str, Any] = {
     "tensor_parallel": False,  # one engine may take several GPUs
     "weight_sync": ("shared_memory",),  # how weights may reach it
-    "computes_on_lent_weights": False,  # it maps weights in the machine's shared memory and computes on them
-    "reads_lent_weights": False,  # it copies weights out of the machine's shared memory
+    "computes_on_mapped_weights": False,  # it maps weights in the machine's shared memory and computes on them
+    "reads_mapped_weights": False,  # it copies weights out of the machine's shared memory
     "loads_as_files": False,  # it wants weights by the names of the model's files, not of transformers' parameters
     "takes_changes": False,  # it accepts a delta of weights
     "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
@@ -405,7 +405,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": (
         "skyasync.inference.backends.transformers.engine:TransformersEngine",
         {
-            "computes_on_lent_weights": True,
+            "computes_on_mapped_weights": True,
             "takes_changes": True,
             "takes_adapters": ("layers", "head"),
             "returns_experts": True,
@@ -417,7 +417,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "tensor_parallel": True,
             "weight_sync": ("shared_memory", "nccl", "cuda_ipc"),
-            "reads_lent_weights": True,
+            "reads_mapped_weights": True,
             "loads_as_files": True,
             "takes_changes": True,
             "takes_adapters": ("layers",),

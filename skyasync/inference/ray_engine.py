@@ -123,9 +123,9 @@ class RayEngine(InferenceEngine):
                 yield await reference
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
-        update = await update.on(self.node)
-        unproven: Sequence[str] | None = await self._remote("call", "update_weights", update)
-        return unproven
+        async with update.on(self.node) as own:
+            unproven: Sequence[str] | None = await self._remote("call", "update_weights", own)
+            return unproven
 
     @property
     def node(self) -> str:

@@ -51,7 +51,7 @@ from skyasync.inference.interface import (
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.models.config import overrides_of
 from skyasync.together import within
-from skyasync.weight_sync.update import Held, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import CurrentContent, WeightSyncError, WeightUpdate
 
 INFO = "/server_info"  # the route by which vLLM and SGLang describe themselves
 ANSWER_S = 30.0  # the first time it is asked, a server inspects its machine, for seconds
@@ -229,7 +229,7 @@ class RemoteEngine(InferenceEngine):
         self._finished_tokens = self._cache_tokens = 0
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
-        self._held = Held()
+        self._held = CurrentContent()
         self._closing: asyncio.Future[None] | None = None
 
     # -- what a kind of server does in a way of its own ---------------------------------------------------
@@ -435,14 +435,14 @@ class RemoteEngine(InferenceEngine):
         """A server that is not paused is paused ("keep") for the update."""
         if update.backend != "shared_memory":
             raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
-        self._held.receive(update)
+        self._held.begin(update)
         async with self._control:
             was_paused = self._paused.on
             if not was_paused:
                 await self._set_paused("keep")
             unproven = await self._transfer(update)
             self.version = update.version
-            self._held.settle(update)
+            self._held.complete(update)
             for begun in self._begun.values():
                 if not begun.tokens:
                     begun.leave("again")

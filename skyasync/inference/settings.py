@@ -22,7 +22,7 @@ from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.registry import resolve_reference
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, Rounding
 
 _BETWEEN_GPUS = {
     "nccl": "weights go to the engines from GPU to GPU",
@@ -144,20 +144,26 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
     return way if gpus and not by_file and way in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
 
 
-def lends_weights(cfg: Config) -> bool:
+def loads_as_files(cfg: Config) -> bool:
+    """Whether the run's engines load weights by the names of the model's files."""
+    engine = ENGINES.builtins().get(backend(cfg))  # an engine of the user's may be known to their program alone
+    return engine is not None and bool(engine.can["loads_as_files"])
+
+
+def maps_weights(cfg: Config) -> bool:
     """Whether the trainer writes weights into memory of the machine that its engines have mapped, and into no file.
 
     Changes and adapters are put into weights that an engine has itself.
     """
     engine = ENGINES.builtins().get(backend(cfg))  # one of the user's may be known to their program alone
-    able = engine is not None and (engine.can["computes_on_lent_weights"] or engine.can["reads_lent_weights"])
+    able = engine is not None and (engine.can["computes_on_mapped_weights"] or engine.can["reads_mapped_weights"])
     whole = cfg.generator.weight_sync_mode == "full" and not adapter_rank(cfg)
     return bool(able) and whole and not cfg.generator.weight_sync_dir and hasattr(os, "memfd_create")
 
 
-def computes_on_lent_weights(cfg: Config) -> bool:
+def computes_on_mapped_weights(cfg: Config) -> bool:
     """Whether they compute on it then, without a copy of their own."""
-    return lends_weights(cfg) and bool(ENGINES.about(backend(cfg)).can["computes_on_lent_weights"])
+    return maps_weights(cfg) and bool(ENGINES.about(backend(cfg)).can["computes_on_mapped_weights"])
 
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:
@@ -169,7 +175,7 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     why = ""
     if gpus and not (cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)):
         why = f" (the {backend(cfg)} engine has no other way)"
-    others = "; engines on other nodes get theirs through Ray's object store" if crosses_nodes(cfg) else ""
+    others = "; engines on other nodes get theirs by broadcast" if crosses_nodes(cfg) else ""
     return f"generator.weight_sync_backend=auto is shared_memory{why}: {_way(cfg)}{others}"
 
 
@@ -180,12 +186,12 @@ def crosses_nodes(cfg: Config) -> bool:
 
 def _way(cfg: Config) -> str:
     """What weights travel by where it is not NCCL."""
-    if computes_on_lent_weights(cfg):
+    if computes_on_mapped_weights(cfg):
         dtype = cfg.generator.dtype
         if dtype in ("auto", cfg.trainer.policy.model.dtype):
             return "mapped memory, on which the engines compute"
         return f"mapped memory, from which the engines copy (generator.dtype={dtype} is not the policy's)"
-    if lends_weights(cfg):
+    if maps_weights(cfg):
         return f"mapped memory, which the {backend(cfg)} engine loads"
     where = cfg.generator.weight_sync_dir or "memory of this machine (/dev/shm, or the temporary folder)"
     what = "of the weights"

@@ -24,9 +24,9 @@ from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.models.fsdp.checkpoint import ADAPTER, full_weights, own_tensors
 from skyasync.models.heads import copy_own_part, load_causal_lm
-from skyasync.weight_sync.adapter_file import Adapter, base_mark, with_added
-from skyasync.weight_sync.digests import digest
-from skyasync.workers.leaving import gathered, kinds_in
+from skyasync.weight_sync.adapters import Adapter, base_mark, with_added
+from skyasync.weight_sync.full_tensors import gathered, specs_in
+from skyasync.weight_sync.verify.digests import digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,8 +155,8 @@ class Adapters:
         if not self._base:
             with self.aside():
                 frozen = own_tensors(self._model)
-            kinds = kinds_in(frozen, self.dtype)
-            self._base = base_mark(self.dtype, {n: digest(w.to(kinds[n][0])) for n, w in gathered(frozen)})
+            specs = specs_in(frozen, self.dtype)
+            self._base = base_mark(self.dtype, {n: digest(w.to(specs[n][0])) for n, w in gathered(frozen)})
         settings: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
         ends = {adapted.child for adapted in self._layers}
         scale = self._layers[0].layer.scaling[NAME]

@@ -435,7 +435,7 @@ class _Planner:
             there = {"processes": self._engine_processes(engines)}
             if not self.machine.gpus:
                 there |= named(engines_in_memory(self.cfg, self.engine), "engines", engines)
-        there = there | self._received | {"processes": there["processes"] + PROCESS[False]}
+        there = there | self._received
         phases = {"hand-over": there}
         if self._nodes > 1:
             phases = self._with_checkpoint(phases, there, self._nodes)
@@ -443,7 +443,8 @@ class _Planner:
 
     @property
     def _received(self) -> Lines:
-        return received(self.cfg, self.shape, self.rank, gpus=self.machine.gpus > 0)
+        here = -(-self.roles[ENGINES] // self._nodes)
+        return received(self.cfg, self.shape, self.rank, here, gpus=self.machine.gpus > 0)
 
     @property
     def _nodes(self) -> int:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.trainer.context import Client
     from skyasync.weight_sync.sync import Destination, Source, WeightSync
     from skyasync.weight_sync.turns import DeviceTurns
+    from skyasync.training.parts import Client
+    from skyasync.weight_sync.colocation import Colocation
+    from skyasync.weight_sync.sync import Destination, Source, WeightSync
+    from skyasync.workers.dispatch import RayWorkerDispatch
 
 RELEASE_S = 10.0  # for the policy to remove the weights that it has kept
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
@@ -51,7 +55,7 @@ class Components:
         self.dispatch: Any = None
         self.generator: Any = None
         self.weight_sync: Any = None
-        self.turns: DeviceTurns | None = None  # of engines and policy, where they share devices
+        self.turns: Colocation | None = None  # of engines and policy, where they share devices
         self.supervisor: EngineSupervisor | None = None
         self._membership: ElasticEngines | None = None
         self._watch: ResourceMonitor | None = None
@@ -113,11 +117,13 @@ class Components:
         """Models and the way between them."""
         from skyasync.utils.task_group import run_together, within
         from skyasync.weight_sync.turns import DeviceTurns
+        from skyasync.together import run_together, within
+        from skyasync.weight_sync.colocation import Colocation
 
         cfg, probe, turns = self._experiment.cfg, _probe(trainer, self._experiment.cfg), None
         if cfg.trainer.placement.colocate_all:
             asked = probe if cfg.generator.verify_weight_sync else ()
-            turns = self.turns = DeviceTurns(self.dispatch, self.client, asked)
+            turns = self.turns = Colocation(self.dispatch, self.client, asked)
             await turns.start(trainer.context.length.updates)
         else:
             await run_together(self.client.start(), self.dispatch.start(trainer.context.length.updates))
@@ -170,7 +176,7 @@ class Components:
 def _probe(trainer: RayPPOTrainer, cfg: Config) -> list[list[int]]:
     """Prompts whose log-probabilities are compared."""
     from skyasync.rollout.chat import ChatTokenizer
-    from skyasync.weight_sync.gaps import choose_probe
+    from skyasync.weight_sync.verify.log_probabilities import choose_probe
 
     chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
     stream = trainer.context.prompts

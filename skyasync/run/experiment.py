@@ -222,11 +222,11 @@ class BasePPOExp:
         pool = getattr(self.parts.client, "pool", None)  # a client of one's own has none
         return pool.healthy if pool else list(range(self.cfg.generator.own_engines))
 
-    def _nodes(self) -> list[str]:
-        """Those of the engines that live, as far as they are on any of Ray's."""
+    def _nodes(self) -> dict[int, str]:
+        """Ray's names of their nodes, by place, as far as they are on any."""
         engines = getattr(self.parts.client, "engines", [])
-        found = (engines[index].node for index in self._living() if index < len(engines))
-        return [node for node in found if node]
+        found = {index: engines[index].node for index in self._living() if index < len(engines)}
+        return {index: node for index, node in found.items() if node}
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
@@ -254,7 +254,7 @@ class BasePPOExp:
         ours = isinstance(self.parts.client, InferenceClient) and hasattr(weight_sync, "between_syncs")
         if not generator.max_engine_restarts or not ours:
             return None
-        weight_sync.keeper = self.parts.dispatch
+        weight_sync.expects_late_engines = True
         return EngineSupervisor(
             self.parts.client,
             weight_sync,

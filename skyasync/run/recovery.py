@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
+    from skyasync.weight_sync.colocation import Colocation
+    from skyasync.workers.dispatch import RayWorkerDispatch
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class Recovery:
         await run.parts.dispatch.start(trainer.context.length.updates)
         if turns is not None:
             turns.restart(run.parts.dispatch)
-        run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch, run.parts.dispatch)
+        run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch)
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())

@@ -27,8 +27,10 @@ from skyasync.errors import UserError
 from skyasync.inference.interface import PauseMode
 from skyasync.rollout.gate import Gate
 from skyasync.utils.task_group import afterwards
+from skyasync.training.phases import Phases
+from skyasync.training.progress import Progress
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import Paused
-from skyasync.weight_sync.turns import DeviceTurns
 
 if TYPE_CHECKING:
     from skyasync.trainer.context import RunContext
@@ -62,7 +64,7 @@ class WeightUpdates:
     weight_sync: WeightSyncing
 
     def __init__(self, context: RunContext) -> None:
-        self.turns: DeviceTurns | None = None
+        self.turns: Colocation | None = None
         self._cfg, self._client = context.cfg.trainer, context.client
         self._progress, self._phases = context.progress, context.phases
         self._gate = RolloutGate()  # where rollouts for training can be kept out of the engines

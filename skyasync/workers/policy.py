@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.proximal import approximate_proximal
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError
+from skyasync.inference.settings import computes_on_mapped_weights, loads_as_files
 from skyasync.models.backend import (
     ENTROPY,
     LOGPROBS,
@@ -29,8 +31,11 @@ from skyasync.models.backend import (
     OutputRequest,
 )
 from skyasync.models.batch import TokenBatch, UpdateBatch
+from skyasync.models.fsdp.backend import FSDPBackend
+from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
+from skyasync.weight_sync.transfers.sender import WeightSender
 from skyasync.workers.critic import ValueLoss
-from skyasync.workers.publisher import Publisher
+from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.roles import CRITIC_ROLE, ROLES
 
 __all__ = ["NonFiniteError", "PolicyWorker"]
@@ -83,9 +88,10 @@ class PolicyLoss(LossFn):
         return approximate_proximal(current, behaviour, batch.versions, version, method=self._proximal_logprobs)
 
 
-class PolicyWorker(Publisher):
+class PolicyWorker(ModelWorker):
     """Holds the policy, and a critic that is a head on its layers (``trainer.critic.backbone=shared``)."""
 
+    backend: FSDPBackend
     role_name: ClassVar[str] = "policy"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,6 +101,30 @@ class PolicyWorker(Publisher):
         if self.has_value_head:
             self.loss = JointLoss(self.loss, ValueLoss(critic, VALUE_HEAD, critic.value_loss_coef))
         self._critic_loss = ValueLoss(critic, VALUE_HEAD, gradient=0.0)
+        self._file_layout: FileLayout | None = None
+
+    def transfer_weights(self, sender: str, method: str, *args: object) -> Any:
+        """A call of this rank's end of a weight transfer; see ``skyasync.weight_sync.transfers``."""
+        return self.weight_sender.call(sender, method, *args)
+
+    @cached_property
+    def weight_sender(self) -> WeightSender:
+        return WeightSender(
+            self._engine_weights,
+            lambda: self.backend.adapters.alone(),  # type: ignore[union-attr]  # asked only of a policy with adapters
+            self.rank,
+            self.device,
+            self.cfg.generator.weight_sync_dir,
+            two_buffers=computes_on_mapped_weights(self.cfg),
+        )
+
+    def _engine_weights(self) -> FullTensors:
+        """The weights as engines load them."""
+        backend = self.backend
+        weights, model = backend.sharded_weights(), backend.model.model
+        if self._file_layout is None and loads_as_files(self.cfg) and FileLayout.differs(model):
+            self._file_layout = FileLayout(model, specs_in(weights, backend.dtype), backend.adapters)
+        return FullTensors(weights, backend.dtype, self._file_layout)
 
     def spec(self) -> ModelSpec:
         spec = super().spec()

@@ -12,6 +12,8 @@ from skyasync.utils.manifest import Sums
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.state.manifest import Sums
 from skyasync.weight_sync.update import WeightUpdate
+from skyasync.weight_sync.transfers.base import WeightTransfer
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 
 
 class WorkerDispatch(Protocol):
@@ -53,14 +55,9 @@ class WorkerDispatch(Protocol):
     async def drop_gradient(self, role: str = "policy") -> None:
         """In the place of the step: forget the gradient. Weights, moments and the count of steps stay."""
 
-    async def publish_weights(self, version: int) -> WeightUpdate:
-        """Make the policy's full weights available: to engines on this machine (shared memory), or to be sent."""
-
-    async def send_weights(self, update: WeightUpdate) -> None:
-        """Send what must be sent (NCCL) while the engines take the update; nothing where they fetch it themselves."""
-
-    async def release_weights(self, update: WeightUpdate) -> None:
-        """Free what ``publish_weights`` made."""
+    @property
+    def transfer(self) -> WeightTransfer:
+        """How the policy's weights reach the engines."""
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """As ``InferenceEngine.score``, by the trainer's policy."""

@@ -27,7 +27,7 @@ from skyasync.endpoint.recorder import sequences
 from skyasync.endpoint.server import Endpoint
 from skyasync.inference.client import InferenceClient
 from skyasync.rollout.types import Segment
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.agents.served import (
     EPISODE,

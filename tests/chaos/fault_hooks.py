@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer
 
 Method = Callable[..., Any]
-WRITING = ("lend", "publish", "publish_changes", "publish_adapter")  # by a rank, where engines read it
+WRITING = ("transfer_weights", "write")  # a call of the ranks, after which engines read what rank 0 wrote
 
 
 class FaultyExperiment(BasePPOExp):
@@ -110,10 +110,10 @@ class _Flips:
         @wraps(own)
         async def call(group: object, method: str, *args: object) -> list[Any]:
             ranks: list[Any] = await own(group, method, *args)
-            if method in WRITING and (order := self._orders.now("flip-bit", self._of, once=True)):
+            if (method, *args[1:2]) == WRITING and (order := self._orders.now("flip-bit", self._of, once=True)):
                 self._order, said = order, ranks[0]
-                lent = isinstance(said, dict)
-                flip_bit(Path(said["path"] if lent else getattr(said, "path", said)), order.pick, bare=lent)
+                bare = isinstance(said, dict)
+                flip_bit(Path(said["path"] if bare else said[0]), order.pick, bare=bare)
             return ranks
 
         return call
@@ -123,7 +123,7 @@ def flip_bit(file: Path, pick: float, *, bare: bool = False) -> None:
     """Flip one bit of the tensors in a safetensors file; ``pick``, from 0 to 1, says which.
 
     Args:
-        bare: it is memory of tensors, with nothing in front of them (``weight_sync.lent``).
+        bare: it is memory of tensors, with nothing in front of them (``weight_sync.transfers.shared_memory``).
     """
     with file.open("r+b") as weights:
         begin = 0 if bare else 8 + int.from_bytes(weights.read(8), "little")

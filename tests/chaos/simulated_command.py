@@ -88,7 +88,7 @@ class Command:
         self._client = InferenceClient([Engine() for _ in range(cfg.generator.num_inference_engines)])
         self._ranks = Ranks(self._disk)
         self._sync = WeightSync(cast(Any, self._ranks), self._client, ())
-        self._sync.keeper = cast(Any, self._ranks)
+        self._sync.expects_late_engines = True
         own = EnvSettings({}, step_timeout_s=15.0)
         self._pool = EnvPool(lambda: self._host(own), 2, own)
         self._revival = EngineSupervisor(

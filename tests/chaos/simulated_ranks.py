@@ -17,6 +17,7 @@ from skyasync.state.manifest import Sums
 from skyasync.testing.chaos.virtual_parts import SILENCE_S, Life
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
+from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import WeightUpdate
 from tests.chaos.simulated_processes import SILENCE_S, Life
 
@@ -27,7 +28,7 @@ class RanksDiedError(RuntimeError):
     """Stands for Ray's error."""
 
 
-class Ranks:
+class Ranks(WeightTransfer):
     """The trainer's dispatch: what it has learnt is a number, the optimizer steps."""
 
     def __init__(self, disk: Disk) -> None:
@@ -73,18 +74,23 @@ class Ranks:
         assert self.weights == number - 1, f"step {number} is of weights that {self.weights} steps have made"
         self.weights, self.gradients = number, 0
 
-    async def publish_weights(self, version: int) -> WeightUpdate:
+    proves_content = True
+
+    @property
+    def transfer(self) -> WeightTransfer:
+        return self
+
+    async def publish(self, version: int) -> WeightUpdate:
         await self._asked(PUBLISH_S)
         assert self.weights == version, f"the weights of {self.weights} steps are handed over as version {version}"
         sound, self.flip = not self.flip, False
         return WeightUpdate(version, "shared_memory", {"sound": sound})
 
-    async def send_weights(self, update: WeightUpdate) -> None: ...
+    async def release(self, update: WeightUpdate) -> None:
+        self._last = update
 
-    async def release_weights(self, update: WeightUpdate) -> None: ...
-
-    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
-        return update
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        return self._last
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         await self._asked(0.1)

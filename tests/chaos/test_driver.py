@@ -107,26 +107,26 @@ def test_an_order_holds_for_its_time_and_what_is_done_at_once_is_done_once(tmp_p
     assert orders.taken() == {1: "checkpoint 1", 2: "weights"}
 
 
-def test_one_bit_of_weights_in_memory_is_flipped_and_found_by_their_lender() -> None:
+def test_one_bit_of_weights_in_memory_is_flipped_and_found_by_their_writer() -> None:
     import torch
 
-    from skyasync.weight_sync.lent import Lender
+    from skyasync.weight_sync.transfers.shared_memory import BufferWriter
     from skyasync.weight_sync.update import WeightSyncError
 
-    weights, lender = {"a": torch.arange(16.0), "b": torch.zeros(16)}, Lender()
-    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
+    weights, writer = {"a": torch.arange(16.0), "b": torch.zeros(16)}, BufferWriter()
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()}
     for pick in (0.0, 0.5, 0.999):
-        info = lender.write(kinds, weights.items())
+        info = writer.write(specs, weights.items())
         flip_bit(Path(info["path"]), pick, bare=True)
         with pytest.raises(WeightSyncError, match="the shared memory holds"):
-            lender.prove()
+            writer.prove()
 
 
 def test_one_bit_of_a_tensor_is_flipped_and_found_by_its_digest(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from skyasync.weight_sync.digests import digests_of
+    from skyasync.weight_sync.verify.digests import digests_of
 
     weights = {"a": torch.arange(8.0), "b": torch.zeros(3)}
     save_file(weights, tmp_path / "w", metadata=digests_of(weights))

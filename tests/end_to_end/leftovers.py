@@ -11,7 +11,7 @@ import psutil
 import ray
 from ray.util import placement_group_table
 
-from skyasync.weight_sync import shared_memory
+from skyasync.weight_sync.transfers import file as shared_memory
 
 PATIENCE_S = 20.0  # Ray kills actors after the call that asks for it has returned
 

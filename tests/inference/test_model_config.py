@@ -91,7 +91,7 @@ def test_a_server_must_have_been_started_with_the_same(model):
     info = {
         "model_config": said,
         "weight_transfer_config": {"backend": "shared_memory"},
-        "parallel_config": {"worker_extension_cls": "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"},
+        "parallel_config": {"worker_extension_cls": "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"},
     }
     config = EngineConfig(model, max_model_len=64, extra={"config_kwargs": {"rope_theta": 5.0}})
     line = VLLMServerEngine.complaint("http://x", {"vllm_config": info}, config)

@@ -13,10 +13,10 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.inference.settings import (
     chosen_backend,
-    computes_on_lent_weights,
+    computes_on_mapped_weights,
     engine_config,
     engines_per_device,
-    lends_weights,
+    maps_weights,
     weight_sync_backend,
 )
 from skyasync.errors import UserError
@@ -77,7 +77,7 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
         (["generator.backend=vllm", *ADAPTER], "a file of the adapters alone"),
         (
             ["generator.backend=transformers", "ray.address=auto"],
-            "compute; engines on other nodes get theirs through Ray's object store",
+            "compute; engines on other nodes get theirs by broadcast",
         ),
     ],
 )
@@ -103,9 +103,9 @@ def test_weights_that_something_is_put_into_are_not_lent(
 ) -> None:
     cfg = config(backend=backend)
     cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = mode, rank, sync
-    assert (lends_weights(cfg), computes_on_lent_weights(cfg)) == (lends, computed_on)
+    assert (maps_weights(cfg), computes_on_mapped_weights(cfg)) == (lends, computed_on)
     cfg.generator.engines = ["http://127.0.0.1:8000"]
-    assert not lends_weights(cfg), "a server may be anybody's"
+    assert not maps_weights(cfg), "a server may be anybody's"
 
 
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())

@@ -22,6 +22,9 @@ from skyasync.preflight.parts import check_parts
 from skyasync.weight_sync.nccl import Rendezvous
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights
 from skyasync.workers.frozen import ReferenceWorker
+from skyasync.weight_sync.transfers.file import read_weights, remove_weights
+from skyasync.workers.heads import put
+from skyasync.workers.lora import whole
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.planning.models import configuration
@@ -78,7 +81,7 @@ def by_peft(worker: PolicyWorker, folder: Path) -> dict[str, Tensor]:
 
 
 def published(worker: PolicyWorker) -> dict[str, Tensor]:
-    path = worker.publish()
+    path, *_ = worker.transfer_weights("file", "write")
     assert path is not None
     found = {name: tensor.clone() for name, tensor in read_weights(path).items()}
     remove_weights(path)
@@ -111,12 +114,10 @@ def test_what_is_published_exported_and_broadcast_is_what_peft_merges(model_path
     equal(published(worker), expected)
     worker.export(str(tmp_path / "merged"))
     equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters()), expected)
-    worker.open_broadcast(Rendezvous("127.0.0.1", 1, 1))
-    equal(dict(worker._sender), expected)
-    info = worker.announce(1).info["parameters"]
-    assert info["names"] == list(dict(worker._sender)) and info["shapes"] == [
-        list(expected[n].shape) for n in info["names"]
-    ]
+    sent = worker.weight_sender.weights()
+    equal(dict(sent), expected)
+    specs = worker.transfer_weights("broadcast", "specs")
+    assert list(specs) == list(dict(sent)) and all(list(expected[n].shape) == shape for n, (_, shape) in specs.items())
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "gpt2", "qwen3_moe"])
@@ -193,7 +194,8 @@ def step(rank: Rank, seed: int = 0) -> dict[str, Tensor]:
 
 
 def publish(rank: Rank) -> str | None:
-    return rank.worker.publish()
+    written = rank.worker.transfer_weights("file", "write")
+    return written and written[0]
 
 
 def reference(rank: Rank) -> Tensor:

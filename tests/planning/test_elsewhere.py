@@ -6,6 +6,9 @@ import pytest
 
 from skyasync.config.schema import Config
 from skyasync.planning.plan import PROCESS, Machine, MemoryUse, make_plan
+from skyasync.planning.machine import Machine
+from skyasync.planning.place import Place
+from skyasync.planning.plan import make_plan
 from skyasync.planning.shape import shape_of
 from tests.planning.models import as_json, configuration
 
@@ -30,14 +33,12 @@ def host(cfg: Config, machine: Machine) -> MemoryUse | None:
 
 @pytest.mark.parametrize("machine", [CPU, GPUS], ids=["cpu", "gpus"])
 @pytest.mark.parametrize(("backend", "buffers"), [("transformers", 2), ("vllm", 1)])
-def test_a_receiver_has_whole_models_in_the_policys_dtype_as_many_as_rank_0_lends(
-    machine: Machine, backend: str, buffers: int
-) -> None:
+def test_every_engine_receives_whole_models_in_the_policys_dtype(machine: Machine, backend: str, buffers: int) -> None:
     cfg = settings(backend)
     cfg.trainer.policy.model.dtype, cfg.generator.dtype = "bfloat16", "float32"
     found = host(cfg, machine)
     assert found and found.when == "hand-over"
-    assert found.lines["receiver"] == buffers * 2 * SHAPE.parameters
+    assert found.lines["received weights"] == 4 * buffers * 2 * SHAPE.parameters
 
 
 @pytest.mark.parametrize(
@@ -70,14 +71,14 @@ def test_the_policys_other_nodes_hold_what_the_first_does_but_what_it_hands_over
     first, others = places["host"], places["host elsewhere"]
     assert (first.count, others.count) == (1, 2)
     assert others.lines["batch"] == first.lines["batch"] and "weights in shared memory" not in others.lines
-    assert others.lines["processes"] == first.lines["processes"] + PROCESS[False]
+    assert others.lines["processes"] == first.lines["processes"]
 
 
-def test_embedded_engines_without_gpus_compute_on_what_the_receiver_has_unless_their_dtype_is_another() -> None:
+def test_embedded_engines_without_gpus_compute_on_what_they_receive_unless_their_dtype_is_another() -> None:
     cfg = settings()
     cfg.trainer.policy.model.dtype = "float32"
-    lent, there = host(cfg, CPU), host(settings("vllm"), CPU)
-    assert lent and "engines: weights" not in lent.lines and lent.lines["engines: cache"]
+    shared, there = host(cfg, CPU), host(settings("vllm"), CPU)
+    assert shared and "engines: weights" not in shared.lines and shared.lines["engines: cache"]
     assert there and there.lines["engines: weights"] == 4 * 4 * SHAPE.parameters
     cfg.generator.dtype = "bfloat16"
     copied = host(cfg, CPU)
@@ -88,8 +89,8 @@ def test_of_adapters_alone_the_adapters_are_received_and_of_changes_all_weights_
     cfg = settings()
     cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = 4, "adapter"
     alone = host(cfg, GPUS)
-    assert alone and 0 < alone.lines["receiver"] < SHAPE.parameters
+    assert alone and 0 < alone.lines["received weights"] < 4 * SHAPE.parameters
     cfg = settings()
     cfg.generator.weight_sync_mode = "delta"
     changes = host(cfg, GPUS)
-    assert changes and changes.lines["receiver"] == 2 * SHAPE.parameters
+    assert changes and changes.lines["received weights"] == 4 * 2 * SHAPE.parameters

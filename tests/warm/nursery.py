@@ -61,7 +61,7 @@ OF_RUNS = (
     "skyasync.rollout.collate",
     "skyasync.rollout.generator",
     "skyasync.rollout.judging",
-    "skyasync.weight_sync.nccl",
+    "skyasync.weight_sync.transfers.broadcast",
     "skyasync.models.fsdp.checkpoint",
     "skyasync.workers.critic",
     "skyasync.models.token_model",

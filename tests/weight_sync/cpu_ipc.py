@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyasync.weight_sync import cuda_ipc
-from skyasync.weight_sync.cuda_ipc import Handle
+from skyasync.weight_sync.transfers import cuda_ipc
+from skyasync.weight_sync.transfers.cuda_ipc import Handle
 from tests.workers.processes import Rank
 
 GPU = "GPU-that-is-none"
@@ -49,7 +49,7 @@ def in_worker() -> None:
 def __getattr__(name: str) -> Any:
     if name != "WorkerExtension":
         raise AttributeError(name)
-    from skyasync.weight_sync.vllm_shared_memory import WorkerExtension
+    from skyasync.weight_sync.transfers.vllm_worker import WorkerExtension
 
     in_worker()
     return WorkerExtension

@@ -15,7 +15,11 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.weight_sync import lent
 from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, gap
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.transfers import shared_memory
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap
 from skyasync.workers.local import LocalDispatch
 
 STEP = 5e-6  # what an optimizer's step with SmolLM2's learning rate adds to or takes from every weight
@@ -90,13 +94,13 @@ async def never_fails(pair: Pair, syncs: int) -> list[float]:
 
 async def moved_by_writing_over(pair: Pair) -> tuple[float, float]:
     """How far an engine's log-probabilities move when the kept file is written over, and when it is told of that."""
-    pair.sync.keeper = pair.dispatch
+    pair.sync.expects_late_engines = True
     for _ in range(3):
         pair.step()
         await pair.hand_over()
     (before,) = await pair.client.score(pair.sync.probe)
     pair.step(1e-2)
-    update = await pair.dispatch.publish_weights(0)
+    update = await pair.dispatch.transfer.publish(0)
     (untold,) = await pair.client.score(pair.sync.probe)
     await pair.client.update_weights(update)
     (told,) = await pair.client.score(pair.sync.probe)
@@ -141,7 +145,7 @@ def arriving(model: Any, fault: Callable[..., dict[str, Tensor]]) -> Iterator[No
 @contextmanager
 def losing_a_bit() -> Iterator[None]:
     """Inside, what the trainer writes into shared memory does not lie there as it was sent, by one bit of a tensor."""
-    copy = lent._copy
+    copy = shared_memory._copy
 
     def loses_a_bit(into: Tensor, sent: Tensor) -> str:
         digest = copy(into, sent)
@@ -149,5 +153,5 @@ def losing_a_bit() -> Iterator[None]:
         return digest
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lent, "_copy", loses_a_bit)
+        patch.setattr(shared_memory, "_copy", loses_a_bit)
         yield

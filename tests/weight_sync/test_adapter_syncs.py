@@ -14,7 +14,10 @@ from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapter_file import read_adapter, with_added
 from skyasync.weight_sync.digests import digests_of
 from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.adapters import read_adapter, with_added
+from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.workers import checkpoint
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.engines.tiny_llama import save_tiny_llama
@@ -47,7 +50,7 @@ def held(pair):
 
 @pytest.mark.parametrize("pair", ["float32", "bfloat16"], indirect=True)
 async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
-    pair.sync.keeper = pair.dispatch
+    pair.sync.expects_late_engines = True
     before = held(pair)
     for _ in range(3):
         pair.step(1e-2)
@@ -66,7 +69,7 @@ async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
 async def test_a_fault_in_either_copy_and_other_frozen_weights_are_found(pair, tmp_path_factory):
     pair.step(1e-2)
     await pair.hand_over()
-    adapted = pair.engine._adapted
+    adapted = pair.engine._updater.adapters
     name, frozen = next(iter(adapted._frozen.items()))
     frozen.view(-1).view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=f"keeps other weights.*{name}"):
@@ -111,9 +114,9 @@ def test_a_file_of_adapters_is_what_was_written_or_refused(model):
 
     worker = PolicyWorker(cfg, threads=1)
     worker.setup()
-    sent = worker.publish_adapter()
-    adapter = read_adapter(sent.path)
-    remove_weights(sent.path)
+    path, *_ = worker.transfer_weights("file", "write", "adapter")
+    adapter = read_adapter(path)
+    remove_weights(path)
     assert len(adapter.layers()) == 14 and adapter.scale == 2.0 and adapter.config["r"] == 4
     weight = torch.randn(6, 5)
     halves = (torch.randn(2, 5), torch.randn(6, 2))

@@ -16,8 +16,20 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync import cuda_ipc
 from skyasync.weight_sync.cuda_ipc import ForEngine, Packed, Packer, message, own_part, parts_of, sum_of
 from skyasync.weight_sync.kinds import bytes_of, kinds_of
+from skyasync.engines.protocol import EngineConfig
+from skyasync.engines.vllm import setup
+from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.weight_sync.tensors import bytes_of, chunks_of, specs_of, sum_of
+from skyasync.weight_sync.transfers import cuda_ipc
+from skyasync.weight_sync.transfers.cuda_ipc import (
+    CudaIPCTransfer,
+    ForEngine,
+    Packed,
+    Packer,
+    message,
+    own_part,
+)
 from skyasync.weight_sync.update import BROKEN_OFF, WeightUpdate, is_whole
-from skyasync.workers.parts import Parts
 from skyasync.workers.policy import PolicyWorker
 from tests.weight_sync import cpu_ipc
 from tests.workers.processes import Rank, Ranks
@@ -32,12 +44,11 @@ def weights() -> dict[str, torch.Tensor]:
     return {"odd": odd, "wide": torch.randn(9, generator=generator), "one": torch.tensor(3), "none": torch.zeros(0, 2)}
 
 
-def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at(monkeypatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "PART_BYTES", 64)
-    kinds = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
-    assert parts_of(kinds) == [["0", "1"], ["2"], ["3"], ["4"]]
-    for part in parts_of(kinds_of(weights())):
-        ends = [sum(bytes_of(kinds_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
+def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at() -> None:
+    specs = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
+    assert chunks_of(specs, 64) == [["0", "1"], ["2"], ["3"], ["4"]]
+    for part in chunks_of(specs_of(weights()), 64):
+        ends = [sum(bytes_of(specs_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
         assert all(end % weights()[name].itemsize == 0 for name, end in zip(part, ends, strict=True))
 
 
@@ -49,7 +60,7 @@ def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_for_each_engin
     monkeypatch.setattr(cuda_ipc, "PART_BYTES", 32)
     monkeypatch.setattr(cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"})
     sent = weights()
-    packer = Packer(kinds_of(sent), iter(sent.items()), torch.device("cpu"), engines)
+    packer = Packer(specs_of(sent), iter(sent.items()), torch.device("cpu"), engines)
     found: dict[str, torch.Tensor] = {}
     last = False
     while not last:
@@ -94,7 +105,7 @@ def test_an_engine_is_told_of_its_own_handle_alone_and_one_without_a_rank_beside
 def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) -> None:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from skyasync.weight_sync.vllm_cuda_ipc import PartInfo, as_vllms
+    from skyasync.weight_sync.transfers.vllm_worker import as_vllms
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     buffer = torch.arange(4, dtype=torch.uint8)
@@ -103,7 +114,7 @@ def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) ->
     sent = own_part(message([packed]), 0)
     came = MsgpackDecoder().decode(MsgpackEncoder().encode({"update_info": sent}))["update_info"]
     assert came == sent
-    theirs = as_vllms(PartInfo(**came))
+    theirs = as_vllms(came)
     (arguments,) = theirs.ipc_handles.values()  # type: ignore[union-attr]
     assert cpu_ipc.opened(*arguments).tolist() == [0, 1, 2, 3]
     monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda _: (None, arguments))
@@ -125,7 +136,7 @@ class Policy:
 
 
 def ask(rank: Rank, method: str, args: tuple[Any, ...]) -> Any:
-    if rank.rank and method in ("prove_lent", "forget_lent"):  # of the first alone
+    if rank.rank and args[1:] in (("prove",), ("free",)):  # of the first alone
         return None
     return getattr(rank.worker, method)(*args)
 
@@ -159,16 +170,17 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         ranks.call(cpu_ipc.in_rank, CHUNK)
         await engine.start()
         policy = Policy(ranks)
-        parts = Parts(policy, 2, lambda: [0])
+        transfer = CudaIPCTransfer(policy, 2, lambda: [0])
 
         async def hand_over(version: int, most: int = 1000) -> int:
-            part, taken = await parts.next(await parts.begin(version)), 0
-            while part is not None and taken < most:
+            parts, taken = transfer.parts(await transfer.publish(version)), 0
+            async for part in parts:
                 await engine.update_weights(part)
                 taken += 1
                 assert engine.version == (version if part.info["last"] else version - 1)
-                part = await parts.next(part)
-            await parts.end()
+                if taken == most:
+                    break
+            await parts.aclose()
             return taken
 
         async def gap() -> float:
@@ -191,16 +203,17 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         assert await gap() < 1e-4, "what was broken off is forgotten"
 
         ranks.call(step, 4)
-        alone = await parts.alone(4)
+        alone = await transfer.for_late_engine(4)
         await engine.update_weights(alone)
-        await parts.forget(alone)
+        await transfer.release(alone)
         assert await gap() < 1e-4, "as one that comes late"
 
-        part = await parts.next(await parts.begin(5))
-        assert part is not None
+        parts = transfer.parts(await transfer.publish(5))
+        part = await anext(parts)
         part.info["engines"][0].sums[0] += 1
         with pytest.raises(Exception, match="received other weights than the trainer sent in "):
             await engine.update_weights(part)
+        await parts.aclose()
     finally:
         ranks.close()
         await engine.shutdown()

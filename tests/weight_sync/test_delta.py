@@ -5,13 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.weight_sync import changed_weights
-from skyasync.weight_sync.changed_weights import ChangedWeights, KeptWeights, read_about
-from skyasync.weight_sync.delta import PIECE, Changes, changes, put
-from skyasync.weight_sync.digests import digest
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights, write_weights
-from skyasync.weight_sync.update import Held, WeightMismatchError, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.delta import PIECE, Changes, DeltaDecoder, DeltaEncoder, changes, put
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers.file import (
+    read_about,
+    read_digests,
+    read_file,
+    read_weights,
+    remove_weights,
+    write_encoded,
+)
+from skyasync.weight_sync.update import CurrentContent, WeightMismatchError, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.verify.digests import digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool]
 SHARES = [0.0, 0.001, 0.06, 0.07, 0.5, 0.95, 1.0]
@@ -74,11 +79,7 @@ def test_changes_that_are_cut_short_are_refused(spoil):
 
 
 @pytest.fixture
-def weights(monkeypatch, tmp_path):
-    """Some, whose files are in a folder of the test's."""
-    monkeypatch.setattr(
-        changed_weights, "write_weights", lambda found, folder, said: write_weights(found, str(tmp_path), said)
-    )
+def weights():
     generator = torch.Generator().manual_seed(0)
     return {
         "a": torch.randn(300, 400, generator=generator).bfloat16(),
@@ -87,58 +88,66 @@ def weights(monkeypatch, tmp_path):
     }
 
 
-def publish(sender, weights):
-    return sender.publish(kinds_of(weights), weights.items())
+def publish(sender, weights, folder):
+    return written(sender.encode(specs_of(weights), weights.items()), folder)
+
+
+def written(encoded, folder):
+    """As engines get it, by a file, and what is said of it."""
+    return write_encoded(encoded, str(folder)), encoded
+
+
+def read(engine, path):
+    found, digests, about = read_file(path)
+    return engine.decode(found, digests, about), digests
 
 
 def step(weights, share, seed=1):
     return {n: flipped(t, share, seed)[0] if n != "never" else t for n, t in weights.items()}
 
 
-def test_both_ends_hold_the_same_after_every_step(weights):
-    sender, engine = ChangedWeights(), KeptWeights()
+def test_both_ends_hold_the_same_after_every_step(weights, tmp_path):
+    sender, engine = DeltaEncoder(), DeltaDecoder()
     seen = []
     for seed, share in enumerate([0, 0.01, 0.0, 0.2, 0.9, 0.01]):
         weights = step(weights, share, seed)
-        sent = publish(sender, weights)
-        found, digests = engine.read(sent.path)
-        remove_weights(sent.path)
+        path, sent = publish(sender, weights, tmp_path)
+        found, digests = read(engine, path)
+        remove_weights(path)
         assert digests == {name: digest(tensor) for name, tensor in weights.items()}
         assert {name: digest(tensor) for name, tensor in found.items()} == digests
-        seen.append((bool(sent.base), sent.metrics["sync/fallbacks"]))
-        if sent.base:
+        seen.append((bool(sent.about.base), sent.metrics["sync/fallbacks"]))
+        if sent.about.base:
             assert sent.metrics["sync/share_changed"] == pytest.approx(share, abs=0.01)
     assert seen == [(False, 0), (True, 0), (True, 0), (True, 0), (False, 1), (True, 1)]
 
 
-def test_an_engine_that_holds_something_else_refuses_changes_and_takes_the_whole(weights):
-    sender, engine, late = ChangedWeights(), KeptWeights(), KeptWeights()
-    engine.read(publish(sender, weights).path)
-    changed = publish(sender, step(weights, 0.01))
+def test_an_engine_that_holds_something_else_refuses_changes_and_takes_the_whole(weights, tmp_path):
+    sender, engine, late = DeltaEncoder(), DeltaDecoder(), DeltaDecoder()
+    read(engine, publish(sender, weights, tmp_path)[0])
+    delta, changed = publish(sender, step(weights, 0.01), tmp_path)
     with pytest.raises(WeightMismatchError):
-        late.read(changed.path)
-    whole = sender.fall_back()
-    assert late.read(whole.path)[1] == engine.read(changed.path)[1]
+        read(late, delta)
+    path, whole = written(sender.whole(fell_back=True), tmp_path)
+    assert read(late, path)[1] == read(engine, delta)[1]
     assert whole.content == changed.content and whole.metrics["sync/fallbacks"] == 1
-    for path in (changed.path, whole.path):
-        remove_weights(path)
 
 
-def test_a_file_says_what_it_is_of_and_its_digests_are_of_the_weights(weights):
-    sender = ChangedWeights()
-    whole, changed = publish(sender, weights), publish(sender, step(weights, 0.01))
-    assert read_about(whole.path).keep and not read_about(whole.path).base
-    assert read_about(changed.path).base == whole.content == changed.base
-    assert read_digests(changed.path).keys() == weights.keys() == read_weights(whole.path).keys()
+def test_a_file_says_what_it_is_of_and_its_digests_are_of_the_weights(weights, tmp_path):
+    sender = DeltaEncoder()
+    (whole_path, whole), (delta, changed) = (publish(sender, each, tmp_path) for each in (weights, step(weights, 0.01)))
+    assert read_about(whole_path).keep and not read_about(whole_path).base
+    assert read_about(delta).base == whole.content == changed.about.base
+    assert read_digests(delta).keys() == weights.keys() == read_weights(whole_path).keys()
 
 
 def test_an_engine_knows_what_it_holds_only_after_an_update():
-    held, whole = Held(), WeightUpdate(1, "shared_memory", {}, content="x")
+    held, whole = CurrentContent(), WeightUpdate(1, "shared_memory", {}, content="x")
     changed = WeightUpdate(2, "shared_memory", {}, content="y", base="x")
-    with pytest.raises(WeightMismatchError, match="given none"):
-        held.receive(changed)
-    held.receive(whole)
-    held.settle(whole)
-    held.receive(changed)
+    with pytest.raises(WeightMismatchError, match="received none"):
+        held.begin(changed)
+    held.begin(whole)
+    held.complete(whole)
+    held.begin(changed)
     with pytest.raises(WeightMismatchError):
-        held.receive(changed)
+        held.begin(changed)

@@ -11,12 +11,13 @@ from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.engines.protocol import EngineConfig
 from skyasync.models.fsdp import checkpoint
 from skyasync.trainer import RayPPOTrainer
-from skyasync.weight_sync import changed_weights
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.shared_memory import PREFIX, directories
+from skyasync.weight_sync import delta
+from skyasync.weight_sync.transfers.file import PREFIX, directories
 from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.workers import checkpoint
 from tests.inference.tiny_llama import save_tiny_llama
+from skyasync.workers.dispatch import memory_transfer
 from tests.engines.tiny_llama import save_tiny_llama
 from tests.plans.local_run import LocalRun, config, without_times
 from tests.engines.tiny_llama import save_tiny_llama
@@ -80,7 +81,8 @@ async def test_a_run_is_the_same_and_the_engine_holds_the_same(model, dtype):
 async def pair(model):
     async with running("transformers", model, "bfloat16", PROBE) as pair:
         pair.dispatch._cfg.generator.weight_sync_mode = "delta"
-        pair.sync.keeper = pair.dispatch
+        pair.dispatch.transfer = memory_transfer(pair.dispatch._cfg, pair.dispatch._groups)
+        pair.sync.expects_late_engines = True
         yield pair
 
 
@@ -111,7 +113,7 @@ async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_tha
 
 async def test_new_trainer_processes_send_all(pair):
     await hand_over(pair)
-    pair.dispatch._policy._changed = changed_weights.ChangedWeights()  # as theirs begins
+    pair.dispatch._policy.weight_sender.file._delta = delta.DeltaEncoder()  # as theirs begins
     assert (await hand_over(pair))["sync/share_changed"] == 1
     assert (await hand_over(pair))["sync/share_changed"] < 0.4
 
@@ -127,14 +129,14 @@ async def test_a_step_that_changes_most_weights_is_sent_whole(pair):
 
 async def test_a_fault_in_what_the_engine_holds_is_found_in_the_very_sync(pair, monkeypatch):
     await hand_over(pair)
-    put = changed_weights.put
+    put = delta.put
 
     def loses_a_bit(tensor, changes):
         put(tensor, changes)
         tensor.view(-1).view(torch.int16)[0] ^= 1
 
     with monkeypatch.context() as faulty, pytest.raises(WeightSyncError, match="engine holds other weights"):
-        faulty.setattr(changed_weights, "put", loses_a_bit)
+        faulty.setattr(delta, "put", loses_a_bit)
         await hand_over(pair)
     assert (await hand_over(pair))["sync/fallbacks"] == 1, "nobody knows what it holds: it is sent all"
     name, tensor = next(iter(pair.engine._model.tensors().items()))

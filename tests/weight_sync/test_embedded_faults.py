@@ -14,6 +14,13 @@ from skyasync.weight_sync.gaps import gap
 from skyasync.weight_sync.shared_memory import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.inference.tiny_llama import save_tiny_llama
+from skyasync.weight_sync.transfers import shared_memory
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
+from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from skyasync.weight_sync.verify import digests
+from skyasync.weight_sync.verify.log_probabilities import gap
+from skyasync.workers.dispatch import memory_transfer
+from tests.engines.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import (
     LAYER,
     SWAPPED,
@@ -80,7 +87,7 @@ async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_
 
 @pytest.mark.parametrize("kept", [True, False])
 async def test_weights_take_turns_in_two_places_where_the_engine_computes_on_them(pair, kept):
-    pair.sync.keeper = pair.dispatch if kept else None
+    pair.sync.expects_late_engines = kept
     head, places = pair.engine._model._model.get_output_embeddings(), []
     for _ in range(5):
         pair.step()
@@ -92,8 +99,8 @@ async def test_weights_take_turns_in_two_places_where_the_engine_computes_on_the
 
 
 async def test_what_an_engine_computes_on_is_proven_before_it_is_paused(pair, monkeypatch):
-    order, prove = [], lent.Lender.prove
-    monkeypatch.setattr(lent.Lender, "prove", lambda lender: (order.append("proven"), prove(lender)))
+    order, prove = [], shared_memory.BufferWriter.prove
+    monkeypatch.setattr(shared_memory.BufferWriter, "prove", lambda lender: (order.append("proven"), prove(lender)))
 
     @asynccontextmanager
     async def paused():
@@ -129,13 +136,13 @@ async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_th
         await pair.hand_over()
         await pair.verify()
         pair.sync.sampled(pair.version, await gap_of_tokens(pair, name))
-    sent, write = pair.dispatch._policy.backend.sharded_weights(), lent.Lender.write
+    sent, write = pair.dispatch._policy.backend.sharded_weights(), shared_memory.BufferWriter.write
     old = {n: getattr(w, "_local_tensor", w).detach().clone() for n, w in sent.items() if LAYER in n}
 
     def stale(lender, kinds, weights):
         return write(lender, kinds, ((name, old.get(name, tensor)) for name, tensor in weights))
 
-    monkeypatch.setattr(lent.Lender, "write", stale)
+    monkeypatch.setattr(shared_memory.BufferWriter, "write", stale)
     pair.step(5e-2)
     await pair.hand_over()
     assert not await pair.verify()
@@ -143,24 +150,25 @@ async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_th
         pair.sync.sampled(pair.version, await gap_of_tokens(pair, "fourth"))
 
 
-async def test_an_engine_that_computes_on_lent_weights_takes_a_file_as_well(pair):
+async def test_an_engine_that_computes_on_shared_memory_takes_a_file_as_well(pair):
     for _ in range(2):
         pair.step()
         await pair.hand_over()
     policy = pair.dispatch._policy
-    lent_ones = [tensor.clone() for tensor in policy._lender._buffers[1].tensors.values()]
+    mapped = policy.weight_sender.shared_memory.writer._front.tensors
+    written = [tensor.clone() for tensor in mapped.values()]
     pair.step(1e-2)
-    path = await asyncio.to_thread(policy.publish)
+    path, *_ = await asyncio.to_thread(policy.transfer_weights, "file", "write")
     await pair.client.update_weights(WeightUpdate(7, "shared_memory", {"path": path}))
     remove_weights(path)
     await pair.verify()
-    assert all(map(torch.equal, lent_ones, policy._lender._buffers[1].tensors.values())), "others may compute on them"
+    assert all(map(torch.equal, written, mapped.values())), "others may compute on them"
     await pair.hand_over()
     await pair.verify()
 
 
-async def test_an_engine_that_comes_late_computes_on_what_was_lent_last(pair):
-    pair.sync.keeper = pair.dispatch
+async def test_an_engine_that_comes_late_computes_on_what_was_written_last(pair):
+    pair.sync.expects_late_engines = True
     for _ in range(3):
         pair.step()
         await pair.hand_over()
@@ -170,7 +178,7 @@ async def test_an_engine_that_comes_late_computes_on_what_was_lent_last(pair):
         async with pair.sync.between_syncs() as update:
             await late.update_weights(update)
         pair.step(1e-2)
-        await pair.dispatch.publish_weights(0)  # the next one is being written
+        await pair.dispatch.transfer.publish(0)  # the next one is being written
         assert await late.score(PROBE) == await pair.engine.score(PROBE)
         ours, theirs = late._model.tensors(), pair.engine._model.tensors()
         assert update.version == 3 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -178,16 +186,16 @@ async def test_an_engine_that_comes_late_computes_on_what_was_lent_last(pair):
         await late.shutdown()
 
 
-async def test_lent_weights_are_looked_through_once_for_all_engines_and_by_one_that_comes_late(pair, monkeypatch):
+async def test_mapped_weights_are_looked_through_once_for_all_engines_and_by_one_that_comes_late(pair, monkeypatch):
     """So a hand-over takes no longer for four engines than for one."""
-    pair.sync.keeper, digest, looked = pair.dispatch, digests.digest, []
+    pair.sync.expects_late_engines, digest, looked = True, digests.digest, []
     monkeypatch.setattr(digests, "digest", lambda tensor: looked.append(tensor) or digest(tensor))
     pair.step()
     await pair.hand_over()
     assert not looked, "the engine has read what the trainer proves"
     async with pair.sync.between_syncs() as update:
         await pair.engine.update_weights(update)
-    assert len(looked) == len(update.info["kinds"])
+    assert len(looked) == len(update.info["specs"])
 
 
 async def test_writing_the_next_weights_changes_nothing_before_the_engine_is_told(pair):
@@ -196,13 +204,14 @@ async def test_writing_the_next_weights_changes_nothing_before_the_engine_is_tol
 
 
 async def test_what_is_kept_in_a_folder_of_several_machines_is_gone_with_the_run(pair, tmp_path):
-    policy = pair.dispatch._policy
-    policy.cfg.generator.weight_sync_dir, policy.kept = str(tmp_path), kept_file.KeptFile(named=True)
-    pair.sync.keeper = pair.dispatch
+    cfg = pair.dispatch._policy.cfg
+    cfg.generator.weight_sync_dir = str(tmp_path)
+    pair.dispatch.transfer = memory_transfer(cfg, pair.dispatch._groups)
+    pair.sync.expects_late_engines = True
     for _ in range(2):
         pair.step()
         await pair.hand_over()
         await pair.verify()
-        assert [str(path) for path in tmp_path.iterdir()] == [pair.sync._kept.info["path"]]
+        assert [str(path) for path in tmp_path.iterdir()] == [pair.dispatch.transfer._last.info["path"]]
     await pair.sync.release_kept()
     assert not list(tmp_path.iterdir())

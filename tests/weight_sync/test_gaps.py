@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from skyasync.weight_sync.gaps import Gap, choose_probe, gap
+from skyasync.weight_sync.verify.log_probabilities import Gap, choose_probe, gap
 
 
 def test_mean_and_largest_are_over_all_tokens_of_all_sequences():

@@ -1,4 +1,4 @@
-"""Weights that lie in memory of the machine, where others compute on them."""
+"""Weights in shared memory, on which others compute."""
 
 import faulthandler
 import os
@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.lent import Borrower, Lender
+from skyasync.weight_sync.transfers.shared_memory import BufferReader, BufferWriter
 from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.verify.digests import digests_of
 
 
 def many(seed):
@@ -19,14 +19,14 @@ def many(seed):
             "n": torch.arange(seed, seed + 5), "none": torch.zeros(0, 3)}  # fmt: skip
 
 
-def kinds(weights, **other):
+def specs(weights, **other):
     return {name: (other.get(name, tensor.dtype), tuple(tensor.shape)) for name, tensor in weights.items()}
 
 
-def lend(lender, weights, **other):
-    info = lender.write(kinds(weights, **other), weights.items())
-    lender.prove()
-    assert lender.settle(info["path"])
+def published(writer, weights, **other):
+    info = writer.write(specs(weights, **other), weights.items())
+    writer.prove()
+    writer.release(info["path"])
     return info
 
 
@@ -34,79 +34,79 @@ def same(found, weights):
     return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def test_what_was_read_stays_as_it_is_until_two_more_have_been_lent():
-    lender, borrower, infos = Lender(), Borrower(), []
+def test_what_was_read_stays_as_it_is_until_two_more_have_been_written():
+    writer, reader, infos = BufferWriter(), BufferReader(), []
     for seed in range(6):
-        before = borrower.read(infos[-1]) if infos else {}
-        infos.append(lend(lender, many(seed)))
+        before = reader.read(infos[-1]) if infos else {}
+        infos.append(published(writer, many(seed)))
         assert not before or same(before, many(seed - 1))
-        found = borrower.read(infos[-1])
+        found = reader.read(infos[-1])
         assert same(found, many(seed)) and infos[-1]["digests"] == digests_of(many(seed))
         assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())
     assert len({info["path"] for info in infos}) == 2
-    assert same(Borrower().read(infos[-1]), many(5)), "one that comes late"
+    assert same(BufferReader().read(infos[-1]), many(5)), "one that comes late"
 
 
 def test_what_nobody_took_is_written_over():
-    lender = Lender()
-    lend(lender, many(0))
-    lost, sent = (lender.write(kinds(many(seed)), many(seed).items()) for seed in (1, 2))
+    writer = BufferWriter()
+    published(writer, many(0))
+    lost, sent = (writer.write(specs(many(seed)), many(seed).items()) for seed in (1, 2))
     assert lost["path"] == sent["path"]
-    assert same(Borrower().read(sent), many(2))
+    assert same(BufferReader().read(sent), many(2))
 
 
 def test_dtypes_are_converted_on_the_way():
-    weights, lender = many(3), Lender()
-    found = Borrower().read(lend(lender, weights, l=torch.bfloat16))
+    weights, writer = many(3), BufferWriter()
+    found = BufferReader().read(published(writer, weights, l=torch.bfloat16))
     assert same(found, {**weights, "l": weights["l"].bfloat16()})
 
 
 def test_other_shapes_get_other_memory_and_what_was_read_stays():
-    lender, borrower = Lender(), Borrower()
-    first = borrower.read(lend(lender, many(0)))
+    writer, reader = BufferWriter(), BufferReader()
+    first = reader.read(published(writer, many(0)))
     for seed in range(3):
         other = {"x": torch.full((2, 3), float(seed))}
-        assert same(borrower.read(lend(lender, other)), other)
+        assert same(reader.read(published(writer, other)), other)
         assert same(first, many(0))
 
 
-def test_it_outlives_its_lender_and_is_gone_for_others():
-    lender, borrower = Lender(), Borrower()
-    info = lend(lender, many(0))
-    found = borrower.read(info)
-    del lender
+def test_it_outlives_its_writer_and_is_gone_for_others():
+    writer, reader = BufferWriter(), BufferReader()
+    info = published(writer, many(0))
+    found = reader.read(info)
+    del writer
     assert same(found, many(0))
     with pytest.raises(FileNotFoundError, match=r"generator\.weight_sync_backend=nccl"):
-        Borrower().read(info)
+        BufferReader().read(info)
 
 
 def test_a_path_that_leads_to_something_else_by_now_is_refused(tmp_path):
-    info = lend(lender := Lender(), many(0))
-    assert lender
+    info = published(writer := BufferWriter(), many(0))
+    assert writer
     (tmp_path / "other").touch()
     with pytest.raises(FileNotFoundError):
-        Borrower().read({**info, "path": str(tmp_path / "other")})
+        BufferReader().read({**info, "path": str(tmp_path / "other")})
 
 
 def test_another_process_finds_it_and_cannot_write_to_it():
-    lender = Lender()
-    info = lend(lender, {"a": torch.ones(4)})
+    writer = BufferWriter()
+    info = published(writer, {"a": torch.ones(4)})
     if (child := os.fork()) == 0:
         faulthandler.disable()
-        found = Borrower().read(info)["a"]
+        found = BufferReader().read(info)["a"]
         if found.tolist() == [1.0] * 4:
             found[0] = 0.0
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV, "a stray write must not reach the other engines"
-    assert same(Borrower().read(info), {"a": torch.ones(4)})
+    assert same(BufferReader().read(info), {"a": torch.ones(4)})
 
 
 @pytest.mark.parametrize("fault", ["bit", "swap", "old"])
 def test_what_does_not_lie_there_as_it_was_sent_is_named(fault):
-    lender = Lender()
+    writer = BufferWriter()
     for seed in range(3):
-        info = lender.write(kinds(many(seed)), many(seed).items())
-        tensors = lender._buffers[0].tensors
+        info = writer.write(specs(many(seed)), many(seed).items())
+        tensors = writer._back.tensors
         if seed == 2:
             match fault:
                 case "bit":
@@ -116,5 +116,5 @@ def test_what_does_not_lie_there_as_it_was_sent_is_named(fault):
                 case "old":
                     tensors["l"].copy_(many(0)["l"])
             with pytest.raises(WeightSyncError, match=r"shared memory holds other weights than the trainer sent in l$"):
-                lender.prove()
-        lender.settle(info["path"])
+                writer.prove()
+        writer.release(info["path"])

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from skyasync.errors import UserError
-from skyasync.weight_sync import shared_memory
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.kept_file import KeptFile
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.shared_memory import (
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers import file as shared_memory
+from skyasync.weight_sync.transfers.file import (
+    FileSender,
     read_digests,
     read_weights,
     remove_weights,
@@ -23,6 +22,7 @@ from skyasync.weight_sync.shared_memory import (
     write_one_by_one,
     write_weights,
 )
+from skyasync.weight_sync.verify.digests import digests_of
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
 
@@ -112,7 +112,7 @@ def test_a_failed_write_leaves_nothing(folder):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        write_one_by_one(kinds_of(WEIGHTS), some())
+        write_one_by_one(specs_of(WEIGHTS), some())
     assert not list(folder.iterdir())
 
 
@@ -135,7 +135,7 @@ def test_shared_memory_too_small_for_the_weights_is_passed_over(folder, monkeypa
 
 
 def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_its_keeper_ends(folder):
-    kept = KeptFile()
+    kept = FileSender(list, list, 0)
     path = kept.keep(write_weights(WEIGHTS))
     assert not list(folder.iterdir())
     command = f"import os; print(os.stat({path!r}).st_size > 0)"
@@ -145,8 +145,8 @@ def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_
     assert read_digests(path) == digests_of(WEIGHTS)
     other = kept.keep(write_weights({"c": torch.zeros(2)}))
     assert set(read_weights(other)) == {"c"}
-    kept.drop()
-    kept.drop()
+    kept.remove(other)
+    kept.remove(other)
     with pytest.raises(FileNotFoundError):
         read_weights(other)
 
@@ -161,6 +161,6 @@ def test_weights_are_readable_by_their_owner_alone_also_where_several_machines_s
         os.umask(before)
     assert path.parent == (tmp_path / "seen" if named else tmp_path)
     assert [stat.S_IMODE(each.stat().st_mode) for each in path.parent.glob("skyasync*")] == [0o600]
-    kept = KeptFile(named=named)
+    kept = FileSender(list, list, 0, str(tmp_path) if named else "")
     assert stat.S_IMODE(os.stat(kept.keep(str(path))).st_mode) == 0o600
-    kept.drop()
+    kept.remove(kept._kept[0])

@@ -13,9 +13,9 @@ from examples.smollm2.tasks import train_prompts
 from skyasync.examples.cache import cache_folder
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import load_tokenizer
-from skyasync.weight_sync.gaps import choose_probe
-from skyasync.weight_sync.lent import in_words
+from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.update import WeightSyncError
+from skyasync.weight_sync.verify.log_probabilities import choose_probe
 from tests.weight_sync.pair import arriving, never_fails, running, stale_layer
 from tests.weight_sync.worker_faults import update_with
 
@@ -51,8 +51,8 @@ async def test_syncs_into_vllm_pass_and_no_fault_does(dtype, monkeypatch):
         print(dtype, sorted(await never_fails(pair, SYNCS)))
         for fault in ("stale layer", "swapped pair", "head left behind", "flipped bit", ""):
             pair.step()
-            update = await pair.dispatch.publish_weights(0)
-            (message,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
+            update = await pair.dispatch.transfer.publish(0)
+            (message,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, as_message(update.info)))
             print(dtype, fault, message)
             assert bool(message) == bool(fault)
-            await pair.dispatch.release_weights(update)
+            await pair.dispatch.transfer.release(update)

@@ -6,28 +6,37 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, Rounding
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, Rounding
 from tests.virtual_time import virtual_time
 
 
-class Trainer:
+class Trainer(WeightTransfer):
     def __init__(self, scores=((-1.0, -2.0),), seconds=0.0, fault=None, publishes_in=0.0, backend="memory"):
         self.scores, self.released, self.publishes_in = [list(s) for s in scores], [], publishes_in
         self.seconds, self.fault, self.backend, self.probed = seconds, fault, backend, 0
+        self.proves_content = backend == "shared_memory"
 
-    async def publish_weights(self, version):
+    @property
+    def transfer(self):
+        return self
+
+    async def publish(self, version):
         await asyncio.sleep(self.publishes_in)
         return WeightUpdate(version, self.backend, {"path": "p"})
 
-    async def send_weights(self, update):
+    async def send(self, update):
         await asyncio.sleep(self.seconds)
         if self.fault:
             raise self.fault
 
-    async def release_weights(self, update):
+    async def release(self, update):
         self.released.append(update.version)
+
+    async def for_late_engine(self, version):
+        raise NotImplementedError
 
     async def score(self, sequences):
         self.probed += 1
@@ -355,7 +364,7 @@ def test_if_sender_and_engines_wait_for_each_other_the_first_failure_of_either_i
 @virtual_time
 async def test_a_failure_to_release_does_not_hide_why_the_update_failed():
     class Forgetful(Trainer):
-        async def release_weights(self, update):
+        async def release(self, update):
             raise OSError("no such file")
 
     error = ConnectionError("engine died")
@@ -370,13 +379,16 @@ async def test_a_failure_to_release_does_not_hide_why_the_update_failed():
 class Keeper(Trainer):
     """Keeps what it published instead of releasing it."""
 
-    async def keep_weights(self, update):
-        return WeightUpdate(update.version, update.backend, {"path": f"kept {update.version}"})
+    async def release(self, update):
+        assert self.expects_late_engines
+
+    async def for_late_engine(self, version):
+        return WeightUpdate(version, self.backend, {"path": f"kept {version}"})
 
 
 def keeping(trainer, engines, **options):
     both = WeightSync(trainer, engines, [[1, 2, 3]], tolerance=1e-3, **options)
-    both.keeper = trainer
+    both.expects_late_engines = True
     return both
 
 
@@ -416,7 +428,7 @@ async def test_while_workers_are_started_again_a_latecomer_waits_for_the_first_s
     assert await both.verify(2), "the engines are looked at, though it is not due"
 
 
-@pytest.mark.parametrize("part", ["publish_weights", "keep_weights"])
+@pytest.mark.parametrize("part", ["publish", "release"])
 @virtual_time
 async def test_a_latecomer_waits_for_other_workers_where_a_sync_has_failed_since_they_have_died(part):
     async def dies(*_):

@@ -5,9 +5,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.tensor_file import _NAMES, writing
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers.file import _NAMES, writing
+from skyasync.weight_sync.verify.digests import digests_of
 
 MIXED = {
     "odd": torch.arange(5).bfloat16(),
@@ -20,7 +20,7 @@ MIXED = {
 
 
 def test_it_holds_what_was_put_in_any_order_with_digests_that_were_known_last(tmp_path):
-    with writing(tmp_path / "file", kinds_of(MIXED)) as file:
+    with writing(tmp_path / "file", specs_of(MIXED)) as file:
         for name in reversed(MIXED):
             file.put(name, MIXED[name])
     found = load_file(tmp_path / "file")
@@ -46,9 +46,9 @@ def test_numbers_are_converted_to_the_dtype_that_was_said(tmp_path):
 
 
 def test_what_is_not_as_it_was_said_is_an_error(tmp_path):
-    kinds = {"a": (torch.float32, (3,))}
-    refused = pytest.raises(ValueError, match=r"a has the shape \[2\], and \[3\]")
-    with refused, writing(tmp_path / "file", kinds) as file:
+    specs = {"a": (torch.float32, (3,))}
+    refused = pytest.raises(ValueError, match=r"a has the shape \[2\]; expected \[3\]")
+    with refused, writing(tmp_path / "file", specs) as file:
         file.put("a", torch.zeros(2))
-    with pytest.raises(ValueError, match=r"that have not: \['a'\]"), writing(tmp_path / "file", kinds):
+    with pytest.raises(ValueError, match=r"tensors are missing: \['a'\]"), writing(tmp_path / "file", specs):
         pass

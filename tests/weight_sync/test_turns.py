@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import WeightUpdate
 
 PROBE = [[1, 2, 3], [4, 5]]
@@ -31,7 +32,13 @@ class Device:
         assert not (self.policy and self.engine_weights), f"{call}: two models are on the device"
 
 
-class Policy(Device):
+class Policy(Device, WeightTransfer):
+    proves_content = True
+
+    @property
+    def transfer(self) -> WeightTransfer:
+        return self
+
     async def start(self, total_steps: int = 0) -> None:
         self.policy = True
         self._note(f"load policy ({total_steps} steps)")
@@ -45,16 +52,19 @@ class Policy(Device):
         self.policy = True
         self._note("onload")
 
-    async def publish_weights(self, version: int) -> WeightUpdate:
+    async def publish(self, version: int) -> WeightUpdate:
         assert self.policy, "sharded weights are gathered on the devices"
         self._note("publish")
         return WeightUpdate(version, "shared_memory", {"trained": self.trained})
 
-    async def send_weights(self, update: WeightUpdate) -> None:
+    async def send(self, update: WeightUpdate) -> None:
         self._note("send")
 
-    async def release_weights(self, update: WeightUpdate) -> None:
+    async def release(self, update: WeightUpdate) -> None:
         self.released.append(update.version)
+
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        raise NotImplementedError
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         assert self.policy
@@ -89,9 +99,9 @@ class Engines:
         return [[[-1.0 - self.device.loaded] * (len(s) - 1) for s in sequences]]
 
 
-def made() -> tuple[Policy, DeviceTurns, WeightSync]:
+def made() -> tuple[Policy, Colocation, WeightSync]:
     device = Policy()
-    turns = DeviceTurns(device, Engines(device), PROBE)  # type: ignore[arg-type]
+    turns = Colocation(device, Engines(device), PROBE)  # type: ignore[arg-type]
     return device, turns, WeightSync(turns.source, turns.destination, PROBE, 1e-6)
 
 

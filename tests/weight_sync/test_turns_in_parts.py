@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.weight_sync.turns import DeviceTurns
 from skyasync.weight_sync.update import WeightsMovedError, WeightUpdate
 from tests.weight_sync.test_turns import PROBE, Device, Engines, Policy
 
@@ -17,35 +18,31 @@ PARTS = 3
 
 class InParts(Policy):
     fails_at = PARTS  # none of them
+    proves_content = False
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
         assert not (self.policy and self.cache), f"{call}: the policy and a cache fill the device"
 
-    async def publish_weights(self, version: int) -> WeightUpdate:
+    async def publish(self, version: int) -> WeightUpdate:
         self._note("publish")
         return WeightUpdate(version, "cuda_ipc", {"in_parts": True})
 
-    async def next_part(self, update: WeightUpdate) -> WeightUpdate | None:
-        part = update.info.get("part", -1) + 1
-        if part == PARTS:
-            return None
-        if part == self.fails_at:
-            raise RuntimeError("a rank has died")
-        assert self.policy, "sharded weights are gathered on the devices"
-        self._note(f"pack {part}")
-        return replace(update, info={"part": part, "last": part == PARTS - 1, "trained": self.trained})
+    async def parts(self, update: WeightUpdate) -> AsyncGenerator[WeightUpdate]:
+        try:
+            for part in range(PARTS):
+                if part == self.fails_at:
+                    raise RuntimeError("a rank has died")
+                assert self.policy, "sharded weights are gathered on the devices"
+                self._note(f"pack {part}")
+                yield replace(update, info={"part": part, "last": part == PARTS - 1, "trained": self.trained})
+        finally:
+            self._note("free")
 
-    async def end_parts(self) -> None:
-        self._note("free")
-
-    async def publish_whole(self, update: WeightUpdate, *, fell_back: bool) -> WeightUpdate:
+    async def for_late_engine(self, version: int) -> WeightUpdate:
         assert not self.policy, "it is read in host memory"
-        self._note("lend")
-        return WeightUpdate(update.version, "shared_memory", {"trained": self.trained})
-
-    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
-        return replace(update, info={})
+        self._note("write")
+        return WeightUpdate(version, "shared_memory", {"trained": self.trained})
 
 
 class Readers(Engines):
@@ -59,11 +56,11 @@ class Readers(Engines):
         device.loaded = update.info["trained"] if update.info["last"] else None
 
 
-def made() -> tuple[InParts, DeviceTurns, WeightSync]:
+def made() -> tuple[InParts, Colocation, WeightSync]:
     device = InParts()
-    turns = DeviceTurns(device, Readers(device), PROBE)  # type: ignore[arg-type]
+    turns = Colocation(device, Readers(device), PROBE)  # type: ignore[arg-type]
     sync = WeightSync(turns.source, turns.destination, PROBE, 1e-6, interval=100)
-    sync.keeper = device
+    sync.expects_late_engines = True
     return device, turns, sync
 
 
@@ -113,4 +110,4 @@ async def test_an_engine_that_comes_late_is_given_weights_while_the_policy_is_in
     await turns.make_way_for_policy()
     source: Any = turns.source
     with pytest.raises(WeightsMovedError, match="may be training"):
-        await source.publish_whole(WeightUpdate(1, "cuda_ipc", {}), fell_back=False)
+        await source.transfer.for_late_engine(1)

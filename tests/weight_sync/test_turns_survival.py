@@ -15,8 +15,9 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.testing.chaos.virtual_parts import SYNC_S, Engine
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 from tests.chaos.simulated_processes import SYNC_S, Engine
 from tests.virtual_time import virtual_time
@@ -60,7 +61,13 @@ class Sharing(Engine):
         await super().update_weights(update)
 
 
-class Policy:
+class Policy(WeightTransfer):
+    proves_content = True
+
+    @property
+    def transfer(self) -> WeightTransfer:
+        return self
+
     def __init__(self, engines: InferenceClient) -> None:
         self.engines, self.trained = engines, 0
 
@@ -79,15 +86,14 @@ class Policy:
         global policy_is_on_the_devices
         policy_is_on_the_devices = False
 
-    async def publish_weights(self, version: int) -> WeightUpdate:
+    async def publish(self, version: int) -> WeightUpdate:
         assert policy_is_on_the_devices
         return WeightUpdate(version, "shared_memory", {"sound": True})
 
-    async def send_weights(self, update: WeightUpdate) -> None: ...
-    async def release_weights(self, update: WeightUpdate) -> None: ...
+    async def release(self, update: WeightUpdate) -> None: ...
 
-    async def keep_weights(self, update: WeightUpdate) -> WeightUpdate:
-        return update
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        return WeightUpdate(version, "shared_memory", {"sound": True})
 
     async def score(self, sequences: Any) -> list[list[float]]:
         return [[-0.5] * (len(each) - 1) for each in sequences]
@@ -97,9 +103,9 @@ class Run:
     def __init__(self, engines: int) -> None:
         self.client = InferenceClient([Sharing() for _ in range(engines)])
         policy: Any = Policy(self.client)
-        self.turns = DeviceTurns(policy, self.client)
+        self.turns = Colocation(policy, self.client)
         self.sync = WeightSync(self.turns.source, self.turns.destination, ())
-        self.sync.keeper = policy
+        self.sync.expects_late_engines = True
         self.supervisor = EngineSupervisor(
             self.client, self.sync, max_restarts=9, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600,
             turns=self.turns,
@@ -190,7 +196,7 @@ def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engi
         if moment != "generating":
             await run.turns.make_way_for_policy()
         if moment == "publishing":
-            await run.turns.source.publish_weights(2)
+            await run.turns.source.transfer.publish(2)
         assert run.turns.engines_are_awake == (moment == "generating")
 
         policy_is_on_the_devices = False  # its memory has gone with it
@@ -200,8 +206,7 @@ def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engi
             strike(run.client.engines[0], "kill")
         await successor.start()
         run.turns.restart(successor)
-        run.sync.restart(run.turns.source, successor)
-        assert run.sync.keeper is successor
+        run.sync.restart(run.turns.source)
         await run.sync.sync(1)
         for _ in range(3):
             await run.step()

@@ -6,6 +6,9 @@ import pytest
 
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync import adapter_file
+from skyasync.engines.protocol import GenerationRequest, SamplingParams
+from skyasync.weight_sync.adapters import read_adapter
+from skyasync.weight_sync.transfers.file import write_encoded
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import running
@@ -32,11 +35,11 @@ async def test_the_newest_adapter_is_computed_with_and_another_one_is_found(tmp_
         assert max(abs(a - b) for a, b in zip(before[0], after[0], strict=True)) > 0.01
         assert set((await in_flight).versions.tolist()) == {1, 2}
         pair.step(2e-2)
-        sent = await pair.dispatch.publish_weights(3)
-        other = adapter_file.read_adapter(sent.info["path"])
+        sent = await pair.dispatch.transfer.publish(3)
+        other = read_adapter(sent.info["path"])
         name = next(iter(other.weights))
         wrong = other._replace(weights={**other.weights, name: other.weights[name] + 1})
-        path = adapter_file.write_adapter(wrong).path
+        path = write_encoded(wrong.encode())
         make_folder = pair.engine._load_adapter.__globals__["adapter"].make_folder
         monkeypatch.setattr("skyasync.inference.backends.vllm.adapter.make_folder", lambda _: make_folder(path))
         with pytest.raises(WeightSyncError, match="holds another adapter than was sent in"):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.sync_gaps import PROBE, Shape, measure, save
-from skyasync.weight_sync.lent import in_words
+from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.update import WeightSyncError
 from tests.weight_sync.pair import running
 from tests.weight_sync.worker_faults import EXPERTS, update_with
@@ -30,10 +30,10 @@ async def test_experts_which_no_layer_can_be_asked_for_are_looked_at_by_the_prob
             assert "sync/logprob_gap" in await pair.verify()
         assert pair.sync._unproven and all(".experts." in name for name in pair.sync._unproven)
         pair.step()
-        update = await pair.dispatch.publish_weights(0)
+        update = await pair.dispatch.transfer.publish(0)
         llm = pair.engine.llm
-        assert await llm.collective_rpc(update_with, args=("swapped experts", in_words(update.info))) == [""]
-        await pair.dispatch.release_weights(update)
+        assert await llm.collective_rpc(update_with, args=("swapped experts", as_message(update.info))) == [""]
+        await pair.dispatch.transfer.release(update)
         assert EXPERTS[0] in pair.sync._unproven
         with pytest.raises(WeightSyncError, match="engine 0 and the trainer differ by"):
             await pair.verify()

@@ -5,9 +5,11 @@ import re
 import pytest
 import pytest_asyncio
 
-from skyasync.weight_sync.lent import in_words
+from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.update import WeightSyncError
 from tests.inference.tiny_llama import save_tiny_llama
+from skyasync.workers.dispatch import memory_transfer
+from tests.engines.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import LAYER, SWAPPED, losing_a_bit, never_fails, running
 from tests.weight_sync.worker_faults import looks, update_with
 
@@ -26,9 +28,9 @@ async def pair(engines_session, request, tmp_path_factory):
 
 
 async def refusal(pair, fault):
-    update = await pair.dispatch.publish_weights(0)
-    (answer,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, in_words(update.info)))
-    await pair.dispatch.release_weights(update)
+    update = await pair.dispatch.transfer.publish(0)
+    (answer,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, as_message(update.info)))
+    await pair.dispatch.transfer.release(update)
     return answer
 
 
@@ -72,23 +74,25 @@ async def test_a_bit_lost_where_the_weights_lie_is_found_by_the_trainer_for_all_
 async def test_bytes_that_the_trainer_proves_are_not_digested_again_and_no_layer_is_asked_twice(pair):
     """One that comes late digests them: nobody looks at them when it reads."""
     engine = pair.engine.llm
-    update = await pair.dispatch.publish_weights(0)
-    kept = await pair.dispatch.keep_weights(update)
-    found = [(await engine.collective_rpc(looks, args=(in_words(each.info),)))[0] for each in (update, kept)]
-    layers, tensors = found[0][2], len(update.info["kinds"])
+    update = await pair.dispatch.transfer.publish(0)
+    await pair.dispatch.transfer.release(update)
+    late = await pair.dispatch.transfer.for_late_engine(0)
+    found = [(await engine.collective_rpc(looks, args=(as_message(each.info),)))[0] for each in (update, late)]
+    layers, tensors = found[0][2], len(update.info["specs"])
     assert found == [[0, layers, layers], [tensors, layers, layers]]
     await pair.hand_over()
     await pair.verify()
 
 
 def checked(worker):
-    return sorted(worker.weight_transfer_engine._held._checked)
+    return sorted(worker.weight_transfer_engine._check._checked)
 
 
 async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
     """To the last bit of every log-probability; an engine that holds something else is sent all and goes on."""
     generator = pair.dispatch._cfg.generator
     generator.weight_sync_mode = "delta"
+    pair.dispatch.transfer = memory_transfer(pair.dispatch._cfg, pair.dispatch._groups)
     fallbacks = []
     for wrong in (False, False, True, False):
         pair.step()
@@ -98,6 +102,7 @@ async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
         fallbacks.append((await pair.verify())["sync/fallbacks"])
     by_changes = await pair.client.score(PROBE)
     generator.weight_sync_mode = "full"
+    pair.dispatch.transfer = memory_transfer(pair.dispatch._cfg, pair.dispatch._groups)
     await pair.hand_over()
     assert await pair.client.score(PROBE) == by_changes
     whole = pair.dispatch._policy.backend.dtype.itemsize == 4  # a step changes nearly all of float32: sent whole anyway

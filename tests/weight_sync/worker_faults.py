@@ -22,15 +22,15 @@ def update_with(worker: Any, fault: str, info: dict[str, Any], rank: int | None 
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+    from skyasync.weight_sync.transfers.vllm_worker import UpdateInfo
     from skyasync.weight_sync.update import WeightSyncError
-    from skyasync.weight_sync.vllm_shared_memory import SharedMemoryUpdateInfo
 
     engine = worker.weight_transfer_engine
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
         _commit(fault if rank in (None, worker.rank) else "", engine, stack)
         try:
-            engine.receive_weights(SharedMemoryUpdateInfo(**info))
+            engine.receive_weights(UpdateInfo(info))
         except WeightSyncError as error:
             finalize_layerwise_reload(engine.model, engine.model_config)  # what was refused in the midst of a layer
             return str(error)
@@ -49,7 +49,7 @@ def looks(worker: Any, info: dict[str, Any]) -> list[int]:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    from skyasync.weight_sync import vllm_shared_memory as ours
+    from skyasync.weight_sync.transfers import vllm_worker as ours
 
     engine = worker.weight_transfer_engine
     linear = [layer for layer in engine.model.modules() if isinstance(layer, LinearBase | ParallelLMHead)]
@@ -58,7 +58,7 @@ def looks(worker: Any, info: dict[str, Any]) -> list[int]:
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
         digested = stack.enter_context(patch.object(ours, "digest", wraps=ours.digest))
         asked = [stack.enter_context(patch.object(method, "apply", wraps=method.apply)) for method in methods]
-        engine.receive_weights(ours.SharedMemoryUpdateInfo(**info))
+        engine.receive_weights(ours.UpdateInfo(info))
         return [digested.call_count, sum(each.call_count for each in asked), len(linear)]
 
 
@@ -87,10 +87,11 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
     elif fault == "head left behind":
         stack.enter_context(patch.object(engine, "_tied", []))
     elif fault == "flipped bit":
-        from skyasync.weight_sync import vllm_shared_memory as ours
+        from skyasync.weight_sync.transfers import file
 
-        stack.enter_context(patch.object(engine._borrower, "read", _one_bit_off(engine._borrower.read)))
-        stack.enter_context(patch.object(ours, "read_weights", _one_bit_off(ours.read_weights)))
+        buffers = engine._reader.buffers
+        stack.enter_context(patch.object(buffers, "read", _one_bit_off(buffers.read)))
+        stack.enter_context(patch.object(file, "read_weights", _one_bit_off(file.read_weights)))
     elif fault.startswith(BIT_OF):
         loses = _loses_a_bit(engine, fault.removeprefix(BIT_OF))
         stack.enter_context(patch.object(engine.model, "load_weights", lambda weights: load(map(loses, weights))))
@@ -113,13 +114,13 @@ def _one_bit_off(read: Any) -> Any:
 def _loses_a_bit(engine: Any, lost: str) -> Callable[[tuple[str, Any]], tuple[str, Any]]:
     import torch
 
-    from skyasync.weight_sync.vllm_shards import own_part
+    from skyasync.weight_sync.verify.vllm_layers import own_part
 
     def loses(named: tuple[str, Any]) -> tuple[str, Any]:
         name, tensor = named
         if name == lost:
             tensor = tensor.clone()
-            module, _ = engine._held._place(name, {})
+            module, _ = engine._check._place(name, {})
             part = own_part(module, name, tensor)
             part[(-1,) * part.dim()].view(torch.int32).bitwise_xor_(1)
         return name, tensor

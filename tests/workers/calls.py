@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -23,6 +24,11 @@ from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
 from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.workers.model_worker import ModelWorker
+from skyasync.weight_sync.delta import DeltaDecoder
+from skyasync.weight_sync.transfers.broadcast import BroadcastReader
+from skyasync.weight_sync.transfers.file import read_file, read_weights
+from skyasync.weight_sync.transfers.shared_memory import BufferReader
+from skyasync.workers.base import ModelWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.workers.conftest import make_batch
@@ -45,7 +51,7 @@ class _Player:
         self.names = {id(p): name for name, p in self.worker.backend.model.named_parameters()}
         self.answers: dict[tuple[str, str], Any] = {}  # a call in a state has one answer
         self.saved: list[tuple[str, str]] = []  # folder, digest of the state in it
-        self.borrower, self.kept = Borrower(), KeptWeights()  # an engine's
+        self.reader, self.decoder = BufferReader(), DeltaDecoder()  # an engine's
         self.digest = digest(self.worker)
 
     def play(self, call: str) -> str:
@@ -69,32 +75,36 @@ class _Player:
         return metrics, digest(self.worker)
 
     def publish(self) -> None:
-        path = self.worker.publish()
-        expected = whole_weights(self.worker)
-        assert (path is None) == (self.rank.rank > 0)
-        if path is not None:
-            equal(read_weights(path), expected)
-            self.worker.release(path)
-        info, changed = self.worker.lend(), self.worker.publish_changes()
-        assert (info is None) == (changed is None) == (self.rank.rank > 0)
-        if info is not None and changed is not None:
-            equal(self.borrower.read(info), expected)
-            self.worker.release(info["path"])
-            equal(self.kept.read(changed.path)[0], expected)
-            self.worker.release(changed.path)
+        send = self.worker.transfer_weights
+        written, expected = send("file", "write"), whole_weights(self.worker)
+        assert (written is None) == (self.rank.rank > 0)
+        if written is not None:
+            equal(read_weights(written[0]), expected)
+            send("file", "remove", written[0])
+        info, delta = send("shared_memory", "write"), send("file", "write", "delta")
+        assert (info is None) == (delta is None) == (self.rank.rank > 0)
+        if info is not None and delta is not None:
+            equal(self.reader.read(info), expected)
+            send("shared_memory", "release", info["path"])
+            equal(dict(self.decoder.decode(*read_file(delta[0]))), expected)
+            send("file", "remove", delta[0])
 
     def broadcast(self) -> None:
-        self.worker.open_broadcast(Rendezvous("127.0.0.1", 1, 1))
-        sender = self.worker._sender
-        sender._engine = received = _Receiver(sender)  # a real one needs GPUs
-        info = self.worker.announce(version=1).info["parameters"]
-        self.worker.broadcast()
+        """To one engine, which is a thread of rank 0."""
+        send, received = self.worker.transfer_weights, dict[str, Tensor]()
+        if self.rank.rank == 0:
+            rendezvous, specs = send("broadcast", "open", "127.0.0.1", 1, 30.0), send("broadcast", "specs")
+            info = {"rendezvous": rendezvous, "specs": specs}
+            reader = BroadcastReader(torch.device("cpu"))
+            engine = Thread(target=lambda: received.update(reader.read(info)))
+            engine.start()
+        assert send("broadcast", "send") == ""
         expected = whole_weights(self.worker)
-        equal(received.weights, {name: expected[name] for name in received.weights})
-        assert set(received.weights) == {n for n, _ in self.worker.backend.model.model.named_parameters()}
-        assert info["names"] == list(received.weights)
-        assert info["shapes"] == [list(w.shape) for w in received.weights.values()]
-        assert info["dtype_names"] == [str(w.dtype).removeprefix("torch.") for w in received.weights.values()]
+        if self.rank.rank == 0:
+            engine.join()
+            equal(received, expected)
+            assert set(received) == {n for n, _ in self.worker.backend.model.model.named_parameters()}
+            assert list(specs) == list(received)
 
     def save(self) -> None:
         folder = self.folder / str(len(self.saved))
@@ -138,19 +148,6 @@ def check_files(worker: PolicyWorker, folder: Path, found: SaveResult) -> None:
     assert not found.problem
     assert found.files and list(manifest.damage(folder, found.files)) == []
     assert worker.verify(str(folder), found.files) == []
-
-
-class _Receiver:
-    """In the place of vLLM's sender: what would be broadcast."""
-
-    def __init__(self, source: NCCLSender) -> None:
-        self._source = source
-        self.weights: dict[str, Tensor] = {}
-
-    def shutdown(self) -> None: ...
-
-    def send_weights(self) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in self._source}
 
 
 def check_between_calls(worker: ModelWorker, names: dict[int, str]) -> None:

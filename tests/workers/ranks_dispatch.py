@@ -15,6 +15,8 @@ from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.transfers.base import WeightTransfer
+from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import joined, split_for_ranks
@@ -37,7 +39,7 @@ class DoubleWorker(PolicyWorker):
         self.backend.dtype = torch.float32
 
 
-class RanksDispatch:
+class RanksDispatch(WeightTransfer):
     """What a run with one policy asks of ``WorkerDispatch``.
 
     Attributes:
@@ -67,13 +69,21 @@ class RanksDispatch:
     async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
         return (await self._call(_method, "optimizer_step", schedule_step, scale))[0]
 
-    async def publish_weights(self, version: int) -> WeightUpdate:
-        return WeightUpdate(version, "shared_memory", {"path": (await self._call(_method, "publish"))[0]})
+    proves_content = True
 
-    async def send_weights(self, update: WeightUpdate) -> None: ...
+    @property
+    def transfer(self) -> WeightTransfer:
+        return self
 
-    async def release_weights(self, update: WeightUpdate) -> None:
+    async def publish(self, version: int) -> WeightUpdate:
+        written = (await self._call(_method, "transfer_weights", "file", "write"))[0]
+        return WeightUpdate(version, "shared_memory", {"path": written[0]})
+
+    async def release(self, update: WeightUpdate) -> None:
         remove_weights(update.info["path"])
+
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        raise NotImplementedError
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self._call(_method, "score", sequences))[0]

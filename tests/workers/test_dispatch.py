@@ -18,6 +18,8 @@ from ray.util.placement_group import PlacementGroup
 from skyasync.config.schema import Config
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.weight_sync.lent import Borrower
+from skyasync.weight_sync.transfers.shared_memory import BufferReader
+from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.ranks import HeartbeatTimeoutError, WorkerPlacement, row_costs, split_for_ranks
@@ -52,10 +54,10 @@ async def started(cfg: Config, policy: WorkerPlacement, reference: WorkerPlaceme
 
 
 async def published(dispatch: RayWorkerDispatch) -> dict[str, torch.Tensor]:
-    update = await dispatch.publish_weights(version=3)
+    update = await dispatch.transfer.publish(version=3)
     assert update.version == 3
-    weights = {name: tensor.clone() for name, tensor in Borrower().read(update.info).items()}
-    await dispatch.release_weights(update)
+    weights = {name: tensor.clone() for name, tensor in BufferReader().read(update.info).items()}
+    await dispatch.transfer.release(update)
     return weights
 
 
@@ -229,7 +231,7 @@ async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_co
         assert dispatch.lost == ("policy", failure.value)
         assert none_soon(lambda: [str(pid) for pid in pids if lives(pid)]) == [], "one that hangs is ended too"
         with pytest.raises(RuntimeError, match="stopped"):
-            await dispatch.publish_weights(version=1)
+            await dispatch.transfer.publish(version=1)
     finally:
         await dispatch.shutdown()
 

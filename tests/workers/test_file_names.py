@@ -13,6 +13,10 @@ from skyasync.weight_sync.shared_memory import read_digests, read_weights, remov
 from skyasync.workers import file_names
 from skyasync.workers.file_names import Apart
 from skyasync.workers.leaving import Leaving, kinds_in
+from skyasync.weight_sync import full_tensors as file_names
+from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
+from skyasync.weight_sync.transfers.file import read_digests, read_weights, remove_weights
+from skyasync.workers import checkpoint
 from skyasync.workers.policy import PolicyWorker
 from tests.planning.models import configuration
 
@@ -31,7 +35,8 @@ def published(path, backend, rank=0):
     cfg.trainer.policy.model.path, cfg.generator.backend, cfg.trainer.policy.lora.rank = str(path), backend, rank
     worker = PolicyWorker(cfg, threads=1)
     worker.setup()
-    for file in (worker.publish(), worker.publish_changes().path):
+    for encoding in ("full", "delta"):
+        file, *_ = worker.transfer_weights("file", "write", encoding)
         weights = {name: tensor.clone() for name, tensor in read_weights(file).items()}
         assert read_digests(file).keys() == weights.keys()
         remove_weights(file)
@@ -60,8 +65,8 @@ def test_what_can_only_be_taken_apart_at_once_is(monkeypatch):
 
     monkeypatch.setattr(file_names, "revert_weight_conversion", undo)
     weights = {"a": torch.ones(2), "b": torch.zeros(3)}
-    leaving = Leaving(weights, torch.bfloat16, Apart(None, kinds_in(weights, torch.bfloat16)))
-    assert leaving.kinds == {"ab": (torch.bfloat16, (5,))} == {n: (t.dtype, tuple(t.shape)) for n, t in leaving}
+    tensors = FullTensors(weights, torch.bfloat16, FileLayout(None, specs_in(weights, torch.bfloat16)))
+    assert tensors.specs == {"ab": (torch.bfloat16, (5,))} == {n: (t.dtype, tuple(t.shape)) for n, t in tensors}
 
 
 def test_an_export_in_several_files_has_an_index_of_them(model, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Weights leave the ranks tensor after tensor: on no rank does a second whole copy come to lie in memory of its own.
 
-What a rank maps of files and of what it lends is not counted. The first of all calls is of a model of a few kilobytes.
+What a rank maps of files and of shared memory is not counted. The first of all calls is of a model of a few kilobytes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,19 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
     def worker(path: str) -> PolicyWorker:
         cfg = config_for(path)
         cfg.generator.backend, cfg.generator.weight_sync_dir = "vllm", folder
-        if "publish_adapter" in ways:
+        if "adapter" in ways:
             cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.export = 2, "merged"
         found: PolicyWorker = member(cfg, process.rank, RANKS, threads=1)
         found.setup()
         return found
 
     def out(worker: PolicyWorker, way: str) -> None:
-        getattr(worker, way)(*([f"{folder}/exported"] if way == "export" else []))
+        if way == "export":
+            worker.export(f"{folder}/exported")
+        elif way == "shared_memory":
+            worker.transfer_weights(way, "write")
+        else:
+            worker.transfer_weights("file", "write", way)
 
     tiny, large = worker(f"{folder}/tiny"), worker(f"{folder}/large")
     for way in ways:
@@ -56,9 +61,9 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("shape", "ways"),
     [
-        (llama, ["publish", "export", "publish_changes"]),
-        (eight, ["publish", "lend", "export"]),
-        pytest.param(llama, ["publish_adapter", "publish"], marks=pytest.mark.matrix),
+        (llama, ["full", "export", "delta"]),
+        (eight, ["full", "shared_memory", "export"]),
+        pytest.param(llama, ["adapter", "full"], marks=pytest.mark.matrix),
     ],
     ids=["llama", "eight experts", "adapters"],
 )
@@ -73,5 +78,5 @@ def test_no_way_out_has_a_second_copy_of_the_weights(warm_processes: Path, shape
         ranks.close()
     size = sum(p.numel() for p in model.parameters()) * 4
     shares = {way: round(max(rank[way] for rank in held) / size, 2) for way in ways}
-    kept = {"publish_changes": 1, "lend": 1}  # what is compared with, and what engines read
+    kept = {"delta": 1, "shared_memory": 1}  # what is compared with, and what engines read
     assert all(share - kept.get(way, 0) < 0.8 for way, share in shares.items()), shares

@@ -10,6 +10,7 @@ from skyasync.config.schema import Config
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.weight_sync.shared_memory import read_weights, remove_weights
 from skyasync.workers.frozen import ReferenceWorker
+from skyasync.weight_sync.transfers.file import read_weights, remove_weights
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from tests.models.test_token_model import plain_forward
 from tests.workers.conftest import config_for, make_batch
@@ -196,7 +197,7 @@ def test_a_rank_without_rows_still_answers(cfg: Config) -> None:
 def test_publish_writes_every_name_once_and_tied_weights_under_the_first(cfg: Config) -> None:
     worker = start(cfg)
     worker.update_policy(make_batch())
-    path = worker.publish()
+    path, *_ = worker.transfer_weights("file", "write")
     try:
         published = read_weights(path)
         model = AutoModelForCausalLM.from_pretrained(cfg.trainer.policy.model.path)
@@ -256,7 +257,7 @@ def test_bfloat16_keeps_float32_master_weights_and_publishes_bfloat16(untied_mod
         after = weights(worker)
         assert all(tensor.dtype == torch.float32 for tensor in after.values())
         assert all(not torch.equal(before[name].to_local(), after[name].to_local()) for name in after)
-        path = worker.publish()
+        path, *_ = worker.transfer_weights("file", "write")
         assert all(tensor.dtype == torch.bfloat16 for tensor in read_weights(path).values())
         remove_weights(path)
     finally:

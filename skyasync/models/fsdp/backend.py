@@ -70,8 +70,7 @@ from skyasync.models.limits import MICRO_BATCH_TOKENS
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
 from skyasync.models.token_model import SCORE_LAYER, TokenModel, can_share_prefixes
-from skyasync.workers.file_names import Apart
-from skyasync.workers.leaving import Leaving, gathered, kinds_in
+from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, gathered, specs_in
 
 if TYPE_CHECKING:
     from skyasync.models.lora import Adapters
@@ -456,12 +455,12 @@ class FSDPBackend(ModelBackend):
     def _export(
         self, model: PreTrainedModel, weights: Mapping[str, Any], folder: Path, adapters: Adapters | None = None
     ) -> None:
-        leaving = Leaving(weights, self.dtype, Apart(model, kinds_in(weights, self.dtype), adapters))
+        tensors = FullTensors(weights, self.dtype, FileLayout(model, specs_in(weights, self.dtype), adapters))
         if self.ranks.rank != 0:
-            leaving.only_gather()
+            tensors.only_gather()
             return
         with adapters.aside() if adapters else nullcontext():
-            checkpoint.export(model, leaving, self.spec.path, folder)
+            checkpoint.export(model, tensors, self.spec.path, folder)
 
     def _export_critic(self, folder: Path) -> None:
         """As a critic of its own: the policy's layers under the head."""
@@ -474,3 +473,13 @@ class FSDPBackend(ModelBackend):
         chosen[f"{SCORE_LAYER}.weight"] = self.model.value_head.weight.detach()
         self._export(empty, chosen, folder)
 
+
+@contextmanager
+def sharded_afterwards(model: nn.Module) -> Iterator[None]:
+    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole, for a backward that may not come."""
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -42,11 +41,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from skyasync.errors import UserError
 from skyasync.models.backend import SaveResult
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
-from skyasync.weight_sync.kinds import empty
-from skyasync.weight_sync.tensor_file import writing
-from skyasync.workers.leaving import Leaving, gathered
+from skyasync.utils import manifest
+from skyasync.utils.manifest import Sums
+from skyasync.weight_sync.full_tensors import FullTensors, gathered
+from skyasync.weight_sync.tensors import meta_tensors
+from skyasync.weight_sync.transfers.file import writing
 
 STEP = "step"
 RANDOM = "random_state"
@@ -242,22 +241,22 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def export(model: PreTrainedModel, leaving: Leaving, origin: str, folder: Path) -> None:
+def export(model: PreTrainedModel, tensors: FullTensors, origin: str, folder: Path) -> None:
     """Write weights as they come into a Hugging Face folder, with the configuration and the tokenizer of ``origin``."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, state_dict={})  # all but the weights; it would want all of these at once
     unwanted = set(model._keys_to_ignore_on_save or ())
-    kinds = {name: kind for name, kind in leaving.kinds.items() if name not in unwanted}
+    specs = {name: spec for name, spec in tensors.specs.items() if name not in unwanted}
     split = split_torch_state_dict_into_shards(
-        empty(kinds), filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_FILE
+        meta_tensors(specs), filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_FILE
     )
     with ExitStack() as stack:
         files = {
-            name: stack.enter_context(writing(folder / name, {tensor: kinds[tensor] for tensor in tensors}, PYTORCH))
-            for name, tensors in split.filename_to_tensors.items()
+            name: stack.enter_context(writing(folder / name, {tensor: specs[tensor] for tensor in names}, PYTORCH))
+            for name, names in split.filename_to_tensors.items()
         }
-        for name, tensor in leaving:
-            if name in kinds:
+        for name, tensor in tensors:
+            if name in specs:
                 files[split.tensor_to_filename[name]].put(name, tensor)
     if split.is_sharded:
         (folder / SINGLE_FILE).unlink(missing_ok=True)

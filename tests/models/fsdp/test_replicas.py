@@ -52,10 +52,10 @@ def layout(rank: Rank) -> tuple[bool, str]:
     """Whether every parameter is sharded in its group and replicated among them; what the first rank publishes."""
     parameters = list(rank.worker.backend.model.parameters())
     right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
-    path = rank.worker.publish()
+    path, *_ = rank.worker.transfer_weights("file", "write") or [""]
     if path:
-        rank.worker.release(path)
-    return right, path or ""
+        rank.worker.transfer_weights("file", "remove", path)
+    return right, path
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

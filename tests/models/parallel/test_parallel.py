@@ -21,6 +21,8 @@ from skyasync.models.heads import copy_own_part
 from skyasync.models.parallel import tensor as sums
 from skyasync.models.parallel.tensor import NormOfOwnHeads
 from skyasync.weight_sync.shared_memory import read_weights
+from skyasync.weight_sync.transfers.file import read_weights
+from skyasync.workers.checkpoint import full_weights
 from skyasync.workers.critic import CriticWorker
 from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker
@@ -281,10 +283,11 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
     rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
     worker.update_policy(batch.select(rows).trim())
     worker.save(folder)
-    path = worker.publish()
+    written = worker.transfer_weights("file", "write")
+    path = written and written[0]
     published = {name: tensor.clone().numpy() for name, tensor in read_weights(path).items()} if path else {}
     if path:
-        worker.release(path)
+        worker.transfer_weights("file", "remove", path)
     worker.export(f"{folder}_export")
     return before, calls.digest_of_whole(worker), published
 

@@ -18,8 +18,10 @@ from skyasync.models.batch import UpdateBatch
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.roles import POLICY, wanted_roles
 
@@ -197,7 +199,7 @@ class LocalRun:
         )
         probe = [[1, 2, 3, 4, 5], [9, 8, 7]]
         turns = self.turns = (
-            DeviceTurns(self.dispatch, self.client, probe) if cfg.trainer.placement.colocate_all else None
+            Colocation(self.dispatch, self.client, probe) if cfg.trainer.placement.colocate_all else None
         )
         source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
         self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), turns=turns)

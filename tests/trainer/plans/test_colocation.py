@@ -69,7 +69,7 @@ async def test_the_cache_is_freed_for_training_and_the_run_is_the_same_bit_for_b
 
 
 class Turns:
-    """Stands where ``DeviceTurns`` does: says when the trainer gives the devices to the policy."""
+    """Stands where ``Colocation`` does: says when the trainer gives the devices to the policy."""
 
     def __init__(self, run: Any) -> None:
         self.made: list[str] = []

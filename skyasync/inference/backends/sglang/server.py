@@ -27,7 +27,7 @@ from skyasync.inference.interface import (
     SamplingParams,
 )
 from skyasync.inference.remote import INFO, RemoteEngine, RemoteRequest
-from skyasync.weight_sync.shared_memory import not_here
+from skyasync.weight_sync.transfers.file import not_here
 from skyasync.weight_sync.update import WeightUpdate
 
 GENERATE = "/generate"

@@ -36,11 +36,10 @@ import torch
 
 from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
-from skyasync.inference.backends.transformers.adapted import AdaptedInPlace
-from skyasync.inference.backends.transformers.changed import ChangedInPlace
 from skyasync.inference.backends.transformers.decoder import Decoder, DecodingRow, cache_budget
 from skyasync.inference.backends.transformers.model import EmbeddedModel
 from skyasync.inference.backends.transformers.sampling import Words, stream_key, tokenised
+from skyasync.inference.backends.transformers.weight_updates import WeightUpdater
 from skyasync.inference.interface import (
     EngineConfig,
     EngineStats,
@@ -53,10 +52,8 @@ from skyasync.inference.interface import (
     refusal,
 )
 from skyasync.inference.stop_strings import StopStrings
-from skyasync.weight_sync.changed_weights import read_about
-from skyasync.weight_sync.lent import Borrower
-from skyasync.weight_sync.shared_memory import read_digests, read_weights
-from skyasync.weight_sync.update import Held, WakePart, WeightUpdate
+from skyasync.weight_sync.transfers.received import ReceivedWeights, WeightReader
+from skyasync.weight_sync.update import CurrentContent, WakePart, WeightUpdate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,8 +112,7 @@ class TransformersEngine(InferenceEngine):
         self._thread: ThreadPoolExecutor | None = None  # of one: commands and steps, one at a time
         self._failure: BaseException | None = None  # ended all work, and is the answer to whatever is asked later
         self._step_is_queued = False
-        self._borrower = Borrower()
-        self._has, self._changed, self._adapted = Held(), ChangedInPlace(self._model), AdaptedInPlace(self._model)
+        self._has = CurrentContent()
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, DecodingRow] = {}  # every request that has not been answered
         self._held: list[DecodingRow] = []  # accepted while not running
@@ -144,6 +140,7 @@ class TransformersEngine(InferenceEngine):
         self._decoder = Decoder(
             self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
         )
+        self._reader, self._updater = WeightReader(self._model.device), WeightUpdater(self._model)
 
     async def shutdown(self) -> None:
         """End the thread; requests that still wait for an answer get an error."""
@@ -152,7 +149,7 @@ class TransformersEngine(InferenceEngine):
             ended = RuntimeError("the engine was shut down before the request was answered")
             await asyncio.get_running_loop().run_in_executor(thread, self._fail, ended)
             await asyncio.to_thread(thread.shutdown)
-            for name in ("_model", "_decoder", "_changed", "_adapted"):  # free their memory
+            for name in ("_model", "_decoder", "_reader", "_updater"):  # free their memory
                 vars(self).pop(name, None)
 
     def _fail(self, error: BaseException) -> None:
@@ -384,32 +381,25 @@ class TransformersEngine(InferenceEngine):
         self._decoder.waiting.extend(held)
         self._queue_step()
 
-    @in_thread
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Needs no pause: the update happens between two tokens, and the cache is kept."""
-        if update.backend != "shared_memory":
-            raise UserError(
-                unknown("weight sync backend of the transformers engine", update.backend, ["shared_memory"])
-            )
-        self._has.receive(update)
-        if "kinds" in update.info:
-            weights = self._borrower.read(update.info)
-            self._model.load_weights(weights, lent=True)
-            self._model.check_held(weights, update.info["digests"], lent=not update.info.get("late"))
-        else:
-            self._read(update.info["path"])
-        self._has.settle(update)
-        self._decoder.version = update.version
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Needs no pause: the swap happens between two tokens, and the cache is kept."""
+        reader = await self._reader_of(update)
+        received = await asyncio.to_thread(reader.read, update.info)  # the engine goes on answering meanwhile
+        await self._apply(update, received)
 
-    def _read(self, path: str) -> None:
-        """A file of adapters, of changes, or of all weights."""
-        about = read_about(path)
-        if about.adapter:
-            self._adapted.take(path)
-        elif not self._changed.take(path, about):
-            weights = read_weights(path)
-            self._model.load_weights(weights)
-            self._model.check_held(weights, read_digests(path))
+    @in_thread
+    def _reader_of(self, update: WeightUpdate) -> WeightReader:
+        known = ["shared_memory"]  # and the broadcast, if it was configured for it
+        if update.backend not in (*known, self.config.weight_sync_backend):
+            raise UserError(unknown("weight sync backend of the transformers engine", update.backend, known))
+        return self._reader
+
+    @in_thread
+    def _apply(self, update: WeightUpdate, received: ReceivedWeights) -> None:
+        self._has.begin(update)
+        self._updater.apply(received)
+        self._has.complete(update)
+        self._decoder.version = update.version
 
     @in_thread
     def sleep(self) -> None:

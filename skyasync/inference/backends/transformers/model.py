@@ -1,13 +1,13 @@
 """A transformers model as the embedded engine uses it: prefill, decode one token, score, swap weights.
 
 Invariant: weights are changed only after every name and shape has been checked, so a refused update leaves the model
-as it was. They are copied into the live parameters, or, where they are lent, the parameters are what lies there. Tied
-weights stay tied because they are one parameter.
+as it was. They are copied into the live parameters, or adopted: the parameters then are the tensors that were sent.
+Tied weights stay tied because they are one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MethodType
 from typing import Any, Unpack
@@ -37,6 +37,7 @@ from skyasync.routing import Routers
 from skyasync.models.config import ONE_AT_A_TIME, load_config
 from skyasync.models.router_replay import Routers
 from skyasync.weight_sync.digests import holds, refuse
+from skyasync.weight_sync.verify.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
 ANY = 1 << 40  # positions, where a model has no most
@@ -127,7 +128,7 @@ class EmbeddedModel:
         if config.extra.get("routed_experts"):
             self._routers = Routers(self._model)
             self._routers.record()
-        self._lent = False  # weights lie in memory that is not the model's own
+        self._adopted = False  # weights are in memory that is not the model's own
         _refuse_what_the_cache_cannot_hold(self._model.config, config)
         self.tokenizer = _tokenizer(config.model_path)
         self.dtype: torch.dtype = self._model.dtype
@@ -185,12 +186,11 @@ class EmbeddedModel:
         return scores
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor], *, lent: bool = False) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor], *, adopt: bool = False) -> None:
         """Copy ``weights`` into the model. Of tied names any one suffices.
 
         Args:
-            lent: they stay where they are, and are computed with there: nothing is copied that is of the model's dtype
-                and on its device.
+            adopt: compute on them where they are: nothing is copied that has the model's dtype and is on its device.
 
         Raises:
             UserError: names that are missing, unexpected, or of another shape; nothing has been changed then.
@@ -212,16 +212,16 @@ class EmbeddedModel:
             raise UserError(f"weight update refused: {'; '.join(shapes)}")
         for names in aliases.values():
             held, new = state[names[0]], next(weights[name] for name in names if name in weights)
-            if lent and (held.dtype, held.device) == (new.dtype, new.device):
+            if adopt and (held.dtype, held.device) == (new.dtype, new.device):
                 for name in names:
                     state[name].data = new
             else:
-                if self._lent:  # which cannot be written to
+                if self._adopted:  # which cannot be written to
                     own = torch.empty_like(held)
                     for name in names:
                         state[name].data = own
                 held.copy_(new)
-        self._lent = lent
+        self._adopted = adopt
 
     def tensors(self) -> dict[str, Tensor]:
         """The living parameters and saved buffers, a tied one under each of its names."""
@@ -232,17 +232,19 @@ class EmbeddedModel:
         named = chain(self._model.named_parameters(), self._model.named_buffers())
         return [name for name, _ in named if name in self._model.state_dict()]
 
-    def check_held(self, weights: Mapping[str, Tensor], digests: Mapping[str, str], *, lent: bool = False) -> None:
+    def check_held(
+        self, weights: Mapping[str, Tensor], digests: Mapping[str, str], *, in_place: Callable[[str, Tensor], bool]
+    ) -> None:
         """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name.
 
         Args:
-            lent: what lies where it is lent is known to be what was sent.
+            in_place: whether a tensor is the very one whose bytes its writer has proven.
         """
         state = self._model.state_dict()
         wrong = [
             name
             for name, sent in digests.items()
-            if not (lent and state[name].is_set_to(weights[name])) and not holds(state[name], weights[name], sent)
+            if not in_place(name, state[name]) and not holds(state[name], weights[name], sent)
         ]
         refuse(wrong, "the transformers engine holds")
 

@@ -16,6 +16,8 @@ from skyasync.errors import UserError
 from skyasync.models.config import linear_layers
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.vllm_adapter import NUMBER
+from skyasync.model_config import linear_layers
+from skyasync.weight_sync.update import ADAPTER_ID, WeightSyncError
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -43,12 +45,12 @@ def requested() -> LoRARequest:
     """What a request says that is to be computed with the adapter; it is loaded already."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(NAME, NUMBER, lora_path="loaded already")
+    return LoRARequest(NAME, ADAPTER_ID, lora_path="loaded already")
 
 
 def make_folder(path: str) -> str:
     """A file of adapters as the folder that vLLM reads. Raises WeightSyncError for a file that is not what was sent."""
-    from skyasync.weight_sync.adapter_file import read_adapter  # with torch, which a plan of memory does without
+    from skyasync.weight_sync.adapters import read_adapter  # with torch, which a plan of memory does without
 
     adapter = read_adapter(path)
     folder = Path(tempfile.mkdtemp(prefix="skyasync-adapter-"))
@@ -66,7 +68,7 @@ async def load(llm: AsyncLLM, folder: str, path: str) -> None:
     from vllm.lora.request import LoRARequest
 
     try:
-        await llm.add_lora(LoRARequest(NAME, NUMBER, lora_path=folder, load_inplace=True))
+        await llm.add_lora(LoRARequest(NAME, ADAPTER_ID, lora_path=folder, load_inplace=True))
         for wrong in await llm.collective_rpc("adapter_differences", args=(path,)):
             if wrong:
                 raise WeightSyncError(f"the vLLM engine holds another adapter than was sent in {', '.join(wrong[:3])}")

@@ -52,10 +52,19 @@ from skyasync.inference.interface import (
     refusal,
 )
 from skyasync.together import not_halfway
-from skyasync.weight_sync.changed_weights import read_about
-from skyasync.weight_sync.cuda_ipc import own_part
-from skyasync.weight_sync.lent import in_words
-from skyasync.weight_sync.update import Held, WakePart, WeightUpdate, is_whole
+from skyasync.weight_sync.delta import Encoded
+from skyasync.weight_sync.tensors import as_message
+from skyasync.weight_sync.transfers.cuda_ipc import own_part
+from skyasync.weight_sync.transfers.file import read_about, remove_weights, write_encoded
+from skyasync.weight_sync.transfers.received import WeightReader
+from skyasync.weight_sync.update import (
+    CUDA_IPC,
+    CurrentContent,
+    TransferInterruptedError,
+    WakePart,
+    WeightUpdate,
+    is_whole,
+)
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
@@ -96,8 +105,8 @@ class VLLMEngine(InferenceEngine):
         self._reported: dict[str, int] = {}  # tokens of unanswered requests that ``progress`` has given
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
-        self._group: dict[str, Any] = {}  # the rendezvous of the NCCL group that it is in
-        self._held = Held()
+        self._held = CurrentContent()
+        self._reader: WeightReader | None = None  # of adapters by broadcast
         self._unproven: list[str] | None = None  # weights that nobody could compare yet; None before the first
         self._asleep = False  # as a whole or in part: nothing is scheduled
 
@@ -369,11 +378,11 @@ class VLLMEngine(InferenceEngine):
             WeightMismatchError: for changes of weights that the engine does not hold; it goes on as before.
         """
         own = self.config.weight_sync_backend
-        if update.backend not in ((own, "shared_memory") if own == "cuda_ipc" else (own,)):
+        if update.backend not in ((own, "shared_memory") if own == CUDA_IPC else (own,)):
             raise ValueError(
                 f"the engine was started for weight sync by {own!r}, and cannot take an update by {update.backend!r}"
             )
-        self._held.receive(update)
+        self._held.begin(update)
         async with self._control:
             was_paused = self._paused.on or self._asleep
             if not was_paused:
@@ -384,12 +393,16 @@ class VLLMEngine(InferenceEngine):
                 if not was_paused:
                     await self._resume()
                 raise
+            except TransferInterruptedError:
+                if not was_paused:
+                    await self._resume()
+                raise
             except Exception as error:
                 self._give_up(f"the update to version {update.version} failed: {error}")
                 raise
             if is_whole(update):
                 self.version = update.version
-                self._held.settle(update)
+                self._held.complete(update)
                 await self._restart_unbegun()
             if not was_paused:
                 await self._resume()
@@ -399,21 +412,27 @@ class VLLMEngine(InferenceEngine):
         """Which weights could never be compared with what was sent, by any of the workers."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        info = update.info
-        if "kinds" in info:
-            info = in_words(info)
-        elif update.backend == "shared_memory" and (await asyncio.to_thread(read_about, info["path"])).adapter:
-            await self._load_adapter(info["path"], update.version)
+        info = as_message(update.info)
+        path = info.get("path", "")
+        if path and "specs" not in info and (await asyncio.to_thread(read_about, path)).adapter:
+            await self._load_adapter(path, update.version)
             return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
-        if update.backend == "nccl":
-            await self._join_group(info)
-            info = info["parameters"]
-        elif update.backend == "cuda_ipc":
+        if info.get("about", {}).get("adapter"):
+            path = await asyncio.to_thread(self._receive_file, info)
+            try:
+                await self._load_adapter(path, update.version)
+            finally:
+                remove_weights(path)
+            return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
+        if update.backend == CUDA_IPC:
             info = own_part(info, self.config.extra.get("engine_index", 0))
         await self.call(self.llm.start_weight_update())
         await self.call(self.llm.update_weights(WeightTransferUpdateRequest(info)))
-        version = str(update.version) if is_whole(update) else None
+        interrupted = await self._interrupted() if "rendezvous" in info else ""
+        version = str(update.version) if is_whole(update) and not interrupted else None
         await self.call(self.llm.finish_weight_update(weight_version=version))
+        if interrupted:
+            raise TransferInterruptedError(interrupted)
         if update.backend == "shared_memory" and self._unproven != []:  # what was right once stays so, or is an error
             ranks: list[list[str]] = await self.call(self.llm.collective_rpc("unproven"))
             self._unproven = sorted({name for names in ranks for name in names})
@@ -426,20 +445,18 @@ class VLLMEngine(InferenceEngine):
         self._adapter = adapter.requested()
         await self.call(self.llm.update_weight_version(str(version)))
 
-    async def _join_group(self, info: dict[str, Any]) -> None:
-        """Meet the trainer in its NCCL group, before the first update in it."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    async def _interrupted(self) -> str:
+        """Why a broadcast did not arrive at all workers, or ""."""
+        ranks: list[str] = await self.call(self.llm.collective_rpc("interrupted"))
+        return next(filter(None, ranks), "")
 
-        from skyasync.weight_sync.nccl import worker_info
+    def _receive_file(self, info: dict[str, Any]) -> str:
+        """A broadcast of adapters, which vLLM reads from a file."""
+        import torch
 
-        if info["rendezvous"] != self._group:
-            if self._group:  # whoever else was in it may be dead
-                self._group = {}
-                await self.call(self.llm.collective_rpc("shutdown_weight_transfer_engine"))
-            index = self.config.extra.get("engine_index", 0)
-            request = WeightTransferInitRequest(worker_info(info, index, self.config.tensor_parallel_size))
-            await self.call(self.llm.init_weight_transfer_engine(request))
-            self._group = info["rendezvous"]
+        self._reader = self._reader or WeightReader(torch.device("cpu"))
+        received = self._reader.read(info)
+        return write_encoded(Encoded(received.weights, dict(received.digests), received.about, {}))
 
     async def _restart_unbegun(self) -> None:
         """Have the requests that vLLM holds without a token computed from the start, by the new weights."""

@@ -13,7 +13,7 @@ from skyasync.inference.remote import RemoteEngine, RemoteRequest
 from skyasync.weight_sync.update import WeightUpdate
 
 BACKEND = "shared_memory"
-EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
+EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
 GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"  # which the server puts before the name of a request
 ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}

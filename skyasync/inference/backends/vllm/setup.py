@@ -26,7 +26,9 @@ from skyasync.models.config import overrides_of
 if TYPE_CHECKING:
     import vllm
 
-WORKER_EXTENSION = "skyasync.weight_sync.vllm_shared_memory.WorkerExtension"
+BACKENDS = {"nccl": "broadcast"}
+"""vLLM's name of a way, if it is not the setting's: vLLM has a transfer engine ``nccl`` of its own."""
+WORKER_EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
 MIN_BATCHED_TOKENS = 8192  # per step, prompts included; enough for a group's prompts at once
 
 
@@ -70,7 +72,7 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": config.weight_sync_backend},
+        "weight_transfer_config": {"backend": BACKENDS.get(config.weight_sync_backend, config.weight_sync_backend)},
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
         "hf_overrides": overrides_of(config.model_path, config.extra.get("config_kwargs", {})),

@@ -39,7 +39,7 @@ from skyasync.inference.interface import (
 from skyasync.errors import UserError
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.rollout.requests import sampling_params
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.workers.model import TokenLogprobs
 from skyasync.workers.packing import plain_layout

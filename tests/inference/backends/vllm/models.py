@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from skyasync.weight_sync.shared_memory import write_weights
+from skyasync.weight_sync.transfers.file import write_weights
 from skyasync.weight_sync.update import WeightUpdate
 
 VOCABULARY = 96

@@ -32,7 +32,7 @@ from skyasync.inference.interface import EngineConfig, GenerationRequest, Sampli
 from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel
 from skyasync.rollout.requests import sampling_params
-from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests import warm
 from tests.inference.backends.vllm.models import EOS, VOCABULARY, perturb, publish, save_model, token_logprobs

@@ -34,6 +34,9 @@ from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.weight_sync.changed_weights import ChangedWeights, Published
 from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.weight_sync.delta import DeltaEncoder, Encoded
+from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.transfers.file import remove_weights, write_encoded
 from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError, WeightUpdate
 from tests.inference.backends.vllm.models import perturb, publish, token_logprobs
 from tests.inference.listed import Listed, listed
@@ -317,9 +320,9 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     cfg.generator.engines, cfg.generator.weight_sync_dir = [extra["url"]], str(on_disk)
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
     sync: Any = run.trainer.weight_updates.weight_sync
-    sync.keeper = run.dispatch
+    sync.expects_late_engines = True
     supervisor = EngineSupervisor(run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30)
-    run.trainer.callbacks.append(supervisor)
+    run.trainer.extensions.append(supervisor)
 
     async def leave_and_come_back() -> None:
         await until(lambda: len(run.tracker.rows) >= 3 and len(engine._begun) > 4)
@@ -382,10 +385,10 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
 
 async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(engine: Engine) -> None:
     """One element in fifty; an engine that holds something else says so and is as it was."""
-    changed, sequence, draw = ChangedWeights(), [2, 3, *range(5, 60)], torch.Generator().manual_seed(0)
+    changed, sequence, draw = DeltaEncoder(), [2, 3, *range(5, 60)], torch.Generator().manual_seed(0)
 
-    def handed(file: Published) -> WeightUpdate:
-        return WeightUpdate(engine.version + 1, "shared_memory", {"path": file.path}, file.content, file.base)
+    def handed(sent: Encoded, path: str) -> WeightUpdate:
+        return WeightUpdate(engine.version + 1, "shared_memory", {"path": path}, sent.content, sent.about.base)
 
     async def far() -> float:
         (scores,) = await engine.score([sequence])
@@ -397,16 +400,18 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
             weight.data += torch.rand(weight.shape, generator=draw).lt(0.02) * 0.3
         assert await far() > TOLERANCE
         weights = {name: weight.detach() for name, weight in engine.model.named_parameters()}
-        file = changed.publish(kinds_of(weights), weights.items())
-        bases.append(bool(file.base))
+        sent = changed.encode(specs_of(weights), weights.items())
+        bases.append(bool(sent.about.base))
+        path = write_encoded(sent)
         if number == 3:
             engine._held.content = "other"
             with pytest.raises(WeightMismatchError):
-                await engine.update_weights(handed(file))
-            remove_weights(file.path)
-            file = changed.fall_back()
-        await engine.update_weights(handed(file))
-        remove_weights(file.path)
+                await engine.update_weights(handed(sent, path))
+            remove_weights(path)
+            sent = changed.whole(fell_back=True)
+            path = write_encoded(sent)
+        await engine.update_weights(handed(sent, path))
+        remove_weights(path)
         assert await far() < TOLERANCE
     assert bases == [False, True, True, True]
 

@@ -30,6 +30,11 @@ from skyasync.inference.ray_engine import RayEngine
 from skyasync.weight_sync.kinds import kinds_of
 from skyasync.weight_sync.lent import Lender, in_words
 from skyasync.weight_sync.shared_memory import remove_weights
+from skyasync.engines.ray_engine import RayEngine
+from skyasync.engines.vllm.engine import VLLMEngine
+from skyasync.weight_sync.tensors import as_message, specs_of
+from skyasync.weight_sync.transfers.file import remove_weights
+from skyasync.weight_sync.transfers.shared_memory import BufferWriter
 from skyasync.weight_sync.update import WeightUpdate
 from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
 from tests.weight_sync.pair import SWAPPED
@@ -152,24 +157,24 @@ async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(pair: Pair, 
 
 
 @pytest.fixture(scope="module")
-def lender() -> Lender:
-    """Of weights for engines of a run's own, which read them where they lie."""
-    return Lender(computed_on=False)
+def writer() -> BufferWriter:
+    """Of weights for engines of a run's own, which read them where they are."""
+    return BufferWriter(two_buffers=False)
 
 
-def lend(lender: Lender, model: LlamaForCausalLM, version: int) -> WeightUpdate:
+def written(writer: BufferWriter, model: LlamaForCausalLM, version: int) -> WeightUpdate:
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return WeightUpdate(version, "shared_memory", lender.write(kinds_of(weights), weights.items()))
+    return WeightUpdate(version, "shared_memory", writer.write(specs_of(weights), weights.items()))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
-    pair: Pair, lender: Lender, rank: int
+    pair: Pair, writer: BufferWriter, rank: int
 ) -> None:
-    """By a file, and by memory that is lent."""
+    """By a file, and by shared memory."""
     perturb(pair.model, seed=20 + rank, size=1e-5)
-    file, lent = publish(pair.model, 20), lend(lender, pair.model, 20)
-    for info in (file.info, in_words(lent.info)):
+    file, mapped = publish(pair.model, 20), written(writer, pair.model, 20)
+    for info in (file.info, as_message(mapped.info)):
         for fault, expected in (("flipped bit", f"the vLLM engine received.* in {SWAPPED[0]}$"), ("", "^$")):
             answers = await pair.halves._actor.call.remote("struck", fault, info, rank)
             assert re.search(expected, answers[rank]) and not answers[1 - rank], answers
@@ -187,10 +192,10 @@ async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
     ],
 )
 async def test_a_bit_that_is_wrong_in_one_ranks_part_is_named_when_its_column_is_looked_at(
-    pair: Pair, lender: Lender, name: str, updates: int, rank: int
+    pair: Pair, writer: BufferWriter, name: str, updates: int, rank: int
 ) -> None:
     """It is lost behind all looks at what came: found at once in norms and embeddings, else within so many updates."""
-    info = in_words(lend(lender, pair.model, 30).info)
+    info = as_message(written(writer, pair.model, 30).info)
     assert await pair.halves._actor.call.remote("struck", "", info) == ["", ""]
     for _ in range(updates):
         answers = await pair.halves._actor.call.remote("struck", BIT_OF + name, info, rank)
@@ -201,10 +206,10 @@ async def test_a_bit_that_is_wrong_in_one_ranks_part_is_named_when_its_column_is
     assert await pair.halves._actor.call.remote("struck", "", info) == ["", ""]
 
 
-async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(pair: Pair, lender: Lender) -> None:
+async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(pair: Pair, writer: BufferWriter) -> None:
     """Last of all: an engine that holds other weights gives up."""
     await pair.halves._actor.call.remote("strike", "flipped bit", 1)
     with pytest.raises(Exception, match=f"the vLLM engine received other weights .* in {SWAPPED[0]}"):
-        await pair.halves.update_weights(lend(lender, pair.model, 40))
+        await pair.halves.update_weights(written(writer, pair.model, 40))
     with pytest.raises(EngineFailedError, match=SWAPPED[0]):
         await pair.halves.score(PROBES)

@@ -1,4 +1,4 @@
-"""What a vLLM worker really holds, tensor by tensor, whatever layout its kernels have packed it into.
+"""What a vLLM worker computes with, tensor by tensor, whatever layout its kernels have packed it into.
 
 Invariant: a check that has held once for a tensor must hold at every later update, or the update is an error. A
 tensor for which it has never held is in another layout (quantised, a layer of experts, transposed) and named by
@@ -7,7 +7,9 @@ tensor for which it has never held is in another layout (quantised, a layer of e
 A packed linear layer cannot be read, but it can be asked: its product with rows of the identity is columns of its
 weight, exactly, because 1 * w + 0 + ... is w in every dtype. Each update asks every layer once for the next ``COLUMNS``
 of its columns, all parts of a fused one together, which costs about as much as decoding one token for as many requests:
-each weight is read once. A rank of several is asked for its own part (``vllm_shards``).
+each weight is read once. Of several ranks
+each is asked for the part that vLLM's own loaders give it, if that is one piece of the tensor; another layer is
+``unproven``.
 
 Of a tensor that is checked:
 
@@ -29,16 +31,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
-from skyasync.weight_sync.digests import digest, holds, refuse
-from skyasync.weight_sync.vllm_shards import inputs_of, own_part
+from skyasync.weight_sync.verify.digests import digest, holds, refuse
 
 COLUMNS = 8  # of each linear layer, per update
 
 
-class HeldWeights:
+class LayerCheck:
     """Checks a model after each update.
 
     Args:
@@ -140,3 +151,45 @@ def _unit_rows(start: int, stop: int, size: int, *, like: Tensor) -> Tensor:
     rows = torch.zeros(stop - start, size, dtype=like.dtype, device=like.device)
     rows[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
     return rows
+
+
+def own_part(module: nn.Module, name: str, whole: Tensor) -> Tensor | None:
+    """This rank's part of what was sent for a layer; None where it cannot be cut so.
+
+    Args:
+        name: of the tensor, ``....k_proj.weight``.
+    """
+    layer: Any = module
+    if isinstance(module, VocabParallelEmbedding) and layer.tp_size > 1:
+        own = layer.shard_indices
+        return whole[own.org_vocab_start_index : own.org_vocab_end_index]
+    if isinstance(module, RowParallelLinear) and name.endswith(".weight"):
+        return _slice(whole, 1, layer.tp_rank, layer.tp_size)
+    if isinstance(module, ColumnParallelLinear):
+        return _slice(whole, 0, *_place_among_ranks(layer, name))
+    return whole
+
+
+def inputs_of(layer: LinearBase | ParallelLMHead) -> int:
+    """How many inputs this rank's part of a linear layer has."""
+    module: Any = layer
+    if isinstance(layer, ParallelLMHead):
+        return int(module.embedding_dim)
+    return int(getattr(module, "input_size_per_partition", module.input_size))
+
+
+def _place_among_ranks(layer: Any, name: str) -> tuple[int, int]:  # noqa: ANN401  (vLLM's, whose attributes its types leave out)
+    """This rank's number, and of how many, where several ranks may have the same keys and values."""
+    copies = 1
+    if isinstance(layer, QKVParallelLinear) and name.rpartition(".")[0].rpartition(".")[2] in ("k_proj", "v_proj"):
+        copies = layer.num_kv_head_replicas
+    return layer.tp_rank // copies, layer.tp_size // copies
+
+
+def _slice(whole: Tensor, dim: int, rank: int, ranks: int) -> Tensor | None:
+    if ranks == 1:
+        return whole
+    if whole.dim() <= dim or whole.shape[dim] % ranks:
+        return None
+    size = whole.shape[dim] // ranks
+    return whole.narrow(dim, rank * size, size)

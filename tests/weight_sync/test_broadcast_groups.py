@@ -1,73 +1,38 @@
-"""The groups of the NCCL sync when engines or ranks die: real messages, sender, client and replacement of engines.
+"""The groups of broadcasts when engines or ranks die: real messages, senders, readers, client, replacement of engines.
 
-In the place of vLLM's communicators stands a store on this machine's loopback: who joins waits for all the others, as
-in NCCL, and what is sent arrives at all of them.
+By gloo, but the policy takes it for NCCL (``recovers=False``), inside which a death leaves the others waiting.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
-import socket
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import TCPStore
 
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineFailedError, EngineStats, InferenceEngine
 from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
+from skyasync.engines.client import InferenceClient
+from skyasync.engines.protocol import EngineDiedError, EngineStats
+from skyasync.engines.revival import Revival
+from skyasync.weight_sync.full_tensors import FullTensors
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers import broadcast
-from skyasync.workers.broadcast import Broadcast
+from skyasync.weight_sync.transfers import broadcast
+from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer
+from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY
 
+CPU = torch.device("cpu")
 STUCK_S = 2.0  # until a thread that waits for the dead goes away
-
-
-class Meeting:
-    """In the place of a communicator."""
-
-    def __init__(self, master_address: str, master_port: int, rank: int, world_size: int) -> None:
-        self.store = TCPStore(
-            master_address, master_port, world_size, rank == 0, timedelta(seconds=STUCK_S), wait_for_workers=True
-        )
-        self.sent, self.world_size = 0, world_size
-
-    def broadcast(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        self.sent += 1
-        if tensors is not None:
-            torch.save(tensors, file := io.BytesIO())
-            self.store.set(str(self.sent), file.getvalue())
-        received = torch.load(io.BytesIO(self.store.get(str(self.sent))))
-        if self.store.add(f"{self.sent} there", 1) == self.world_size:
-            self.store.set(f"{self.sent} all", "")
-        self.store.wait([f"{self.sent} all"])
-        return received
-
-
-class Sender(NCCLSender):
-    def _join(self) -> Any:
-        address, port, workers = self._rendezvous
-        sender, meeting = self, Meeting(address, port, 0, 1 + workers)
-
-        class Joined:
-            def send_weights(self) -> None:
-                meeting.broadcast({name: tensor.clone() for name, tensor in sender})
-
-            def shutdown(self) -> None: ...
-
-        return Joined()
 
 
 class Ranks:
@@ -77,7 +42,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
-        self.sender: Sender | None = None
+        self.sender = BroadcastSender(lambda: FullTensors(dict(self.model.named_parameters()), torch.float32), 0, CPU)
         self.lost: BaseException | None = None
         self.ports: list[int] = []
         self._thread = ThreadPoolExecutor(1)
@@ -93,21 +58,14 @@ class Ranks:
     def give_up(self, reason: str, cause: BaseException | None = None) -> None:
         self.lost = RuntimeError(reason)
 
-    def free_address(self) -> tuple[str, int]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.ports.append(listener.getsockname()[1])
-        return "127.0.0.1", self.ports[-1]
+    def node(self) -> tuple[str, str]:
+        return "here", "127.0.0.1"
 
-    def open_broadcast(self, rendezvous: Rendezvous) -> None:
-        self.sender = Sender(self.model, rendezvous, rank=0)
-
-    def announce(self, version: int) -> WeightUpdate:
-        assert self.sender is not None
-        return self.sender.update(version)
-
-    def broadcast(self) -> None:
-        assert self.sender is not None
-        self.sender.send()
+    def transfer_weights(self, sender: str, method: str, *args: Any) -> Any:
+        found = getattr(self.sender, method)(*args)
+        if method == "open":
+            self.ports.append(found["port"])
+        return found
 
     def optimizer_step(self, *_: object) -> dict[str, float]:
         with torch.no_grad():
@@ -116,11 +74,11 @@ class Ranks:
 
 
 class Trainer(Dispatch):
-    def __init__(self, client: InferenceClient) -> None:
+    def __init__(self, client: InferenceClient, *, recovers: bool = False) -> None:
         self.ranks = Ranks()
-        super().__init__(Config(), {POLICY: self.ranks})  # type: ignore[dict-item]
-        self._broadcast = Broadcast(self.ranks, 1, lambda: client.pool.healthy)
-        self._changing = self._broadcast.changing
+        living = lambda: client.pool.healthy  # noqa: E731
+        transfer = BroadcastTransfer(self.ranks, 1, living, timeout_s=STUCK_S, recovers=recovers)
+        super().__init__(Config(), {POLICY: self.ranks}, transfer)  # type: ignore[dict-item]
 
     @property
     def weight(self) -> float:
@@ -137,8 +95,7 @@ class Engine(InferenceEngine):
         self.dead, self.dies_in_sync, self.starts = asyncio.Event(), False, asyncio.Event()
         self.starts.set()
         self.groups: list[int] = []
-        self._group: dict[str, Any] = {}
-        self._meeting: Meeting
+        self._reader = BroadcastReader(CPU)
 
     async def start(self) -> None:
         await self.starts.wait()
@@ -148,16 +105,17 @@ class Engine(InferenceEngine):
             await asyncio.sleep(0.2)
             self.dead.set()
         await self._lives()
-        received = await asyncio.to_thread(self._receive, update.info)
+        async with update.on("there") as own:
+            received = await asyncio.to_thread(self._receive, own.info)
         self.weight, self.version = received["weight"].item(), update.version
 
     def _receive(self, info: dict[str, Any]) -> dict[str, torch.Tensor]:
-        if info["rendezvous"] != self._group:
-            own = worker_info(info, self.index, 1)
-            self._meeting = Meeting(own["master_address"], own["master_port"], own["rank_offset"], own["world_size"])
-            self._group = info["rendezvous"]
-            self.groups.append(own["rank_offset"])
-        return self._meeting.broadcast()
+        before = self._reader._group
+        received = self._reader.read(info)
+        group = self._reader._group
+        if group is not None and group is not before:
+            self.groups.append(group._number)
+        return received
 
     async def _lives(self) -> None:
         if self.dead.is_set():
@@ -189,11 +147,11 @@ class Engine(InferenceEngine):
 class Run:
     """Two engines, a trainer, and what replaces engines."""
 
-    def __init__(self, engines: int = 2) -> None:
+    def __init__(self, engines: int = 2, *, recovers: bool = False) -> None:
         self.client = InferenceClient([Engine(index) for index in range(engines)])  # type: ignore[misc]
-        self.trainer = Trainer(self.client)
+        self.trainer = Trainer(self.client, recovers=recovers)
         self.sync = WeightSync(self.trainer, self.client, ())
-        self.sync.keeper = self.trainer
+        self.sync.expects_late_engines = True
         self.supervisor = EngineSupervisor(
             self.client, self.sync, max_restarts=9, heartbeat_s=0.02, heartbeat_timeout_s=5, limit_s=20
         )
@@ -213,8 +171,8 @@ class Run:
 
 
 @asynccontextmanager
-async def running(engines: int = 2) -> AsyncIterator[Run]:
-    run = Run(engines)
+async def running(engines: int = 2, *, recovers: bool = False) -> AsyncIterator[Run]:
+    run = Run(engines, recovers=recovers)
     run.supervisor.begin()
     try:
         async with asyncio.timeout(20):
@@ -235,7 +193,8 @@ async def test_a_newcomer_meets_the_ranks_alone_and_the_next_sync_is_of_a_group_
             await run.sync.sync(version)
             run.check(version)
         assert len(set(run.trainer.ranks.ports)) == 3, "all, the newcomer alone, all"
-        assert [engine.groups for engine in run.engines] == [[1, 1], [2, 2]]
+        (alone, own), (_, other) = (engine.groups for engine in run.engines)
+        assert alone == 1 and {own, other} == {1, 2}
 
 
 async def test_the_only_engine_is_replaced_without_a_sync() -> None:
@@ -257,7 +216,7 @@ async def test_while_the_weights_are_on_their_way_to_the_next_version_a_newcomer
         await run.sync.sync(2)  # to the other alone
         await run.until(restarts=1)
         run.check(2)
-        assert run.engines[0].groups == [1, 1]
+        assert len(run.engines[0].groups) == 2
 
 
 async def test_an_optimizer_step_waits_until_a_newcomer_has_the_weights() -> None:
@@ -299,3 +258,27 @@ async def test_ranks_that_a_newcomer_does_not_meet_are_given_up(monkeypatch: pyt
         assert "has not met them" in str(run.trainer.ranks.lost)
         with pytest.raises(RuntimeError, match="the workers have been stopped"):
             await run.trainer.optimizer_step()
+
+
+async def test_by_gloo_a_death_inside_of_a_sync_takes_nobody_and_the_others_get_the_weights_again() -> None:
+    async with running(3, recovers=True) as run:
+        await run.trainer.optimizer_step()
+        run.engines[1].dies_in_sync = True
+        await run.sync.sync(2)
+        assert run.trainer.ranks.lost is None and [run.engines[place].version for place in (0, 2)] == [2, 2]
+        await run.until(restarts=1)
+        run.check(2)
+        await run.trainer.optimizer_step()
+        await run.sync.sync(3)
+        run.check(3)
+
+
+async def test_by_gloo_a_member_that_never_joins_is_not_waited_for_longer_than_the_limit() -> None:
+    async with running(recovers=True) as run:
+        run.engines[1]._receive = lambda info: {"weight": torch.zeros(1, 1)}  # type: ignore[method-assign]
+        run.trainer.transfer._members = None  # type: ignore[attr-defined]
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TransferInterruptedError, match=r"not all members of the group joined within 2 s|failed"):
+            await run.sync.sync(2)
+        assert asyncio.get_running_loop().time() - began < 5 * STUCK_S
+        assert run.engines[0].version == 1, "an engine that did not get all is as it was"

@@ -15,7 +15,8 @@ mapped. It is written to only while no engine reads it: when the part before has
 | an engine, in ``update_weights`` | its own device alone                   |                                      |
 
 So nobody waits inside a collective for the other side, and who dies leaves nobody behind: engines that have a part of
-the weights are told that no more comes (``BROKEN_OFF``), and an engine's death is one (``weight_sync.turns``).
+the weights are told that no more comes (``BROKEN_OFF``), and an engine's failure ends no other process
+(``weight_sync.colocation``).
 
 What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 
@@ -28,7 +29,7 @@ What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 2. The handle goes as words and numbers (``Handle``) by Ray to the engine's actor and by vLLM's msgpack to its worker.
    vLLM's own sender puts torch's classes into the message, which its msgpack takes only as a pickle, behind
    ``VLLM_ALLOW_INSECURE_SERIALIZATION``. That is not set here, and nothing is unpickled: the classes are always the
-   same, and are put in where the memory is opened (``vllm_cuda_ipc``).
+   same, and are put in where the memory is opened (``vllm_worker``).
 3. In the worker ``IPCWeightTransferEngine.receive_weights`` finds the handle by its GPU's UUID,
    ``rebuild_cuda_tensor`` opens it under the worker's own device number (once: the importer keeps it for the parts that
    follow), and each tensor is cloned out of it. ``WeightTransferEngine.update_weights`` synchronizes the device before
@@ -42,31 +43,74 @@ Not traced: torch's ``expandable_segments``, whose handles are of another kind.
 
 That the bytes arrived is proven part by part: both ends add up every tensor on the device (``sum_of``). What the layers
 compute with is not read back, so the probe runs after every sync.
+
+Who shares whose GPU follows from the places alone (``engines.settings.rank_beside``); the engines compare the GPUs' own
+names. A late engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from skyasync.weight_sync.kinds import Kinds, bytes_of
-from skyasync.weight_sync.update import PART_BYTES
+from skyasync.cleanup import afterwards
+from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, sum_of, unpack
+from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
+from skyasync.weight_sync.update import CUDA_IPC, PART_BYTES, WeightUpdate
 
-SUMMED = 1 << 20  # elements that are added up at a time
-_GOLDEN = -7046029254386353131  # 2^64 over the golden ratio
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+if TYPE_CHECKING:
+    from skyasync.weight_sync.full_tensors import FullTensors
 
 Handle = dict[str, Any]
-"""What torch's ``_share_cuda_`` says of a buffer, in words and numbers, and the GPU's UUID."""
+"""What torch's ``_share_cuda_`` says of a buffer, as text and numbers, and the GPU's UUID."""
+
+
+class CudaIPCTransfer(WeightTransfer):
+    """Args:
+    ranks: of the policy.
+    living: the engines that take part in the next sync, by their places.
+    """
+
+    sender = "cuda_ipc"
+
+    def __init__(self, policy: PolicyRanks, ranks: int, living: Callable[[], Sequence[int]]) -> None:
+        super().__init__(policy)
+        self._count, self._living = ranks, living
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """Nothing is packed yet."""
+        return WeightUpdate(version, CUDA_IPC, {"in_parts": True})
+
+    async def parts(self, update: WeightUpdate) -> AsyncGenerator[WeightUpdate]:
+        """Each is packed when every living engine has loaded the one before; closing the iterator frees the last."""
+        living = self._living()
+        beside = [[e for e in living if e % self._count == rank] for rank in range(self._count)]
+        async with afterwards(self._ranks, "end"):
+            await self._ranks("begin", beside)
+            last = False
+            while not last:
+                part = message(await self._ranks("pack"))
+                yield replace(update, info=part)
+                last = part["last"]
+
+    async def release(self, update: WeightUpdate) -> None:
+        if update.backend != CUDA_IPC:
+            await self._policy.call_first("transfer_weights", "shared_memory", "free")
+
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        """The policy must be in host memory."""
+        info = (await self._policy.call("transfer_weights", "shared_memory", "write"))[0]
+        await self._policy.call_first("transfer_weights", "shared_memory", "prove")
+        return WeightUpdate(version, "shared_memory", info | {"late": True})
 
 
 class ForEngine(NamedTuple):
-    """What one engine needs of a part beside its contents' names."""
+    """What one engine needs of a part besides the names of its contents."""
 
     handle: Handle
     sums: list[int]
@@ -74,7 +118,7 @@ class ForEngine(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A part of the weights, as one rank says it; ``engines`` are those on its device, by their places."""
+    """A part of the weights, of one rank; ``engines`` are those on its device, by their places."""
 
     part: int
     last: bool
@@ -85,59 +129,78 @@ class Packed:
     engines: dict[int, ForEngine]
 
 
+class CudaIPCSender:
+    """On each policy rank; all ranks call it alike."""
+
+    def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
+        self._weights, self._rank, self._device = weights, rank, device
+        self._packer: Packer | None = None
+
+    def begin(self, beside: Sequence[Sequence[int]]) -> None:
+        """Args: beside: for each rank, the places of the engines that share its device."""
+        tensors = self._weights()
+        self._packer = Packer(tensors.specs, iter(tensors), self._device, beside[self._rank])
+
+    def pack(self) -> Packed:
+        """The next part, when the engines have loaded the one before."""
+        assert self._packer is not None
+        return self._packer.pack()
+
+    def end(self) -> None:
+        """No engine reads a part any more: free it."""
+        if self._packer is not None:
+            self._packer.close()
+            self._packer = None
+
+
 class Packer:
-    """A rank's end: gathers parameter by parameter into one buffer, part after part. All ranks make and call it alike.
+    """Gathers parameter by parameter into one buffer, part after part.
 
     Args:
-        kinds: of all weights, as the engines are to get them.
-        weights: whole, one after the other, in the order of ``kinds``.
+        specs: of all weights, as the engines get them.
+        weights: full tensors, one after the other, in the order of ``specs``.
         engines: on this device, by their places.
     """
 
     def __init__(
         self,
-        kinds: Kinds,
+        specs: TensorSpecs,
         weights: Iterator[tuple[str, Tensor]],
         device: torch.device,
         engines: Sequence[int],
     ) -> None:
-        self._kinds, self._weights, self._device = kinds, weights, device
-        self._parts, self._number = parts_of(kinds), 0
+        self._specs, self._weights, self._device = specs, weights, device
+        self._parts, self._number = chunks_of(specs, PART_BYTES), 0
         self._buffer: Tensor | None = None
         self._handles: dict[int, Handle] = {}
         if engines:
-            size = max(sum(bytes_of(kinds[name]) for name in part) for part in self._parts)
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            size = max(sum(bytes_of(specs[name]) for name in part) for part in self._parts)
+            self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
             self._handles = {engine: handle_of(self._buffer) for engine in engines}
 
     def pack(self) -> Packed:
-        """The next part. No engine reads the one before any more."""
-        names, number = self._parts[self._number], self._number
-        sums: list[Tensor] = []
-        end = 0
+        """Gather the next part into the buffer, which no engine reads; it is complete when this returns."""
+        number, names, end = self._number, self._parts[self._number], 0
+        specs = {name: self._specs[name] for name in names}
         for name in names:
-            came, whole = next(self._weights)
-            if came != name:
-                raise RuntimeError(f"{came} came where {name} was said to come")
+            gathered, whole = next(self._weights)
+            assert gathered == name, f"{gathered} was gathered, and {name} was announced"
             if self._buffer is not None:
-                tensor = whole.to(self._device, self._kinds[name][0]).contiguous()
-                size = bytes_of(self._kinds[name])
-                self._buffer[end : end + size].copy_(tensor.reshape(-1).view(torch.uint8))
-                sums.append(sum_of(tensor))
-                end += size
-        added = torch.stack(sums).tolist() if sums else []
+                pack(whole, specs[name], self._buffer[end:])
+                end += bytes_of(specs[name])
+        packed = unpack(self._buffer, names, specs).values() if self._buffer is not None else ()
+        sums = torch.stack([sum_of(tensor) for tensor in packed]).tolist() if packed else []
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._number += 1
-        kinds = [self._kinds[name] for name in names]
         return Packed(
             number,
             self._number == len(self._parts),
             names,
-            [str(dtype).removeprefix("torch.") for dtype, _ in kinds],
-            [list(shape) for _, shape in kinds],
-            [bytes_of(kind) for kind in kinds],
-            {engine: ForEngine(handle, added) for engine, handle in self._handles.items()},
+            [str(dtype).removeprefix("torch.") for dtype, _ in specs.values()],
+            [list(shape) for _, shape in specs.values()],
+            [bytes_of(spec) for spec in specs.values()],
+            {engine: ForEngine(handle, sums) for engine, handle in self._handles.items()},
         )
 
     def close(self) -> None:
@@ -146,21 +209,6 @@ class Packer:
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()  # for the engines' caches
-
-
-def parts_of(kinds: Kinds) -> list[list[str]]:
-    """The names of each part: no larger than ``PART_BYTES`` unless one tensor is; each tensor at a multiple of its
-    elements' size, without which it cannot be looked at where it lies."""
-    parts: list[list[str]] = [[]]
-    end = 0
-    for name, kind in kinds.items():
-        size, (dtype, _) = bytes_of(kind), kind
-        if parts[-1] and (end + size > PART_BYTES or end % dtype.itemsize):
-            parts.append([])
-            end = 0
-        parts[-1].append(name)
-        end += size
-    return parts
 
 
 def message(ranks: Sequence[Packed]) -> dict[str, Any]:
@@ -201,15 +249,3 @@ def handle_of(buffer: Tensor) -> Handle:
         "event": event,
         "wait": wait,
     }
-
-
-def sum_of(tensor: Tensor) -> Tensor:
-    """64 bits that depend on every byte and on its place, and are the same on every device (int64, added up modulo
-    2^64); an element that differs from what it was always shows."""
-    elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    factors = torch.arange(min(SUMMED, max(len(elements), 1)), device=tensor.device) * _GOLDEN | 1
-    for first in range(0, len(elements), SUMMED):
-        piece = elements[first : first + SUMMED].long()
-        total = total * 31 + (piece * factors[: len(piece)]).sum()
-    return total

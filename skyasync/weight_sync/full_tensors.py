@@ -1,0 +1,103 @@
+"""The full (unsharded) weights of a model, one tensor at a time, as engines and files need them.
+
+Invariant: names, dtypes and shapes are known before the first tensor comes. All ranks iterate alike and to the end and
+gather each parameter when it is due, so no rank needs memory for more than one full parameter (and the tensors that it
+is split into).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from skyasync.weight_sync.tensors import TensorSpecs, meta_tensors, specs_of
+
+
+class FullTensors:
+    """Full tensors by name, in the order of ``specs``; their dtypes may still be the model's own.
+
+    Args:
+        weights: shards, or objects with a ``full_tensor`` method, by the names of the model's parameters.
+        dtype: of floating-point tensors in ``specs``.
+        layout: the names and shapes of files; None sends the model's own.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], dtype: torch.dtype, layout: FileLayout | None = None) -> None:
+        self._weights, self._dtype, self._layout = weights, dtype, layout
+        self.specs: TensorSpecs = layout.specs if layout else specs_in(weights, dtype)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self._layout is None:
+            yield from gathered(self._weights)
+        elif self._layout.one_by_one:
+            for name, whole in gathered(self._weights):
+                yield from self._layout.of_one(name, whole)
+        else:
+            yield from self._layout.of_all({name: self._cast(whole) for name, whole in gathered(self._weights)})
+
+    def _cast(self, whole: Tensor) -> Tensor:
+        return (whole.to(self._dtype) if whole.is_floating_point() else whole).cpu().contiguous()
+
+    def only_gather(self) -> None:
+        """For a rank that keeps nothing."""
+        for _ in gathered(self._weights):
+            pass
+
+
+class FileLayout:
+    """Weights under the names of the model's files. Names and tensors are those of an export.
+
+    transformers joins a layer's experts when it loads them. The library itself undoes that here: parameter by parameter
+    if this gives the same tensors as all parameters at once (tried once, without memory), else all at once.
+
+    Args:
+        specs: of the full weights, by the names of the model's parameters.
+        adapters: LoRA layers in the model, if it has some (``skyasync.workers.lora.Adapters``).
+    """
+
+    def __init__(self, model: PreTrainedModel, specs: TensorSpecs, adapters: Any = None) -> None:  # noqa: ANN401
+        self._model, self._adapters = model, adapters
+        tensors = meta_tensors(specs)
+        at_once = specs_of(self._split(tensors))
+        of_each = {name: specs_of(self._split({name: tensor})) for name, tensor in tensors.items()}
+        one_by_one = {name: spec for found in of_each.values() for name, spec in found.items()}
+        self.one_by_one = one_by_one == at_once
+        self.specs: TensorSpecs = one_by_one if self.one_by_one else at_once
+        self._unchanged = {name for name, found in of_each.items() if found == {name: specs[name]}}
+
+    @staticmethod
+    def differs(model: PreTrainedModel) -> bool:
+        """Whether the model joins anything that is separate in its files."""
+        return any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model))
+
+    def of_one(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one parameter."""
+        yield from [(name, whole)] if name in self._unchanged else self._split({name: whole}).items()
+
+    def of_all(self, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        yield from self._split(weights).items()
+
+    def _split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        with self._adapters.aside() if self._adapters else nullcontext():  # transformers looks at the model's layers
+            found: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
+        return found
+
+
+def specs_in(weights: Mapping[str, Any], dtype: torch.dtype) -> TensorSpecs:
+    """Of full weights, floating-point ones converted to ``dtype``."""
+    return {name: (dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape)) for name, w in weights.items()}
+
+
+def gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors, one at a time. Collective: all ranks iterate."""
+    for name, value in tensors.items():
+        gather = getattr(value, "full_tensor", None)
+        whole = gather() if gather else value
+        yield name, (whole.numbers() if hasattr(whole, "numbers") else whole).detach()  # quantized codes, as numbers

@@ -1,0 +1,92 @@
+"""What is known of tensors before they exist: dtype and shape, by name; and how they are cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
+TensorSpecs = Mapping[str, TensorSpec]
+
+SUMMED = 1 << 20  # elements that ``sum_of`` adds up at a time
+_GOLDEN = -7046029254386353131  # 2^64 over the golden ratio
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> TensorSpecs:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def bytes_of(spec: TensorSpec) -> int:
+    dtype, shape = spec
+    return prod(shape) * dtype.itemsize
+
+
+def meta_tensors(specs: TensorSpecs) -> dict[str, Tensor]:
+    """Tensors without memory."""
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in specs.items()}
+
+
+def to_message(specs: TensorSpecs) -> dict[str, Any]:
+    """The same as text and numbers alone; ``from_message`` is its inverse, and takes specs as well."""
+    return {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in specs.items()}
+
+
+def from_message(message: Mapping[str, Any]) -> TensorSpecs:
+    return {
+        name: (getattr(torch, dtype) if isinstance(dtype, str) else dtype, tuple(shape))
+        for name, (dtype, shape) in message.items()
+    }
+
+
+def as_message(info: Mapping[str, Any]) -> dict[str, Any]:
+    """An update's ``info`` as text and numbers alone."""
+    return {**info, "specs": to_message(from_message(info["specs"]))} if "specs" in info else dict(info)
+
+
+def chunks_of(specs: TensorSpecs, most: int) -> list[list[str]]:
+    """The names of each chunk: no larger than ``most`` bytes unless one tensor is; each tensor begins at a multiple of
+    its elements' size, without which it cannot be viewed in the chunk."""
+    chunks: list[list[str]] = [[]]
+    end = 0
+    for name, spec in specs.items():
+        size, (dtype, _) = bytes_of(spec), spec
+        if chunks[-1] and (end + size > most or end % dtype.itemsize):
+            chunks.append([])
+            end = 0
+        chunks[-1].append(name)
+        end += size
+    return chunks
+
+
+def pack(tensor: Tensor, spec: TensorSpec, into: Tensor) -> None:
+    """Copy a tensor into bytes, converted to its spec."""
+    converted = tensor.detach().to(into.device, spec[0]).contiguous()
+    into[: bytes_of(spec)].copy_(converted.reshape(-1).view(torch.uint8))
+
+
+def unpack(buffer: Tensor, names: Sequence[str], specs: TensorSpecs) -> dict[str, Tensor]:
+    """The tensors of a packed buffer, as views of it."""
+    tensors, end = {}, 0
+    for name in names:
+        dtype, shape = specs[name]
+        size = bytes_of(specs[name])
+        tensors[name] = buffer[end : end + size].view(dtype).view(shape)
+        end += size
+    return tensors
+
+
+def sum_of(tensor: Tensor) -> Tensor:
+    """64 bits that depend on every byte and on its place, and are the same on every device (int64, added up modulo
+    2^64); an element that differs from what it was always shows."""
+    elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    factors = torch.arange(min(SUMMED, max(len(elements), 1)), device=tensor.device) * _GOLDEN | 1
+    for first in range(0, len(elements), SUMMED):
+        piece = elements[first : first + SUMMED].long()
+        total = total * 31 + (piece * factors[: len(piece)]).sum()
+    return total

@@ -1,0 +1,1 @@
+"""The ways by which weights travel; each file has both ends of one."""

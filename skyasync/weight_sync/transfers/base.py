@@ -1,0 +1,88 @@
+"""One way by which weights travel from the policy's ranks to engines.
+
+```
+controller   publish ──▶ (send  ∥  engines load each of ``parts``) ──▶ release          a weight sync
+             for_late_engine ──▶ one engine loads ──▶ release                           between two syncs
+```
+
+Every way is one file with three parts: the object of the controller (a ``WeightTransfer``), the sender on each policy
+rank, made by ``WeightSender``, and the reader of an engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Protocol
+
+from skyasync.weight_sync.update import WeightUpdate
+
+
+class PolicyRanks(Protocol):
+    """The policy's processes; ``skyasync.workers.ranks.RankGroup`` says what each method does."""
+
+    async def call(self, method: str, *args: object) -> list[Any]: ...
+    async def call_first(self, method: str, *args: object) -> Any: ...  # noqa: ANN401
+
+
+class WeightTransfer(ABC):
+    """Every update of ``publish``, ``publish_whole`` and ``for_late_engine`` is released once.
+
+    Attributes:
+        proves_content: digests prove after every sync what the engines have; else the verification prompts do.
+        expects_late_engines: ``for_late_engine`` may be called; set before the first ``publish``.
+    """
+
+    proves_content = False
+    sender = ""  # the key of ``WeightSender.senders``
+    expects_late_engines = False
+
+    def __init__(self, policy: PolicyRanks) -> None:
+        self._policy = policy
+
+    @abstractmethod
+    async def publish(self, version: int) -> WeightUpdate:
+        """Make the weights available to the engines, or ready to be sent."""
+
+    async def send(self, update: WeightUpdate) -> None:
+        """What must be done while the engines load the update."""
+        return
+
+    async def parts(self, update: WeightUpdate) -> AsyncGenerator[WeightUpdate]:
+        """What the engines load, one part after the other."""
+        yield update
+
+    @abstractmethod
+    async def release(self, update: WeightUpdate) -> None:
+        """No engine loads the update any more."""
+
+    @abstractmethod
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        """All weights of the version that was published last, for an engine that joins late.
+
+        Raises:
+            WeightsMovedError: if they are not available before the next sync.
+        """
+
+    async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
+        """All weights of the version once more, for all engines: one could not load the update."""
+        return await self.publish(update.version)
+
+    def engine_failed(self, cause: BaseException) -> bool:
+        """An engine has failed while all engines load; whether the policy's ranks are lost with it."""
+        return False
+
+    def changing(self) -> AbstractAsyncContextManager[None]:
+        """Around whatever changes the policy's weights."""
+        return nullcontext()
+
+    async def release_kept(self) -> None:
+        """No engine will join late any more: free what is kept for one."""
+        return
+
+    async def _ranks(self, method: str, *args: object) -> list[Any]:
+        return await self._policy.call("transfer_weights", self.sender, method, *args)
+
+    async def _rank_0(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
+        return await self._policy.call_first("transfer_weights", self.sender, method, *args)

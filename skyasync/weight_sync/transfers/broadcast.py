@@ -1,0 +1,407 @@
+"""Weights by broadcast: rank 0 of the policy to every worker of every engine, by NCCL on GPUs and by gloo on CPUs.
+
+Invariant: both ends cut the same ``specs`` into the same chunks, so they make the same broadcasts in the same order. A
+group has the engines that are alive when the update is published; others, or other policy ranks, form a new one.
+
+| who waits                          | for what                    | woken by                                     |
+|------------------------------------|-----------------------------|----------------------------------------------|
+| ``TensorGroup.join``, every member | the other members           | the last one; ``interrupt``; ``timeout_s``   |
+| ``send``, the engines              | each other, chunk by chunk  | gloo: a closed connection, or ``timeout_s``; |
+|                                    |                             | NCCL: ``give_up``, which ends the ranks      |
+| ``changing`` (an optimizer step)   | a late engine's weights     | ``release``                                  |
+| ``release``                        | the end of what it was sent | the ranks; ``SETTLE_S``, then ``give_up``    |
+
+After a failure inside gloo every member closes its connections, and by that the next member's. An engine has changed
+nothing then (``TransferInterruptedError``), and the weights are sent again to those that are left. Inside NCCL nothing
+ends the others' wait: engines and ranks are lost, as ``recovers`` says.
+
+A late engine meets the ranks alone, while the weights are those that were sent last: optimizer steps wait for that, and
+after one the engine waits for the next sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+
+from skyasync.errors import headline
+from skyasync.weight_sync.tensors import (
+    TensorSpecs,
+    bytes_of,
+    chunks_of,
+    from_message,
+    pack,
+    sum_of,
+    to_message,
+    unpack,
+)
+from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
+from skyasync.weight_sync.update import PART_BYTES, TransferInterruptedError, WeightsMovedError, WeightUpdate
+from skyasync.weight_sync.verify.digests import refuse
+
+if TYPE_CHECKING:
+    from skyasync.weight_sync.full_tensors import FullTensors
+
+BACKEND = "nccl"  # the setting's name of this way
+SETTLE_S = 60.0
+POLL_S = 0.005
+
+
+class TensorGroup:
+    """Rank 0 sends, the others receive. Any error of the group closes it and is a ``TransferInterruptedError``."""
+
+    def __init__(self, store: TCPStore, rendezvous: Mapping[str, Any], device: torch.device) -> None:
+        self._store, self._device = store, device
+        self._rendezvous = rendezvous
+        self._number = int(store.add("joined", 1)) - 1  # the sender comes first
+        self._group: Any = None
+
+    @classmethod
+    def listen(cls, host: str, members: int, timeout_s: float, device: torch.device) -> TensorGroup:
+        """The sender's; the others join by its ``rendezvous``."""
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        address = {"host": host, "port": store.port, "size": 1 + members, "timeout_s": timeout_s}
+        return cls(store, address | {"chunk_bytes": PART_BYTES}, device)
+
+    @classmethod
+    def connect(cls, rendezvous: Mapping[str, Any], device: torch.device) -> TensorGroup:
+        return cls(_store(rendezvous, rendezvous["timeout_s"]), rendezvous, device)
+
+    @property
+    def rendezvous(self) -> dict[str, Any]:
+        return dict(self._rendezvous)
+
+    def join(self) -> None:
+        """Wait for all members, once."""
+        if self._group is not None:
+            return
+        size, timeout_s = self._rendezvous["size"], self._rendezvous["timeout_s"]
+        try:
+            until = time.monotonic() + timeout_s
+            while int(self._store.add("joined", 0)) < size:
+                if self._store.check(["interrupted"]):
+                    raise RuntimeError("another member has failed")
+                if time.monotonic() > until:
+                    raise TimeoutError(f"not all members of the group joined within {timeout_s:g} s")
+                time.sleep(POLL_S)
+            self._group = self._process_group(PrefixStore("weights", self._store), size, timedelta(seconds=timeout_s))
+        except Exception as error:
+            why = headline(error)
+        else:
+            return
+        self._fail(why)
+
+    def _process_group(self, store: PrefixStore, size: int, timeout: timedelta) -> Any:  # noqa: ANN401
+        if self._device.type == "cuda":
+            from torch.distributed import ProcessGroupNCCL
+
+            torch.cuda.set_device(self._device)
+            options: Any = ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return ProcessGroupNCCL(store, self._number, size, options)
+        from torch.distributed import ProcessGroupGloo
+
+        gloo: Any = ProcessGroupGloo  # its stub lacks the options
+        options = gloo._Options()
+        options._timeout = timeout
+        named = os.environ.get("GLOO_SOCKET_IFNAME")
+        interface = {"interface": named} if named else {"hostname": self._own_address()}
+        options._devices = [gloo.create_device(**interface)]
+        return gloo(store, self._number, size, options)
+
+    def _own_address(self) -> str:
+        """Of this machine, as the sender's machine sees it."""
+        if self._number == 0:
+            return str(self._rendezvous["host"])
+        with socket.create_connection((self._rendezvous["host"], self._rendezvous["port"]), timeout=10) as connection:
+            return str(connection.getsockname()[0])
+
+    def broadcast(self, tensor: Tensor) -> None:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        try:
+            self._group.broadcast([tensor], options).wait()
+        except Exception as error:  # whose traceback would keep the group, and by that the connections
+            why = headline(error)
+        else:
+            return
+        self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        self.close()
+        raise TransferInterruptedError(f"the broadcast of weights was interrupted: {why}")
+
+    def close(self) -> None:
+        """Close the connections, by which the others know. Safe to call twice."""
+        group, self._group = self._group, None
+        if group is not None and self._device.type == "cuda":
+            group.abort()
+
+
+def _store(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
+    """Raises OSError at once if the sender has left: ``TCPStore`` itself would try again until its limit."""
+    host, port = rendezvous["host"], rendezvous["port"]
+    socket.create_connection((host, port), timeout=timeout_s).close()
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def interrupt(rendezvous: Mapping[str, Any]) -> None:
+    """Let members that wait for others to join stop waiting. For any process."""
+    _store(rendezvous, 10.0).set("interrupted", "")
+
+
+class BroadcastSender:
+    """On each policy rank; all ranks iterate, and rank 0 sends.
+
+    Args:
+        weights: see ``WeightSender``.
+    """
+
+    def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
+        self._weights, self._rank, self._device = weights, rank, device
+        self._group: TensorGroup | None = None
+
+    def open(self, host: str, members: int, timeout_s: float) -> dict[str, Any]:
+        """Leave the former group and listen for the members of a new one; how they find it. Of rank 0."""
+        self.close()
+        self._group = TensorGroup.listen(host, members, timeout_s, self._device)
+        return self._group.rendezvous
+
+    def specs(self) -> dict[str, Any]:
+        """Of what ``send`` sends. No communication."""
+        return to_message(self._weights().specs)
+
+    def send(self) -> str:
+        """Ends when every member has all weights; all ranks call it. Why it was interrupted, or ""."""
+        weights = self._weights()
+        if self._rank != 0:
+            weights.only_gather()
+            return ""
+        following = iter(weights)
+        why = self.send_tensors(following, weights.specs)
+        for _ in following:  # the other ranks gather all
+            pass
+        return why
+
+    def send_tensors(self, tensors: Iterable[tuple[str, Tensor]], specs: TensorSpecs, *, sums: bool = True) -> str:
+        """Args: sums: the members check what they received by them, not by digests."""
+        assert self._group is not None
+        group, following = self._group, iter(tensors)
+        try:
+            group.join()
+            found: list[Tensor] = []
+            for names in chunks_of(specs, group.rendezvous["chunk_bytes"]):
+                buffer = torch.empty(_bytes(names, specs), dtype=torch.uint8, device=self._device)
+                end = 0
+                for name in names:
+                    sent, tensor = next(following)
+                    assert sent == name, f"{sent} is sent, and {name} was announced"
+                    pack(tensor, specs[name], buffer[end:])
+                    end += bytes_of(specs[name])
+                if sums:
+                    found += [sum_of(tensor) for tensor in unpack(buffer, names, specs).values()]
+                group.broadcast(buffer)
+            if found:
+                group.broadcast(torch.stack(found))
+        except TransferInterruptedError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class BroadcastReader:
+    """In each process that has a model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._group: TensorGroup | None = None
+
+    def read(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
+        """All weights, in memory that is the caller's.
+
+        Raises:
+            TransferInterruptedError: if not all of them arrived.
+            WeightSyncError: if they are not what was sent.
+        """
+        return {name: tensor for chunk in self.chunks(info) for name, tensor in chunk.items()}
+
+    def chunks(self, info: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        """The same, in chunks as they arrive; the check follows the last one."""
+        specs, group = from_message(info["specs"]), self._member(info["rendezvous"])
+        group.join()
+        sums: list[Tensor] = []
+        for names in chunks_of(specs, info["rendezvous"]["chunk_bytes"]):
+            buffer = torch.empty(_bytes(names, specs), dtype=torch.uint8, device=self._device)
+            group.broadcast(buffer)
+            chunk = unpack(buffer, names, specs)
+            if "digests" not in info:
+                sums += [sum_of(tensor) for tensor in chunk.values()]
+            yield chunk
+        if sums:
+            group.broadcast(sent := torch.empty(len(sums), dtype=torch.int64, device=self._device))
+            right = (torch.stack(sums) == sent).tolist()
+            refuse([name for name, same in zip(specs, right, strict=True) if not same], "the engine received")
+
+    def _member(self, rendezvous: Mapping[str, Any]) -> TensorGroup:
+        if self._group is None or self._group.rendezvous != rendezvous:
+            self.close()
+            try:
+                self._group = TensorGroup.connect(rendezvous, self._device)
+            except Exception as error:  # the sender has left it
+                raise TransferInterruptedError(f"the sender of weights is not there: {headline(error)}") from None
+        return self._group
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def _bytes(names: Sequence[str], specs: TensorSpecs) -> int:
+    return sum(bytes_of(specs[name]) for name in names)
+
+
+class Ranks(PolicyRanks, Protocol):
+    def give_up(self, reason: str, cause: BaseException | None = None) -> None: ...
+
+
+class BroadcastTransfer(WeightTransfer):
+    """Sends from all ranks' shards to all engines.
+
+    Args:
+        workers: of an engine, each with a part of the model.
+        living: the engines that take part in the next sync, by their places.
+        timeout_s: for a member to join, and by gloo for a chunk.
+        recovers: a member that fails inside leaves the others (gloo).
+    """
+
+    sender = "broadcast"
+
+    def __init__(
+        self,
+        policy: Ranks,
+        workers: int,
+        living: Callable[[], Sequence[int]],
+        *,
+        timeout_s: float = 60.0,
+        recovers: bool = False,
+    ) -> None:
+        super().__init__(policy)
+        self._ranks_to_end, self._workers, self._living = policy, workers, living
+        self._timeout_s, self._recovers = timeout_s, recovers
+        self._members: list[int] | None = None  # of the current group; None: there is none, or a late engine's
+        self._rendezvous: dict[str, Any] = {}
+        self._moved = False  # the weights are not those that were sent last
+        self._resting = asyncio.Lock()  # while nothing may change them
+        self._alone: asyncio.Task[Any] | None = None  # sends to a late engine
+
+    async def publish(self, version: int) -> WeightUpdate:
+        """Nothing is sent yet."""
+        members = list(self._living())
+        if members != self._members:
+            await self._open(len(members))
+            self._members = members
+        self._moved = False
+        return await self._announced(version, members)
+
+    async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
+        """For the engines that are left, in a new group."""
+        self._members = None
+        return await self.publish(update.version)
+
+    async def send(self, update: WeightUpdate) -> None:
+        """Ends when every engine has the weights, or a member of a group that recovers has failed."""
+        if self._members and (why := (await self._ranks("send"))[0]):
+            self._members = None
+            if not self._recovers:
+                raise TransferInterruptedError(why)
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        async with self._resting:
+            self._moved = True
+            yield
+
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        """From here on the weights are sent, until ``release``."""
+        await self._resting.acquire()
+        try:
+            if self._moved:
+                raise WeightsMovedError("the weights are not those that the other engines have any more")
+            self._members = None
+            await self._open(1)
+            update = await self._announced(version, None)
+        except BaseException:
+            self._resting.release()
+            raise
+        self._alone = asyncio.ensure_future(self._ranks("send"))
+        return update
+
+    async def release(self, update: WeightUpdate) -> None:
+        """After ``for_late_engine``: the engine has the weights, or the ranks may be waiting for it and are ended."""
+        sending, self._alone = self._alone, None
+        if sending is None:
+            return
+        try:
+            await asyncio.wait({sending}, timeout=SETTLE_S)
+            if not sending.done():
+                self._give_up("an engine that came late has not met them in its weight sync")
+            elif error := sending.exception():
+                self._give_up("the weights could not be sent to an engine that came late", error)
+            elif (why := sending.result()[0]) and not self._recovers:
+                self._give_up(f"the weights could not be sent to an engine that came late: {why}")
+        finally:
+            sending.cancel()
+            self._resting.release()
+
+    def engine_failed(self, cause: BaseException) -> bool:
+        if not self._recovers:
+            self._give_up("an engine has died in a weight sync by NCCL, in which they wait for it", cause)
+        return not self._recovers
+
+    def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        self._members = None
+        self._ranks_to_end.give_up(reason, cause)
+
+    async def _open(self, engines: int) -> None:
+        _, host = cast(tuple[str, str], await self._policy.call_first("node"))
+        self._rendezvous = await self._rank_0("open", host, engines * self._workers, self._timeout_s)
+
+    async def _announced(self, version: int, members: list[int] | None) -> WeightUpdate:
+        info = {"rendezvous": self._rendezvous, "specs": await self._rank_0("specs")}
+        if not self._recovers:
+            info["members"] = members
+        return WeightUpdate(version, BACKEND, info, remote=_Interrupting())
+
+
+class _Interrupting:
+    """An engine that fails before it joins does not keep the others waiting."""
+
+    @asynccontextmanager
+    async def on(self, update: WeightUpdate, node: str) -> AsyncIterator[WeightUpdate]:
+        try:
+            yield update
+        except BaseException:
+            await interrupt_soon(update.info["rendezvous"])
+            raise
+
+
+async def interrupt_soon(rendezvous: Mapping[str, Any]) -> None:
+    try:
+        await asyncio.to_thread(interrupt, rendezvous)
+    except Exception:  # the sender's process has ended
+        return

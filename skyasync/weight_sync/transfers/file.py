@@ -1,0 +1,374 @@
+"""Weights by a safetensors file, in shared memory of the machine or in a folder that several machines see.
+
+Invariant: a file is complete before its name exists (it is renamed into place), and its writer removes it; files of a
+killed process are removed by the next writer on the machine. It carries the digests of its tensors as their writer had
+them, by which a reader proves what it has. Names, dtypes and shapes are known before, so the header comes first and
+each tensor is written as soon as it is there: no more than one is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from skyasync.errors import UserError
+from skyasync.weight_sync.delta import About, DeltaEncoder, Encoded
+from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, specs_of
+from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
+from skyasync.weight_sync.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from skyasync.weight_sync.full_tensors import FullTensors
+    from skyasync.weight_sync.transfers.remote import RemoteEngines
+
+PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
+OWNER_ALONE = 0o600
+ABOUT = ":about"  # the key of ``About`` among the digests; no tensor's name begins so
+PIECE = 1 << 18  # elements that are converted and written at a time
+NOT_YET = "0" * 16  # instead of a digest
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class FileTransfer(WeightTransfer):
+    """Sends all weights, a delta or adapters.
+
+    Args:
+        encoding: "full", "delta" or "adapter".
+        remote: engines on other nodes that do not see the file.
+    """
+
+    proves_content = True
+    sender = "file"
+
+    def __init__(self, policy: PolicyRanks, encoding: str = "full", remote: RemoteEngines | None = None) -> None:
+        super().__init__(policy)
+        self._encoding, self._remote = encoding, remote
+        self._last: WeightUpdate | None = None
+
+    async def publish(self, version: int) -> WeightUpdate:
+        self._last = None
+        update = _update(version, (await self._ranks("write", self._encoding))[0])
+        return update if self._remote is None else await self._remote.announce(update)
+
+    async def send(self, update: WeightUpdate) -> None:
+        if self._remote is not None:
+            await self._remote.send(update)
+
+    async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
+        if self._encoding == "delta":
+            update = _update(update.version, await self._rank_0("write_whole", True))
+        return update if self._remote is None else await self._remote.announce_again(update)
+
+    async def release(self, update: WeightUpdate) -> None:
+        if not self.expects_late_engines or self._encoding == "delta":
+            await self._rank_0("remove", update.info["path"])
+        elif self._last is None:
+            path = await self._rank_0("keep", update.info["path"])
+            self._last = WeightUpdate(update.version, update.backend, {"path": path}, update.content, update.base)
+
+    async def for_late_engine(self, version: int) -> WeightUpdate:
+        update = self._last
+        if self._encoding == "delta":
+            update = _update(version, await self._rank_0("write_whole", False))
+        assert update is not None
+        return update if self._remote is None else await self._remote.announce(update, late=True)
+
+    async def release_kept(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            await self._rank_0("remove", last.info["path"])
+
+
+Written = tuple[str, str, str, dict[str, float]]
+"""A file: its path, the content of the weights, that of what it is a delta of ("" for all weights), metrics."""
+
+
+def _update(version: int, written: Written) -> WeightUpdate:
+    path, content, base, metrics = written
+    return WeightUpdate(version, "shared_memory", {"path": path}, content, base, metrics)
+
+
+class FileSender:
+    """Args:
+    folder: of several machines; empty is memory of this one.
+    """
+
+    def __init__(
+        self, weights: Callable[[], FullTensors], adapter: Callable[[], Any], rank: int, folder: str = ""
+    ) -> None:
+        self._weights, self._adapter, self._rank, self._folder = weights, adapter, rank, folder
+        self._delta = DeltaEncoder()
+        self._kept: tuple[str, int | None] = ("", None)  # path and descriptor
+
+    def write(self, encoding: str = "full") -> Written | None:
+        """Write a file on rank 0; all ranks call it. The kept file is removed first: there is room for one."""
+        if self._rank == 0:
+            self._drop()
+        if encoding == "adapter":
+            adapter = self._adapter()
+            return self._written(adapter.encode()) if self._rank == 0 else None
+        tensors = self._weights()
+        if self._rank != 0:
+            tensors.only_gather()
+            return None
+        if encoding == "delta":
+            return self._written(self._delta.encode(tensors.specs, tensors))
+        return write_one_by_one(tensors.specs, tensors, self._folder), "", "", {}
+
+    def write_whole(self, fell_back: bool) -> Written:
+        """All weights that were last written as a delta."""
+        return self._written(self._delta.whole(fell_back=fell_back))
+
+    def _written(self, encoded: Encoded) -> Written:
+        return write_encoded(encoded, self._folder), encoded.content, encoded.about.base, encoded.metrics
+
+    def keep(self, path: str) -> str:
+        """Keep a file until the next one; the path by which processes of this user find it from now on.
+
+        In memory of this machine it loses its name, so that the kernel frees it with this process, however that ends.
+        """
+        self._drop()
+        if self._folder:
+            self._kept = path, None
+        else:
+            descriptor = os.open(path, os.O_RDWR)
+            remove_weights(path)
+            self._kept = f"/proc/{os.getpid()}/fd/{descriptor}", descriptor
+        return self._kept[0]
+
+    def remove(self, path: str) -> None:
+        if path == self._kept[0]:
+            self._drop()
+        else:
+            remove_weights(path)
+
+    def _drop(self) -> None:
+        (path, descriptor), self._kept = self._kept, ("", None)
+        if descriptor is not None:
+            os.close(descriptor)
+        elif path:
+            remove_weights(path)
+
+
+def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], About]:
+    """Tensors, digests, and what the file says of itself."""
+    return read_weights(path), read_digests(path), read_about(path)
+
+
+def read_about(path: str) -> About:
+    with safe_open(path, framework="pt") as file:
+        return About(**json.loads((file.metadata() or {}).get(ABOUT, "{}")))
+
+
+def write_encoded(encoded: Encoded, folder: str = "") -> str:
+    about = {name: value for name, value in encoded.about._asdict().items() if value}
+    return write_weights(encoded.tensors, folder, encoded.digests | {ABOUT: json.dumps(about)})
+
+
+def directories() -> tuple[Path, ...]:
+    """Shared memory where the system has it, then the folder for temporary files."""
+    shm, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
+    return (shm, temporary) if os.access(shm, os.W_OK) else (temporary,)
+
+
+def directory_for(size: int) -> Path:
+    """The first of ``directories()`` with room for ``size`` bytes: a container's shared memory may be 64 MB.
+
+    Raises:
+        UserError: if none has.
+    """
+    free = {folder: shutil.disk_usage(folder).free for folder in directories()}
+    for folder, room in free.items():
+        if room > size:
+            return folder
+    found = ", ".join(f"{folder} has {room >> 20} MiB" for folder, room in free.items())
+    raise UserError(f"the weights take {size >> 20} MiB on their way to the engines; free: {found}")
+
+
+def write_weights(weights: Mapping[str, Tensor], folder: str = "", metadata: Mapping[str, str] | None = None) -> str:
+    """Write tensors that are all there; see ``write_one_by_one``."""
+    return write_one_by_one(specs_of(weights), weights.items(), folder, metadata)
+
+
+def write_one_by_one(
+    specs: TensorSpecs,
+    weights: Iterable[tuple[str, Tensor]],
+    folder: str = "",
+    metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Write full tensors as they come, in the dtypes of ``specs``, and return the file's path.
+
+    Args:
+        folder: of several machines; empty is memory of this one.
+        metadata: text stored with them; by default their digests.
+
+    Raises:
+        UserError: if there is no room for them.
+    """
+    sweep(folder)
+    where = Path(folder) if folder else directory_for(sum(map(bytes_of, specs.values())))
+    path = where / f"{PREFIX}{os.getpid()}-{_numbers(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
+    unfinished = path.with_suffix(".writing")
+    try:
+        unfinished.touch(OWNER_ALONE)
+        with writing(unfinished, specs, metadata) as file:
+            for name, tensor in weights:
+                file.put(name, tensor)
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return str(path)
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """The tensors of a file, mapped rather than copied where the system can.
+
+    Raises:
+        FileNotFoundError: if it is not there; most likely its writer runs on another machine.
+    """
+    if not Path(path).exists():
+        raise not_here(path)
+    return load_file(path)
+
+
+def not_here(path: str) -> FileNotFoundError:
+    """What to say of weights that this machine does not have."""
+    if path.startswith("/proc/") and not Path(path).parent.exists():  # memory of a process
+        return FileNotFoundError(f"{path} is gone: the process that had these weights in its memory has ended")
+    return FileNotFoundError(
+        f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory reaches other machines "
+        f"for engines that the run has started on nodes of its Ray cluster; servers of generator.engines need a folder "
+        f"that both see (generator.weight_sync_dir), and GPUs may have generator.weight_sync_backend=nccl"
+    )
+
+
+def read_digests(path: str) -> dict[str, str]:
+    """By name, the digest of each tensor before it was written; see ``skyasync.weight_sync.verify.digests``."""
+    with safe_open(path, framework="pt") as file:
+        return {name: digest for name, digest in file.metadata().items() if name != ABOUT}
+
+
+def remove_weights(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
+
+
+def sweep(folder: str = "") -> None:
+    """Remove files whose writer no longer lives, as far as this process can know and may remove them.
+
+    Containers may share the memory but not the numbers of processes, so those of other namespaces are left alone.
+    """
+    pattern = f"{PREFIX}*-{_numbers(folder)}-*"
+    for path in (path for place in ([Path(folder)] if folder else directories()) for path in place.glob(pattern)):
+        writer = path.name.removeprefix(PREFIX).split("-")[0]
+        if writer.isdigit() and not _alive(int(writer)):
+            with contextlib.suppress(OSError):  # another user's, or swept by somebody else just now
+                path.unlink()
+
+
+def _numbers(folder: str) -> str:
+    """What a process's number is one of: this machine's, in a folder that others write to as well."""
+    return f"{_namespace()}@{socket.gethostname().replace('-', '_')}" if folder else _namespace()
+
+
+def _namespace() -> str:
+    """Which numbering of processes this one lives in; empty where the system has only one."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    return ""
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class TensorFile:
+    """One that is being written.
+
+    Args:
+        specs: of all tensors that will be put, in any order.
+        metadata: text stored with them; None: their digests.
+    """
+
+    def __init__(self, file: BinaryIO, specs: TensorSpecs, metadata: Mapping[str, str] | None) -> None:
+        self._file, self._specs, self._with_digests = file, specs, metadata is None
+        self._metadata = dict.fromkeys(specs, NOT_YET) if metadata is None else dict(metadata)
+        self._missing = set(specs)
+        self._offsets = self._write_header()
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write it, in the dtype of its spec."""
+        dtype, shape = self._specs[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(shape)}")
+        self._file.seek(self._offsets[name])
+        hashed = xxhash.xxh3_64()
+        for piece in _pieces(tensor, dtype):
+            self._file.write(piece.data)
+            if self._with_digests:
+                hashed.update(piece.data)
+        if self._with_digests:
+            self._metadata[name] = hashed.hexdigest()
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        if self._missing:
+            raise ValueError(f"tensors are missing: {sorted(self._missing)[:3]}")
+        if self._with_digests:
+            self._file.seek(0)
+            self._write_header()
+
+    def _write_header(self) -> dict[str, int]:
+        """Where each tensor begins: aligned ones first, as the format wants it."""
+        entries: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
+        ends, end = {}, 0
+        for name in sorted(self._specs, key=lambda name: (-self._specs[name][0].itemsize, name)):
+            dtype, shape = self._specs[name]
+            ends[name], end = end, end + bytes_of(self._specs[name])
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [ends[name], end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        return {name: 8 + len(text) + first for name, first in ends.items()}
+
+
+@contextmanager
+def writing(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None) -> Iterator[TensorFile]:
+    """The file is complete when this ends without an error."""
+    with open(path, "wb") as file:
+        tensors = TensorFile(file, specs, metadata)
+        yield tensors
+        tensors.finish()
+
+
+def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[npt.NDArray[np.uint8]]:
+    elements = tensor.detach().cpu().reshape(-1)
+    for first in range(0, len(elements), PIECE):
+        yield elements[first : first + PIECE].to(dtype).view(torch.uint8).numpy()

@@ -1,0 +1,316 @@
+"""The end of all ways in a vLLM worker, as one transfer engine of vLLM's own weight-transfer API.
+
+Invariant: after an update every layer computes with the weights that were sent, in the layout that its kernels need
+(vLLM packs weights after loading them on a CPU), and tied embeddings are still tied. What arrived is what the trainer
+sent (digests or sums), and what the layers compute with is asked of them (``verify.vllm_layers``), if all weights come
+at once. Nothing that came by a message is unpickled or looked up by name: of a handle only bytes and numbers are taken,
+and torch's classes are put in here. Between two messages the model either is complete, or has loaded a part of an
+update and the next message is the next part, or says that there is none (``BROKEN_OFF``).
+
+vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its ``worker_extension_cls``;
+the import registers the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import (
+    IPCWeightTransferEngine,
+    IPCWeightTransferInitInfo,
+    IPCWeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from skyasync.weight_sync.adapters import read_adapter
+from skyasync.weight_sync.delta import DeltaDecoder
+from skyasync.weight_sync.tensors import sum_of
+from skyasync.weight_sync.transfers.received import ReceivedWeights, WeightReader
+from skyasync.weight_sync.update import ADAPTER_ID, CUDA_IPC, TransferInterruptedError, WeightSyncError
+from skyasync.weight_sync.verify.digests import digest, refuse
+from skyasync.weight_sync.verify.vllm_layers import LayerCheck
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig, WeightTransferConfig
+
+    from skyasync.weight_sync.transfers.cuda_ipc import Handle
+
+BACKEND = "shared_memory"
+BROADCAST = "broadcast"  # for weight_sync_backend=nccl: vLLM has an engine ``nccl`` of its own
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """A broadcast's rendezvous comes with each update."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """``info`` of a ``WeightUpdate``, as text and numbers."""
+
+    info: dict[str, Any]
+
+
+class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
+    """All weights arrive before the first layer is changed; only parts by CUDA IPC, and broadcasts between GPUs, are
+    loaded as they come."""
+
+    init_info_cls = NoInitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._tied = tied_heads(model)
+        names = {id(module): f"{path}.weight" for path, module in model.named_modules()}
+        self._decoder, self._reader = DeltaDecoder(), WeightReader(device)
+        self._check = LayerCheck(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
+        self._parts = PartLoader(self) if config.backend == CUDA_IPC else None
+        self.interrupted = ""  # why the last update did not arrive
+
+    @property
+    def unproven(self) -> list[str]:
+        """See ``LayerCheck``."""
+        return self._check.unproven
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
+        return UpdateInfo(update_dict)
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        info = update_info.info
+        if "broken_off" in info or "handle" in info:
+            assert self._parts is not None
+            self._parts.load(info)
+        elif "rendezvous" in info and self.device.type != "cpu" and "digests" not in info:
+            self._load(tensor for chunk in self._reader.broadcast.chunks(info) for tensor in chunk.items())
+        else:
+            self._load_checked(info)
+
+    def _load_checked(self, info: dict[str, Any]) -> None:
+        self.interrupted = ""
+        try:
+            received = self._reader.read(info)
+        except TransferInterruptedError as error:
+            self.interrupted = str(error)
+            return
+        weights = self._decoder.decode(received.weights, received.digests, received.about)
+        whole = received._replace(weights=weights)
+        self._load(as_sent(whole) if received.digests else weights.items())
+        self._check.check(weights, received.digests or {name: digest(tensor) for name, tensor in weights.items()})
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self.device.type == "cpu":
+            have_experts_packed(self.model)
+        initialize_layerwise_reload(self.model)
+        model: Any = self.model
+        model.load_weights(weights)
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.retie()
+
+    def retie(self) -> None:
+        for head, embedding in self._tied:
+            retie(head, embedding)
+
+    def finish_weight_update(self) -> None: ...
+
+    def shutdown(self) -> None:
+        self._reader.close()
+        if self._parts is not None:
+            self._parts.close()
+
+
+def as_sent(received: ReceivedWeights) -> Iterator[tuple[str, Tensor]]:
+    """The tensors by name, each compared with its digest as it passes, unless its writer has proven it in place.
+
+    Raises:
+        WeightSyncError: at a wrong one.
+    """
+    for name, tensor in received.weights.items():
+        right = received.in_place(name, tensor) or digest(tensor) == received.digests[name]
+        refuse([] if right else [name], "the vLLM engine received")
+        yield name, tensor
+
+
+class PartLoader:
+    """Passes parts by CUDA IPC to vLLM's engine for them, with a model that checks the sums of what it is given.
+
+    See ``skyasync.weight_sync.transfers.cuda_ipc`` for what keeps the memory alive.
+    """
+
+    def __init__(self, engine: SkyasyncTransferEngine) -> None:
+        self._engine, self._loaded = engine, 0  # parts of an update that is not complete yet
+        self._ipc = IPCWeightTransferEngine(engine.config, engine.vllm_config, engine.device, engine.model)
+        self._ipc.init_transfer_engine(IPCWeightTransferInitInfo(packed=True))
+
+    def load(self, part: dict[str, Any]) -> None:
+        if "broken_off" in part:
+            if self._loaded:  # the layers are put together as far as they came: the next update brings all of them
+                self._loaded = 0
+                self._ipc.finish_weight_update()
+            return
+        if part["part"] != self._loaded:
+            raise WeightSyncError(f"weight sync: received part {part['part']}, expected part {self._loaded}")
+        message = as_vllms(part)
+        check_gpu(part["handle"], self._engine.device)
+        if part["part"] == 0:
+            self._ipc.start_weight_update()
+        self._loaded += 1
+        checked: Any = SumCheck(self._engine.model, part["names"], part["sums"])
+        self._ipc.model = checked
+        try:
+            self._ipc.receive_weights(message)
+        finally:
+            self._ipc.model = self._engine.model
+        if part["last"]:
+            self._loaded = 0
+            self._ipc.finish_weight_update()
+            self._engine.retie()
+            if self._engine.device.type == "cuda":
+                torch.cuda.empty_cache()  # for the cache, which has no memory yet
+
+    def close(self) -> None:
+        self._ipc.shutdown()
+
+
+class SumCheck:
+    """Replaces the model while a part is loaded: raises WeightSyncError if its tensors are not what was sent."""
+
+    def __init__(self, model: torch.nn.Module, names: list[str], sums: list[int]) -> None:
+        self._model, self._sums = model, dict(zip(names, sums, strict=True))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
+        weights = list(weights)
+        found = torch.stack([sum_of(tensor) for _, tensor in weights]).tolist()
+        wrong = [name for (name, _), there in zip(weights, found, strict=True) if self._sums[name] != there]
+        refuse(wrong, "the vLLM engine received")
+        model: Any = self._model
+        return model.load_weights(weights)
+
+
+def as_vllms(part: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
+    """A part for vLLM, with the arguments of torch's ``rebuild_cuda_tensor``."""
+    handle, size = part["handle"], int(part["handle"]["size"])
+    arguments = (
+        torch.Tensor, (size,), (1,), 0, torch.storage.TypedStorage, torch.uint8,
+        0,  # the device, which vLLM puts in
+        bytes(handle["handle"]), size, int(handle["offset"]), False,
+        bytes(handle["counter"]), int(handle["counter_offset"]), bytes(handle["event"]), bool(handle["wait"]),
+    )  # fmt: skip
+    return IPCWeightTransferUpdateInfo(
+        names=part["names"],
+        dtype_names=part["dtype_names"],
+        shapes=part["shapes"],
+        ipc_handles={str(handle["gpu"]): arguments},
+        tensor_sizes=part["sizes"],
+    )
+
+
+def check_gpu(handle: Handle, device: torch.device) -> None:
+    """Raises WeightSyncError if the memory is another GPU's; nothing has been changed then."""
+    own = str(torch.cuda.get_device_properties(device.index).uuid)
+    if handle["gpu"] != own:
+        raise WeightSyncError(
+            f"the vLLM engine computes on GPU {own}, and the weights lie on GPU {handle['gpu']}: "
+            f"generator.weight_sync_backend=cuda_ipc needs both on one, use shared_memory"
+        )
+
+
+def tied_heads(model: torch.nn.Module) -> list[tuple[ParallelLMHead, VocabParallelEmbedding]]:
+    """Output layers whose weight is the very parameter of an input embedding."""
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+    embeddings = [layer for layer in layers if not isinstance(layer, ParallelLMHead)]
+    return [(head, embedding) for head in heads for embedding in embeddings if head.weight is embedding.weight]
+
+
+def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
+    """Give the output layer the reloaded embedding.
+
+    A checkpoint of a tied model has no tensor for the output layer, so vLLM's reload passes it by, and the
+    copy that a CPU kernel had packed from the former weights would go on being used.
+    """
+    head.weight = embedding.weight
+    method: Any = head.quant_method
+    method.process_weights_after_loading(head)
+
+
+def have_experts_packed(model: torch.nn.Module) -> None:
+    """Let the next load set the kernels of experts up anew.
+
+    vLLM packs experts for its CPU kernels where it makes such a kernel, and makes it once: weights that came later
+    would be put unpacked where packed ones are read.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, which imports this module for it."""
+
+    def unproven(self) -> list[str]:
+        """Tensors of the last update that no check could ever compare with what was sent."""
+        worker: Any = self
+        names: list[str] = worker.weight_transfer_engine.unproven
+        return names
+
+    def interrupted(self) -> str:
+        """Why the last update did not arrive, and nothing has been changed; or ""."""
+        worker: Any = self
+        why: str = worker.weight_transfer_engine.interrupted
+        return why
+
+    def adapter_differences(self, path: str) -> list[str]:
+        """Layers that do not compute with a file's adapter; it has been loaded."""
+        worker: Any = self
+        return adapter_differences(worker.model_runner.lora_manager._adapter_manager, path)
+
+
+def adapter_differences(manager: Any, path: str) -> list[str]:  # noqa: ANN401  (vLLM's LoRAModelManager)
+    """Layers of a file whose halves are not, bit for bit, in the buffers that the kernels read.
+
+    Only if one worker has the whole layer. vLLM multiplies B by alpha / rank when it loads it, in the dtype that it
+    computes in; so does this.
+    """
+    adapter = read_adapter(path)
+    slot = manager.lora_index_to_id.index(ADAPTER_ID)
+    positions = {name: (module, 0) for name, module in manager.modules.items()}
+    for fused, parts in manager.packed_modules.items():
+        positions |= {
+            part: (manager.modules[fused], index) for index, part in enumerate(parts) if fused in manager.modules
+        }
+    wrong = []
+    for layer, (first, second) in adapter.layers().items():
+        module, index = positions.get(layer, (None, 0))
+        if module is None:
+            wrong.append(layer)
+        elif getattr(module, "tp_size", 1) == 1:
+            a, b = module.lora_a_stacked[index][slot, 0], module.lora_b_stacked[index][slot, 0]
+            sent_a, sent_b = first.to(a.dtype), second.to(b.dtype)
+            sent_b = sent_b if adapter.scale == 1 else sent_b * adapter.scale
+            same = a[: len(sent_a), : sent_a.shape[1]].cpu().equal(sent_a)
+            if not same or not b[: len(sent_b), : sent_b.shape[1]].cpu().equal(sent_b):
+                wrong.append(layer)
+    return wrong
+
+
+for name in (BACKEND, CUDA_IPC, BROADCAST):
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, SkyasyncTransferEngine)

@@ -1,0 +1,1 @@
+"""Proofs that engines have the weights that the trainer sent."""
