@@ -24,12 +24,7 @@ from benchmarks.weight_sync import PROBE, timed
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
-from skyasync.together import run_together
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.utils.task_group import run_together
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, gap
-from skyasync.together import run_together
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap
 from skyasync.workers.local import LocalDispatch

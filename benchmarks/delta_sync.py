@@ -30,7 +30,6 @@ from skyasync.data.datasets import load_prompts
 from skyasync.envs.pool import local_pool
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
-from skyasync.plans import PLANS
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.trainer.plans import PLANS
 from skyasync.weight_sync.sync import WeightSync

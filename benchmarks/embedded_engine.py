@@ -37,7 +37,7 @@ from transformers import (
     StoppingCriteria,
 )
 
-from skyasync.inference.backends.transformers.decoder import Row
+from skyasync.inference.backends.transformers.decoder import DecodingRow
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.backends.transformers.sampling import BatchSampler
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
@@ -75,7 +75,7 @@ def make_requests(count: int, samples: int, tag: str) -> list[GenerationRequest]
 class SampleAndRecord(LogitsProcessor):
     """Samples for every row and leaves scores whose largest is the sampled token."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[DecodingRow]) -> None:
         self.rows = rows
         self._sampler = BatchSampler(rows, torch.device("cpu"))
         self._step = 0
@@ -90,7 +90,7 @@ class SampleAndRecord(LogitsProcessor):
 
 
 class RowsAreDone(StoppingCriteria):
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[DecodingRow]) -> None:
         self._rows = rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
@@ -100,7 +100,9 @@ class RowsAreDone(StoppingCriteria):
 def with_generate(model: LlamaForCausalLM) -> Run:
     @torch.inference_mode()
     def run(requests: Sequence[GenerationRequest]) -> int:
-        rows = [Row(r, key=i, limit=r.sampling.max_tokens, stop_ids=frozenset()) for i, r in enumerate(requests)]
+        rows = [
+            DecodingRow(r, key=i, limit=r.sampling.max_tokens, stop_ids=frozenset()) for i, r in enumerate(requests)
+        ]
         longest = max(len(row.prompt) for row in rows)
         tokens = torch.tensor([[0] * (longest - len(row.prompt)) + row.prompt for row in rows])
         model.generate(

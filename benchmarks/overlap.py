@@ -87,14 +87,10 @@ class Bench:
 
     async def start(self) -> None:
         """Everything that Ray starts inherits this process's core; the policy's thread begins on the other."""
-        from skyasync.engines.client import InferenceClient
-        from skyasync.engines.protocol import EngineConfig
-        from skyasync.engines.ray_engine import RayEngine
-        from skyasync.run.ray_cluster import start_on_loopback
-        from skyasync.cluster.ray_cluster import start_on_loopback
         from skyasync.inference.client import InferenceClient
         from skyasync.inference.interface import EngineConfig
         from skyasync.inference.ray_engine import RayEngine
+        from skyasync.run.ray_cluster import start_on_loopback
 
         slots = self.options.prompts * self.options.samples // self.options.waves
         config = EngineConfig(self.model, threads=1, max_model_len=MODEL_LENGTH, max_num_seqs=slots, kv_cache_gb=1.0)

@@ -75,7 +75,6 @@ async def train(job: Job) -> dict[str, Any]:
     from skyasync.inference.backends.transformers.engine import TransformersEngine
     from skyasync.inference.client import InferenceClient
     from skyasync.inference.interface import EngineConfig
-    from skyasync.plans import PLANS
     from skyasync.rollout.chat import ChatTokenizer
     from skyasync.rollout.generator import EpisodeGenerator
     from skyasync.trainer.plans import PLANS

@@ -32,9 +32,6 @@ from torch import Tensor
 
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.weight_sync.lent import Lender
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.transfers.shared_memory import BufferWriter
 from skyasync.weight_sync.update import WeightUpdate
 

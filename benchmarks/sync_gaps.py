@@ -45,7 +45,6 @@ from skyasync.config.schema import Config
 from skyasync.errors import headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from skyasync.workers.dispatch import memory_transfer

@@ -46,11 +46,6 @@ from benchmarks.vllm_reload import counted, hold, in_workers, reload, spent, wat
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32
-from skyasync.weight_sync.shared_memory import directories, remove_weights, write_weights
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers.file import directories, remove_weights, write_weights
 from skyasync.weight_sync.verify.digests import digests_of

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
     from skyasync.config import Config, load_config
     from skyasync.envs import BaseTextEnv, BaseTextEnvStepOutput
     from skyasync.errors import TransientError, UserError
-    from skyasync.plans import PLANS
-    from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-    from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-    from skyasync.plans.streamed import StreamedRayPPOTrainer
     from skyasync.run.experiment import BasePPOExp
-    from skyasync.experiment import BasePPOExp
-    from skyasync.main import main
     from skyasync.trainer import RayPPOTrainer
     from skyasync.trainer.extensions.early_stopping import EarlyStopping
     from skyasync.trainer.plans import PLANS

@@ -28,9 +28,9 @@ from skyasync.agents.parsers.reply import ReplyParser
 from skyasync.agents.recorder import AgentChat, RecordedCall, comparable, conversation, thoughts
 from skyasync.agents.session import INLINE, Session
 from skyasync.arrays import Ints, ints
-from skyasync.config.sampling import UNMIRRORED, unmirrored
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest, RequestFailedError
+from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError
 from skyasync.rollout.types import action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
@@ -179,7 +179,7 @@ def _characters(request: ModelRequest) -> int:
 
 
 def _check_mirrored(session: Session, request: ModelRequest) -> None:
-    """As a run's settings are checked (``skyasync.config.sampling``); a request may change them here."""
+    """As a run's settings are checked (``skyasync.config.schema.sampling``); a request may change them here."""
     sampling = request.sampling
     changed = [name for name in UNMIRRORED if getattr(sampling, name) != getattr(session.sampling, name)]
     if session.reads_behaviour and sampling.temperature and changed:

@@ -30,8 +30,6 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from skyasync.agents.api.types import RequestError
-from skyasync.engines.strangers import is_loopback, stranger
-from skyasync.endpoint.forms.inner import RequestError
 from skyasync.inference.origin_check import foreign_origin, is_loopback
 
 HEAD_S = 20.0

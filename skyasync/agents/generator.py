@@ -31,7 +31,7 @@ from skyasync.config.parts import reads_behaviour
 from skyasync.config.schema import Config
 from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.sampling import evaluation
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.episode_limits import MAX_ATTEMPTS, EpisodeLimits, failed_episode, nonfinite_episode
 from skyasync.rollout.generator_api import TrajectoryGenerator
@@ -75,7 +75,7 @@ def agent_generator(
 
 
 def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
-    """The ``config`` of agent programs: the environments' settings, and how the run samples if one plays an agent file."""
+    """The ``config`` of agent programs: settings of the environments, and of the sampling for an agent file."""
     config: dict[str, object] = dict(cfg.environment.env_config)
     if not cfg.generator.agent_func_path:
         return config

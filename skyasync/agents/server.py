@@ -41,11 +41,11 @@ from skyasync.agents.parsers import reasoning_parser, tool_parser
 from skyasync.agents.parsers.reply import ReplyParser
 from skyasync.agents.recorder import AgentChat
 from skyasync.agents.session import Session
-from skyasync.cleanup import afterwards
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import SamplingParams
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import TrajectoryId
+from skyasync.utils.task_group import afterwards
 
 if TYPE_CHECKING:
     from skyasync.agents.external_sessions import SessionBroker

@@ -11,9 +11,6 @@ from typing import Any, Protocol
 from skyasync.agents.api.types import Message, ModelRequest
 from skyasync.agents.recorder import Recorder
 from skyasync.arrays import Ints
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.endpoint.forms.inner import Asked, Message
-from skyasync.endpoint.recorder import Recorder
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.rollout.types import TrajectoryId
 

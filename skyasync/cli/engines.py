@@ -9,11 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyasync.cli.commands import Arguments
-from skyasync.engines.wanted import FILE, is_server, read, write, wrong_name
-from skyasync.errors import UserError
 from skyasync.errors import UserError
 from skyasync.inference.elastic import FILE, is_server, read_engine_list, write_engine_list, wrong_name
-from skyasync.tools.verbs import Arguments
 
 HELP = """\
 usage: skyasync engines RUN                      list the engines that a run shall have

@@ -48,12 +48,8 @@ def evaluate(argv: Arguments) -> int | None:
         rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
         from skyasync.cli.playing import RolloutExperiment
         from skyasync.cli.train import configuration
-        from skyasync.config.evaluation import most_samples
         from skyasync.config.schema.data import most_samples
-        from skyasync.main import configuration
         from skyasync.rollout.evaluation import Scoring
-        from skyasync.training.numbers import bad_rewards, describe
-        from skyasync.tools.playing import Playing
         from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
 
         cfg: Config = configuration(rest)

@@ -68,11 +68,7 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
 
     from skyasync.models.fsdp import checkpoint as files
     from skyasync.models.token_model import training_config
-    from skyasync.workers.file_names import Apart
-    from skyasync.workers.leaving import Leaving, kinds_in
     from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
-    from skyasync.workers import checkpoint as files
-    from skyasync.workers.model import training_config
 
     config = training_config(origin, settings.get("config_kwargs"))
     chosen = _dtype(dtype, getattr(torch, str(config.dtype).rpartition(".")[2], None))

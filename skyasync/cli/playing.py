@@ -15,7 +15,6 @@ from typing import Any
 from uuid import uuid4
 
 from skyasync.cli.train import end_with
-from skyasync.config.evaluation import eval_sources
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import eval_sources
 from skyasync.config.secrets import Secrets
@@ -24,15 +23,10 @@ from skyasync.observe.run_dir import RunDirectory
 from skyasync.preflight.data import check_data
 from skyasync.preflight.parts import check_parts
 from skyasync.preflight.prepare import check_judges, settle_models, settle_references
-from skyasync.rollout.contract import play
-from skyasync.rollout.evaluation import eval_requests
-from skyasync.rollout.requests import eval_prompts, request_for
-from skyasync.rollout.types import GeneratorInput, Group, Prompt
-from skyasync.run.experiment import BasePPOExp
-from skyasync.preflight.settling import settle_models, settle_references
 from skyasync.rollout.evaluation import eval_requests
 from skyasync.rollout.generator_api import eval_prompts, rollout_requests, run_generator
 from skyasync.rollout.types import Group, Prompt, RolloutRequest
+from skyasync.run.experiment import BasePPOExp
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 Progress = Callable[[int, int], None]

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, cast, overload
 from skyasync.cli.replay import without_engines
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.rollout.contract import TrajectoryGenerator
-from skyasync.rollout.recorded import read
-from skyasync.experiment import BasePPOExp
 from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.trajectory_files import read
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Trajectory

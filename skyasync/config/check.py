@@ -16,11 +16,19 @@ from skyasync.config.parts import Plan, functions, reads_behaviour
 from skyasync.config.resume import check_resume
 from skyasync.config.schema import Config
 from skyasync.config.schema.agents import check_agents
-from skyasync.config.schema.algorithm import KL, AlgorithmConfig, check_algorithm, check_functions, check_streaming
+from skyasync.config.schema.algorithm import (
+    KL,
+    AlgorithmConfig,
+    check_algorithm,
+    check_functions,
+    check_streaming,
+)
 from skyasync.config.schema.data import check_data
 from skyasync.config.schema.environment import check_environment
 from skyasync.config.schema.fault_tolerance import check_fault_tolerance
-from skyasync.config.schema.generator import check_generator
+from skyasync.config.schema.generator import (
+    check_generator,
+)
 from skyasync.config.schema.judges import check_judges
 from skyasync.config.schema.models import check_models
 from skyasync.config.schema.placement import APART, check_placement
@@ -28,39 +36,6 @@ from skyasync.config.schema.reward_models import check_reward_models
 from skyasync.config.schema.sampling import backend, check_lengths, check_sampling, sampling_warnings
 from skyasync.config.schema.trainer import check_admission, check_plan, check_trainer
 from skyasync.config.schema.weight_sync import check_weight_sync
-from skyasync.config.agents import check_agents
-from skyasync.config.algorithm import AlgorithmConfig
-from skyasync.config.domains import check_domains, check_weights
-from skyasync.config.endless import check_streamed_data
-from skyasync.config.engine_rules import (
-    check_adapters,
-    check_engine,
-    check_engine_kwargs,
-    check_router_replay,
-)
-from skyasync.config.evaluation import check_evaluation, eval_sources
-from skyasync.config.groups import check_groups
-from skyasync.config.judges import check_judges
-from skyasync.config.optimizers import check_optimizers
-from skyasync.config.parallel import check_parallel, check_replicas
-from skyasync.config.resume import Resume, keeps_checkpoints
-from skyasync.config.rules import (
-    Plan,
-    check_admission,
-    check_critic,
-    check_estimator,
-    check_functions,
-    check_plan,
-    check_reward_model,
-    check_spares,
-    check_teacher,
-    corrected,
-    missing_parts,
-    reads_behaviour,
-    weighs_by_behaviour,
-)
-from skyasync.config.sampling import check_sampling, sampling_groups, sampling_warnings
-from skyasync.config.schema import Config, EnvironmentConfig, TrainerConfig
 from skyasync.config.secrets import check_hidden
 from skyasync.config.values import written
 from skyasync.errors import UserError
@@ -110,7 +85,7 @@ def config_warnings(cfg: Config) -> list[str]:
 
 def _missing_parts(cfg: Config, plan: str | type | None) -> Iterator[str]:
     """References to parts that do not exist; the other checks ask what these parts can do."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     for read in (lambda: Plan.of(cfg, plan), lambda: ENGINES.about(backend(cfg))):
         try:
@@ -160,7 +135,7 @@ def _policys(cfg: Config, key: Key) -> str:
 
 
 def _of_plans(cfg: Config, plan: Plan | None, checked: Collection[Key]) -> Iterator[str]:
-    from skyasync.plans import PLANS
+    from skyasync.trainer.plans import PLANS
 
     readers: dict[str, list[str]] = {}
     for name, about in PLANS.builtins().items():

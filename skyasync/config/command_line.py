@@ -18,7 +18,6 @@ from skyasync.other_frameworks import UNKNOWN, other_frameworks
 
 #: Settings of earlier versions that did nothing. In files, such as a run's config.yaml, they are passed over.
 REMOVED = {
-    "trainer.strategy": "FSDP2 shards every model",
     "trainer.parallel.data": "rows are divided among all ranks that trainer.parallel.context and tensor leave",
     "trainer.parallel.expert": "experts are divided among the ranks of trainer.parallel.tensor",
     "generator.run_engines_locally": "engines are the run's own unless generator.engines names servers",

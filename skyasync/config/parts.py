@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, cfg: Config, plan: str | type | None) -> Plan | None:
         """The chosen one; None for "": one that only the experiment knows."""
-        from skyasync.plans import PLANS
+        from skyasync.trainer.plans import PLANS
 
         if isinstance(plan, type):
             return cls(plan.__name__, PLANS.describe(plan), True)
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
 def engines_with(capability: str, among: str = "") -> str:
     """The built-in engines that have it (or ``among`` what they have of it), for a message."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
     return supported([name for name, found in has.items() if (among in found if among else found)])

@@ -17,18 +17,14 @@ from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config, DataConfig
 from skyasync.config.schema.data import eval_sets
 from skyasync.config.schema.environment import domains_of, judges, tags_of
-from skyasync.data.reading import reader
-from skyasync.data.sources import Row, rows
 from skyasync.data.sources import Row, reader, rows
 from skyasync.data.stream import StreamedPrompts
 from skyasync.envs.base import Conversation
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.reward import known_of
 from skyasync.errors import UserError, nearest, unknown
-from skyasync.rewards.row_checks import RowChecks
-from skyasync.rewards.signature import CONVERSATION
-from skyasync.rewards.forms import CONVERSATION
 from skyasync.rewards.settings import RowChecks
+from skyasync.rewards.signature import CONVERSATION
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt, PromptId

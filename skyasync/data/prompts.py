@@ -23,7 +23,6 @@ import xxhash
 
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.config.schema.environment import proportions_of
-from skyasync.data.mixture import Order
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
 

@@ -16,9 +16,9 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict
 
-from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.tools import answer_to, read_tool_calls
 from skyasync.errors import NonFiniteRewardError, unknown
+from skyasync.inference.interface import SamplingParams
 
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))

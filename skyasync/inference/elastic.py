@@ -29,7 +29,7 @@ from skyasync.errors import headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import InferenceEngine
 from skyasync.inference.supervisor import EngineSupervisor, Weights, ended_on_error
-from skyasync.together import within
+from skyasync.utils.task_group import within
 
 log = logging.getLogger(__name__)
 

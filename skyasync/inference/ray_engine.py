@@ -25,7 +25,7 @@ from skyasync.inference.interface import (
     GenerationRequest,
     InferenceEngine,
 )
-from skyasync.processes.identity import Identity
+from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.weight_sync.update import WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -52,10 +52,10 @@ class _EngineActor:
         ENGINES.find(backend)  # imports it, while the caller does other things
         self._engine: InferenceEngine
 
-    async def start(self, config: EngineConfig) -> Identity:
+    async def start(self, config: EngineConfig) -> ProcessIdentity:
         self._engine = ENGINES.make(self._backend, config)
         await self._engine.start()
-        return Identity.mine()
+        return ProcessIdentity.mine()
 
     async def call(self, method: str, *args: object) -> object:
         return await getattr(self._engine, method)(*args)
@@ -97,7 +97,7 @@ class RayEngine(InferenceEngine):
         self.backend = backend
         self._start_timeout_s = start_timeout_s
         self._start_was_called = False
-        self._process: Identity | None = None
+        self._process: ProcessIdentity | None = None
         self.options = options or {}
         actor_class = ray.remote(_EngineActor).options(max_concurrency=CALLS, **self.options)
         self._actor: Any = actor_class.remote(backend, ENGINES.user_parts())

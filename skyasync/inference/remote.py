@@ -50,7 +50,7 @@ from skyasync.inference.interface import (
 )
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.models.config import overrides_of
-from skyasync.together import within
+from skyasync.utils.task_group import within
 from skyasync.weight_sync.update import CurrentContent, WeightSyncError, WeightUpdate
 
 INFO = "/server_info"  # the route by which vLLM and SGLang describe themselves

@@ -10,15 +10,10 @@ import os
 import sys
 from math import ceil
 
-from skyasync.config.model_files import config_file, read_json, read_shape
+from skyasync.config.model_files import config_file, read_json
 from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.config.schema.weight_sync import BETWEEN_GPUS
-from skyasync.engines.protocol import ENGINES, EngineConfig
-from skyasync.config.generation import BETWEEN_GPUS
-from skyasync.config.model_files import config_file, read_json
-from skyasync.config.sampling import backend, sampling_groups
-from skyasync.config.schema import Config, GeneratorConfig, ModelConfig
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.registry import resolve_reference

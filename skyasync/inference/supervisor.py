@@ -33,7 +33,7 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineFailedError, InferenceEngine
 from skyasync.inference.pool import LostWork
 from skyasync.observe.timeline import Timeline
-from skyasync.together import within
+from skyasync.utils.task_group import within
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ OWN_DELAY_S = 1.0  # an answer may have arrived, and this process have been too 
 
 
 class EngineTurns(Protocol):
-    """Whose turn it is on devices that engines share with the policy; see ``skyasync.weight_sync.turns``."""
+    """Whose turn it is on devices that engines share with the policy; see ``skyasync.weight_sync.colocation``."""
 
     async def engines_turn(self) -> None: ...
     def for_engines(self) -> AbstractAsyncContextManager[bool]: ...

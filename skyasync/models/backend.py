@@ -25,7 +25,7 @@ from skyasync.models import VOCABULARY
 from skyasync.models.axes import Axes
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.registry import resolve_reference
-from skyasync.state.manifest import Sums
+from skyasync.utils.manifest import Sums
 
 LOGPROBS, ENTROPY, VALUES, TOP_K, TOKEN_LOGPROBS = "logprobs", "entropy", "values", "top_k", "token_logprobs"
 """Outputs, zero where there is no loss token, ``[rows, length]`` unless stated: the log-probability of each loss token;
@@ -322,5 +322,6 @@ BACKENDS = {"fsdp2": "skyasync.models.fsdp.backend:FSDPBackend"}
 
 
 def new_backend(strategy: str) -> ModelBackend:
-    backend: ModelBackend = resolve_reference(BACKENDS[strategy], kind="backend")()
+    """The backend of a name in ``BACKENDS``, or of ``module:Class`` or ``file.py:Class``."""
+    backend: ModelBackend = resolve_reference(BACKENDS.get(strategy, strategy), kind="backend")()
     return backend

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 
 from skyasync.config.schema import Config
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.vllm.setup import MIN_BATCHED_TOKENS
+from skyasync.inference.backends.vllm.setup import MIN_BATCHED_TOKENS
+from skyasync.inference.interface import EngineConfig
+from skyasync.models.limits import MAX_LOGITS, MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS, STEPPED_AT_ONCE
 from skyasync.planning.shape import ModelShape
-from skyasync.workers.limits import MAX_LOGITS, MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS, STEPPED_AT_ONCE
 
 FLOAT32 = 4
 INT64 = 8
@@ -423,7 +423,7 @@ GRAPHS = GIB
 """CUDA graphs and what libraries keep on a GPU, roughly."""
 
 FORWARD_TOKENS = 2048
-"""That of the embedded engine (``skyasync.engines.embedded.model``, which imports torch)."""
+"""That of the embedded engine (``skyasync.inference.backends.transformers.model``, which imports torch)."""
 
 
 @dataclass(frozen=True)

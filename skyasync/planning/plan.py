@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyasync.config.generation import BETWEEN_GPUS
-from skyasync.cluster.placement import ENGINES, Slots, plan_slots
 from skyasync.config.resume import saves
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.schema.weight_sync import BETWEEN_GPUS
-from skyasync.engines.settings import adapter_rank, computes_on_lent_weights, crosses_nodes, engine_config
 from skyasync.errors import UserError
 from skyasync.heap import KEPT
+from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
+from skyasync.models.axes import Axes
 from skyasync.planning.memory import (
     FLOAT32,
     GIB,
@@ -41,11 +40,9 @@ from skyasync.planning.memory import (
     scoring,
     updating,
 )
-from skyasync.planning.work import batch_bytes
-from skyasync.run.placement import ENGINES, Slots, plan_slots
 from skyasync.planning.shape import ModelShape, adapter_parameters, between_halves, divided, filters
+from skyasync.run.placement import ENGINES, Slots, plan_slots
 from skyasync.weight_sync.update import PART_BYTES
-from skyasync.workers.axes import Axes
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, wanted_roles
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -228,19 +225,20 @@ def named(lines: Lines, who: str, count: int = 1) -> Lines:
     return {f"{who}: {what}": count * size for what, size in lines.items()}
 
 
-def received(cfg: Config, shape: ModelShape, rank: RankMemory, *, gpus: bool) -> Lines:
-    """Of the receiver there; nothing where there is no such host, or weights go from GPU to GPU.
+def received(cfg: Config, shape: ModelShape, rank: RankMemory, engines: int, *, gpus: bool) -> Lines:
+    """Of the engines there; nothing if there is no such host, or weights go from GPU to GPU.
 
     Args:
         shape: the whole policy's.
+        engines: on such a host.
     """
     way = engine_config(cfg, gpus=gpus).weight_sync_backend
     if way in BETWEEN_GPUS or not _carried(cfg, gpus=gpus):
         return {}
     if adapter_rank(cfg):
-        return {"receiver": rank.adapters * FLOAT32}
-    buffers = 2 if computes_on_lent_weights(cfg) else 1
-    return {"receiver": buffers * shape.parameters * rank.b}
+        return {"received weights": engines * rank.adapters * FLOAT32}
+    copies = 2 if computes_on_mapped_weights(cfg) else cfg.generator.inference_engine_tensor_parallel_size
+    return {"received weights": engines * copies * shape.parameters * rank.b}
 
 
 def _carried(cfg: Config, *, gpus: bool) -> bool:
@@ -251,9 +249,9 @@ def _carried(cfg: Config, *, gpus: bool) -> bool:
 
 
 def engines_in_memory(cfg: Config, engine: EngineMemory) -> Lines:
-    """Of one engine without GPUs, beside the receiver's buffers, on which it may compute."""
+    """Of one engine without GPUs, besides the weights that it receives, on which it may compute."""
     own_dtype = cfg.generator.dtype not in ("auto", cfg.trainer.policy.model.dtype)
-    copies = own_dtype or not computes_on_lent_weights(cfg)
+    copies = own_dtype or not computes_on_mapped_weights(cfg)
     return {what: size for what, size in engine.lines.items() if copies or what != "weights"}
 
 

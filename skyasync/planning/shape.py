@@ -139,8 +139,6 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or _has_dense_layers(config):
-        from skyasync.planning.shape import unknown_shape  # imports torch
-
         return unknown_shape(config, name)
     return known_shape(config, name, family)
 

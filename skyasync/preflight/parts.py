@@ -17,20 +17,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyasync.agents.parsers import VLLM, check_parsers
-from skyasync.callbacks import TrainerCallback
 from skyasync.callbacks import RunExtension, TrainerCallback
-from skyasync.config.agents import ONLINE
-from skyasync.config.domains import judges
-from skyasync.config.sampling import backend
 from skyasync.config.schema import Config, GeneratorConfig
 from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.environment import judges
 from skyasync.config.schema.sampling import backend
-from skyasync.endpoint.parsers import VLLM, check_parsers
-from skyasync.engines.protocol import ENGINES, REQUIRED, InferenceEngine
 from skyasync.envs.base import STEP_FORM, BaseTextEnv
-from skyasync.envs.base import BaseTextEnv
-from skyasync.envs.check import STEP_FORM
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine

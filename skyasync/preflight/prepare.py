@@ -18,7 +18,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyasync.cluster.placement import plan_slots
 from skyasync.config.check import config_warnings
 from skyasync.config.frozen import freeze
 from skyasync.config.keys import Keys
@@ -38,25 +37,25 @@ from skyasync.config.schema.reward_models import WHERE
 from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import Secrets
 from skyasync.data.sources import absolute, absolute_all
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.server_check import check_servers
-from skyasync.engines.settings import engine_config
 from skyasync.errors import UserError
+from skyasync.inference.interface import EngineConfig
+from skyasync.inference.remote import check_servers
+from skyasync.inference.settings import engine_config
 from skyasync.models.config import complaints
-from skyasync.other_frameworks import other_frameworks
 from skyasync.observe.jsonl import replace_text
 from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
-from skyasync.plans import PLANS
+from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.model import check_axes, check_model, check_one_label, check_routers, check_same_tokens
 from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
-from skyasync.rewards.chat_server import ChatServer, key_of
+from skyasync.rewards.llm_judge import ChatServer, key_of
 from skyasync.rollout.tokenizer import quick_tokenizer, template_text, with_template
-from skyasync.state.checkpoint import Checkpoints, refuse_other
-from skyasync.state.choice import choose
-from skyasync.state.recorded import check_recorded
+from skyasync.run.placement import plan_slots
+from skyasync.trainer.checkpoint.checkpoints import Checkpoints, choose, refuse_other
+from skyasync.trainer.checkpoint.settings_check import check_recorded
+from skyasync.trainer.plans import PLANS
 from skyasync.workers.roles import POLICY, ROLES, SCORE, TEACHER_ROLE, VOCABULARY, Role
 
 PROCESSES_PER_CORE = 8  # ranks and engines; far more than that are meant for GPUs

@@ -31,8 +31,8 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyasync.config.schema.judges import JudgeConfig, is_text
-from skyasync.errors import UserError, nearest
+from skyasync.config.schema.judges import JudgeConfig
+from skyasync.errors import UserError
 from skyasync.rewards.judge_prompts import VerdictParser, adjusted, fill_prompt, known_to_judge, prompt_text
 from skyasync.rewards.score import Score
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool

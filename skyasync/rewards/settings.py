@@ -25,11 +25,11 @@ from skyasync.config.schema.judges import (
 )
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
-from skyasync.rewards.registry import REWARDS, is_remote
 from skyasync.rewards import sandbox
-from skyasync.rewards.signature import CODE_SANDBOX, seen
 from skyasync.rewards.judge_prompts import VerdictParser, check_placeholders, known_to_judge, prompt_text
+from skyasync.rewards.registry import REWARDS, is_remote
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
+from skyasync.rewards.signature import CODE_SANDBOX, seen
 
 ENV_KEY = "rewards"  # where an environment finds these settings in its env_config
 

@@ -17,9 +17,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from skyasync.arrays import Ints, ints
-from skyasync.engines.protocol import SamplingParams
 from skyasync.envs.base import Conversation, TurnTokens
-from skyasync.envs.base import Conversation, Seen
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import UserError
 from skyasync.inference.interface import SamplingParams

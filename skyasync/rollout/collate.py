@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from skyasync.arrays import TURN_TOKENS, Experts, joined_experts
-from skyasync.rollout.types import Group, Segment, Trajectory
-from skyasync.workers.batch import RolloutBatch
 from skyasync.models.batch import RolloutBatch
-from skyasync.rollout.types import Group, Segment
+from skyasync.rollout.types import Group, Segment, Trajectory
 
 
 def collate(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:

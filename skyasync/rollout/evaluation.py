@@ -22,16 +22,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from skyasync.arrays import joined
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import powers, samples_of
-from skyasync.rollout.answers import Answer, reader
-from skyasync.config.evaluation import powers, samples_of
-from skyasync.config.judges import is_reference
-from skyasync.config.schema import Config
+from skyasync.config.schema.judges import is_reference
 from skyasync.registry import resolve_reference
-from skyasync.rewards.openrlhf import extract_boxed_answer
-from skyasync.rewards.verdicts import without_thinking
+from skyasync.rewards.answer_match import extract_boxed_answer
+from skyasync.rewards.judge_prompts import without_thinking
 from skyasync.rollout.chat import LONG
 from skyasync.rollout.generator_api import rollout_requests
 from skyasync.rollout.metrics import eval_name, rollout_metrics

@@ -14,19 +14,11 @@ from dataclasses import replace
 from functools import partial
 
 from skyasync.arrays import Ints, ints, joined
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.envs.base import Conversation, TurnTokens
-from skyasync.envs.pool import EnvPool
-from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
-from skyasync.arrays import NO_INTS, Ints, ints, joined
-from skyasync.envs.base import Conversation, Seen
+from skyasync.envs.base import TurnTokens
 from skyasync.envs.pool import EnvPool
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
-from skyasync.processes.link import ProcessLostError
-from skyasync.rollout.begun import Begun, request_id
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.episode_limits import (
     MAX_ATTEMPTS,
@@ -42,10 +34,8 @@ from skyasync.rollout.group_sampling import GroupMonitor, StopRule, play_episode
 from skyasync.rollout.judging import NO_JUDGES, Judges
 from skyasync.rollout.partial_rollouts import PartialRollouts, request_id
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.utils.rpc import ProcessLostError
 from skyasync.rollout.types import RolloutRequest, Segment, Trajectory, TrajectoryId, action_of
-from skyasync.rollout.types import GeneratorInput, Segment, Trajectory, TrajectoryId, action_of
-from skyasync.utils.task_group import together
+from skyasync.utils.rpc import ProcessLostError
 
 __all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator"]
 

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyasync.arrays import TURN_TOKENS, floats, ints
-from skyasync.config.sampling import evaluation
 from skyasync.config.schema import GeneratorConfig, SamplingConfig
-from skyasync.engines.protocol import SamplingParams
+from skyasync.config.schema.sampling import evaluation
 from skyasync.errors import UserError
+from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.types import (
     GeneratorInput,
     GeneratorOutput,

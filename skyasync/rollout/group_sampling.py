@@ -20,11 +20,11 @@ from typing import Any
 
 from skyasync.algorithms.filters import cannot_be_inside
 from skyasync.arrays import Ints
-from skyasync.config.algorithm import DynamicSamplingConfig
-from skyasync.engines.protocol import GenerationOutput
+from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
+from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout.types import Group, Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
-from skyasync.together import together
+from skyasync.utils.task_group import together
 
 StopRule = Callable[[Sequence[float], int], bool]
 """From the rewards so far and the size of the group: it will be left out of training."""

@@ -14,20 +14,12 @@ from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.envs.base import Conversation
-from skyasync.envs.reward import known_of, metrics_of
-from skyasync.errors import UserError, unknown
-from skyasync.rewards.llm_judge import ChatServer, LLMJudge, Messages, UnansweredError, key_of
-from skyasync.rewards.score import Score
 from skyasync.envs.base import Conversation
 from skyasync.envs.reward import known_of, metrics_of
 from skyasync.errors import UserError, unknown
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
-from skyasync.rewards.chat_server import ChatServer, Messages, UnansweredError, key_of
-from skyasync.rewards.llm_judge import LLMJudge
+from skyasync.rewards.llm_judge import ChatServer, LLMJudge, Messages, UnansweredError, key_of
 from skyasync.rewards.settings import short_names
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import Tokenizer

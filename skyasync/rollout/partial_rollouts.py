@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import safe_open, save_file
 
 from skyasync.arrays import Ints, joined, joined_experts
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
 
 FILE = "rollouts.safetensors"

@@ -13,10 +13,9 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints, joined
-from skyasync.engines.protocol import GenerationOutput, SamplingParams
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, unknown
-from skyasync.inference.interface import GenerationOutput
+from skyasync.inference.interface import GenerationOutput, SamplingParams
 
 
 class PromptId(NamedTuple):

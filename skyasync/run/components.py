@@ -17,29 +17,13 @@ from skyasync.preflight.parts import check_callbacks
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:  # what these import is loaded where it is used
-    from skyasync.engines.membership import Membership
-    from skyasync.engines.revival import Revival
-    from skyasync.callbacks import TrainerCallback
-    from skyasync.callbacks import RunExtension
-    from skyasync.cluster.placement import Placement
-    from skyasync.cluster.watch import Watch
-    from skyasync.inference.client import InferenceClient
     from skyasync.inference.elastic import ElasticEngines
     from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
     from skyasync.run.experiment import BasePPOExp
     from skyasync.run.resource_monitor import ResourceMonitor
-    from skyasync.rollout.generator_api import Generator
-    from skyasync.rollout.tokenizer import Tokenizer
-    from skyasync.rollout.types import Prompt
-    from skyasync.trainer.context import Client
-    from skyasync.weight_sync.sync import Destination, Source, WeightSync
-    from skyasync.weight_sync.turns import DeviceTurns
-    from skyasync.training.parts import Client
     from skyasync.weight_sync.colocation import Colocation
-    from skyasync.weight_sync.sync import Destination, Source, WeightSync
-    from skyasync.workers.dispatch import RayWorkerDispatch
 
 RELEASE_S = 10.0  # for the policy to remove the weights that it has kept
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
@@ -116,8 +100,6 @@ class Components:
     async def _load(self, trainer: RayPPOTrainer) -> None:
         """Models and the way between them."""
         from skyasync.utils.task_group import run_together, within
-        from skyasync.weight_sync.turns import DeviceTurns
-        from skyasync.together import run_together, within
         from skyasync.weight_sync.colocation import Colocation
 
         cfg, probe, turns = self._experiment.cfg, _probe(trainer, self._experiment.cfg), None

@@ -28,13 +28,8 @@ from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from skyasync.callbacks import TrainerCallback, Watched
-from skyasync.cleanup import afterwards
-from skyasync.config.schema import TrainerConfig
 from skyasync.callbacks import RunExtension, Watched
-from skyasync.cluster.logs import ProcessLogs, last_words
-from skyasync.cluster.ray_cluster import await_end, ended
-from skyasync.config.schema import Config, TrainerConfig
+from skyasync.config.schema import TrainerConfig
 from skyasync.errors import RayEndedError, Terminated, UserError
 from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
 from skyasync.observe.terminal import ProgressView
@@ -49,11 +44,7 @@ if TYPE_CHECKING:
     import ray.exceptions
     from ray import ObjectRef
 
-    from skyasync.processes.identity import Identity
     from skyasync.run.experiment import BasePPOExp
-
-    from skyasync.cluster.pulse import Pulse
-    from skyasync.restarting import Restarting
     from skyasync.utils.process_identity import ProcessIdentity
 
 R = TypeVar("R")
@@ -182,7 +173,7 @@ class ControllerHandle(Protocol):
     run: Remote[dict[str, float] | None]
     stop: Remote[int]
     report: Remote[ProgressReport]
-    who: Remote[Identity]
+    who: Remote[ProcessIdentity]
 
 
 class Heartbeat:
@@ -194,7 +185,7 @@ class Heartbeat:
         limit_s: it is killed when it has been silent for so long; 0: never.
     """
 
-    def __init__(self, report: Remote[ProgressReport], process: Identity, limit_s: float) -> None:
+    def __init__(self, report: Remote[ProgressReport], process: ProcessIdentity, limit_s: float) -> None:
         self._report, self._process, self._limit_s = report, process, limit_s
         self._answer_s = min(ANSWER_S, limit_s / 2) if limit_s else ANSWER_S
         self._silent_s = 0.0

@@ -14,9 +14,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from skyasync.config.sampling import backend
-from skyasync import program
-from skyasync.assembly import Assembly
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import hidden
@@ -26,26 +23,17 @@ from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config, engines_per_device, rounding
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.preflight.preparing import prepare
 from skyasync.preflight.prepare import prepare
-from skyasync.restarting import Restarting
 from skyasync.rollout.tokenizer import with_template
 from skyasync.run import launch
 from skyasync.run.components import Components
 from skyasync.run.recovery import Recovery
-from skyasync.rollout.tokenizer import with_template
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans import PLANS
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 if TYPE_CHECKING:  # what these import is loaded where it is used
-    from skyasync.callbacks import TrainerCallback
     from skyasync.callbacks import RunExtension
-    from skyasync.cluster.placement import Placement
-    from skyasync.engines.client import InferenceClient
-    from skyasync.engines.membership import Membership
-    from skyasync.engines.revival import Revival
-    from skyasync.cluster.placement import Placement
     from skyasync.inference.client import InferenceClient
     from skyasync.inference.elastic import ElasticEngines
     from skyasync.inference.supervisor import EngineSupervisor
@@ -56,7 +44,6 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
     from skyasync.run.placement import Placement
-    from skyasync.training.parts import Client
     from skyasync.trainer.context import Client
     from skyasync.weight_sync.sync import Destination, Source, WeightSync
     from skyasync.workers.dispatch import RayWorkerDispatch

@@ -17,9 +17,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from skyasync.config.schema import Config
-from skyasync.inference.settings import chosen_backend
-from skyasync.inference.elastic import FILE as ENGINES_FILE
 from skyasync.errors import Terminated
+from skyasync.inference.elastic import FILE as ENGINES_FILE
+from skyasync.inference.settings import chosen_backend
 from skyasync.observe.run_dir import RunDirectory, shown, unlock_run
 from skyasync.run.controller import run_in_controller
 from skyasync.run.recovery import Recovery

@@ -22,10 +22,10 @@ from typing import Any, TypeVar, cast
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.inference.backends.vllm.process_guard import PLACE
 from skyasync.run.logs import ProcessLogs, bring_to
 from skyasync.run.placement import missing, plan_slots, too_small
 from skyasync.run.watchdog import VARIABLE, Watchdog
-from skyasync.inference.backends.vllm.process_guard import PLACE
 from skyasync.workers.roles import Role
 
 W = TypeVar("W", bound=Watchdog | None)

@@ -21,12 +21,7 @@ from skyasync.trainer.restarts import Restarts
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
-    from skyasync.config.schema import Config
-    from skyasync.inference.supervisor import EngineSupervisor
-    from skyasync.observe.timeline import Timeline
     from skyasync.trainer import RayPPOTrainer
-    from skyasync.weight_sync.colocation import Colocation
-    from skyasync.workers.dispatch import RayWorkerDispatch
 
 log = logging.getLogger(__name__)
 

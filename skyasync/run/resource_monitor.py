@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from skyasync.callbacks import TrainerCallback, Watched
-from skyasync.run.logs import NAMES
 from skyasync.callbacks import RunExtension, Watched
-from skyasync.cluster.logs import NAMES
-from skyasync.observe import resources
-from skyasync.observe.resources import GIB
+from skyasync.run.logs import NAMES
 
 log = logging.getLogger(__name__)
 
+GIB = 1 << 30
+PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
 INTERVAL_S = 5.0
 FOLDER_EVERY = 6  # readings: a run's folder may have many files
 MARGIN = 1.05  # of a checkpoint's size: the next one may be a little larger
@@ -149,10 +147,6 @@ class ResourceMonitor(RunExtension):
 def resource_monitor_of(run: Path, checkpoints: str, *, copies: bool) -> ResourceMonitor:
     """Of a run with this folder, whose checkpoints go to ``checkpoints`` ("": into it)."""
     return ResourceMonitor(run, Path(checkpoints) if checkpoints else run / "checkpoints", copies=copies)
-
-
-GIB = 1 << 30
-PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
 
 
 def own_bytes(process: int, field: str = "RssAnon") -> int:

@@ -18,7 +18,7 @@ from skyasync.trainer.context import Metrics
 from skyasync.trainer.learner import Learner
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch
+    from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch
 
 
 class AlgorithmHooks:
@@ -121,7 +121,7 @@ class AlgorithmHooks:
             A ``TrainingBatch``, or the batch with ``batch.advantages`` set.
         """
         from skyasync.algorithms.advantages import compute_advantages
-        from skyasync.workers.batch import TrainingBatch
+        from skyasync.models.batch import TrainingBatch
 
         advantages, returns = compute_advantages(
             self.cfg.trainer.algorithm,
@@ -156,7 +156,7 @@ class AlgorithmHooks:
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:
     """What the hook returned: the next stage, or what it was given with ``batch.advantages`` set."""
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
 
     if isinstance(batch, TrainingBatch):
         return batch

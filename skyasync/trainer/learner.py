@@ -21,13 +21,13 @@ from skyasync.rollout.types import Group
 from skyasync.trainer.context import Metrics, RunContext
 from skyasync.trainer.extensions.divergence_guard import DivergenceGuard
 from skyasync.utils.task_group import together
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, TEACHER_ROLE
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES, TEACHER_ROLE
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from torch import Tensor
 
     from skyasync.algorithms.objective import Objective
-    from skyasync.workers.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
+    from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Learner:
     async def scored(self, sampled: RolloutBatch) -> ScoredBatch:
         """Add what ``ScoringPlan`` says. After an update of the same step the proximal policy is gone: the engines'
         own log-probabilities are what is left of it."""
-        from skyasync.workers.batch import ScoredBatch
+        from skyasync.models.batch import ScoredBatch
 
         batch, plan = sampled.to_stage(ScoredBatch), self._plan
         dispatch, timed = self._context.dispatch, self._context.phases.timed
@@ -207,7 +207,7 @@ class Learner:
 
     def _weighted(self, part: TrainingBatch, complete: bool) -> UpdateBatch:
         from skyasync.algorithms.reductions import loss_numerators, loss_weights
-        from skyasync.workers.batch import UpdateBatch
+        from skyasync.models.batch import UpdateBatch
 
         algorithm, ids = self._cfg.algorithm, part.trajectory_ids
         if complete:
@@ -263,7 +263,7 @@ class Learner:
         metrics = {name: sum(values) / len(values) for name, values in self._found.items()}
         if self.parts:
             from skyasync.algorithms.values import value_metrics
-            from skyasync.workers.batch import UpdateBatch
+            from skyasync.models.batch import UpdateBatch
 
             batch: TrainingBatch = self.parts[0]
             if whole is not None and self.updates > 1:
@@ -293,7 +293,7 @@ def _of(role: str) -> dict[str, str]:
 
 def check_experts(batch: RolloutBatch) -> None:
     """Raises ``UserError`` unless the experts are known of every token that a loss token follows."""
-    from skyasync.routing import unknown_expert
+    from skyasync.models.router_replay import unknown_expert
 
     experts = batch.routed_experts
     if experts is None:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from skyasync.config.reward_models import RewardModel, reward_models
+from skyasync.config.schema.reward_models import RewardModel, reward_models
 from skyasync.data.prompts import PromptBatch, PromptCursor
 from skyasync.errors import UserError
 from skyasync.rollout.types import Group, Prompt, Trajectory

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
 from skyasync.callbacks import RunExtension
-from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.parts import Plan, check_correction, reads_behaviour
+from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
-from skyasync.config.streaming import check_streaming
+from skyasync.config.schema.algorithm import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import NonFiniteError, UserError
 from skyasync.observe.jsonl import read_rows
@@ -30,9 +30,8 @@ from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.status import give_reason
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
-from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
-from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.episode_limits import check_given_up
+from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
 from skyasync.rollout.generator_api import (
     Generator,
     eval_prompts,
@@ -40,6 +39,7 @@ from skyasync.rollout.generator_api import (
     rollout_requests,
     run_generator,
 )
+from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
 from skyasync.trainer import one_ahead
@@ -57,11 +57,11 @@ from skyasync.trainer.plan_tasks import RunStopped, supervised
 from skyasync.trainer.plans import PLANS
 from skyasync.trainer.weight_updates import WeightSyncing, WeightUpdates
 from skyasync.utils.task_group import afterwards
-from skyasync.weight_sync.turns import DeviceTurns
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.workers.roles import POLICY
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import TrainingBatch
+    from skyasync.models.batch import TrainingBatch
     from skyasync.workers.protocol import WorkerDispatch
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ class RayPPOTrainer(AlgorithmHooks):
         *,
         timeline: Timeline | None = None,
         run_dir: RunDirectory | None = None,
-        turns: DeviceTurns | None = None,
+        turns: Colocation | None = None,
     ) -> None:
         """Set what the steps work with: the models, the weight sync, and where to write.
 

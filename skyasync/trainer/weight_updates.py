@@ -16,19 +16,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from skyasync.cleanup import afterwards
-from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import samples_as_scored
-from skyasync.config.sampling import samples_as_scored
-from skyasync.engines.protocol import PauseMode
-from skyasync.errors import UserError
-from skyasync.rollout.gate import RolloutGate
 from skyasync.errors import UserError
 from skyasync.inference.interface import PauseMode
-from skyasync.rollout.gate import Gate
+from skyasync.rollout.gate import RolloutGate
 from skyasync.utils.task_group import afterwards
-from skyasync.training.phases import Phases
-from skyasync.training.progress import Progress
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import Paused
 

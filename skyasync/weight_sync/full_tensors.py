@@ -59,7 +59,7 @@ class FileLayout:
 
     Args:
         specs: of the full weights, by the names of the model's parameters.
-        adapters: LoRA layers in the model, if it has some (``skyasync.workers.lora.Adapters``).
+        adapters: LoRA layers in the model, if it has some (``skyasync.models.lora.Adapters``).
     """
 
     def __init__(self, model: PreTrainedModel, specs: TensorSpecs, adapters: Any = None) -> None:  # noqa: ANN401

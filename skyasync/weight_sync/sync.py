@@ -43,10 +43,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skyasync.utils.task_group import afterwards, together
-from skyasync.weight_sync.by_tokens import ByTokens
-from skyasync.weight_sync.gaps import FLOAT32, Rounding, Scores, gap
-from skyasync.cleanup import afterwards
-from skyasync.together import together
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import (
     TakerDiedError,

@@ -21,27 +21,18 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skyasync.config.schema import Config
-from skyasync.engines.settings import adapter_rank, computes_on_mapped_weights, maps_weights
 from skyasync.errors import UserError
-from skyasync.inference.settings import adapter_rank, computes_on_lent_weights, lends_weights
+from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, maps_weights
 from skyasync.models.backend import SaveResult, files_of
 from skyasync.models.batch import TokenBatch, UpdateBatch
-from skyasync.state.manifest import Sums
-from skyasync.together import within
 from skyasync.utils.manifest import Sums
 from skyasync.utils.task_group import within
-from skyasync.weight_sync.changed_weights import Published
-from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.across import Across
-from skyasync.workers.broadcast import Broadcast
-from skyasync.workers.parts import Parts
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.transfers.broadcast import BroadcastTransfer
 from skyasync.weight_sync.transfers.cuda_ipc import CudaIPCTransfer
 from skyasync.weight_sync.transfers.file import FileTransfer
 from skyasync.weight_sync.transfers.remote import RemoteEngines
 from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import POLICY, REFERENCE, ROLES
 
@@ -265,7 +256,7 @@ class RayWorkerDispatch(Dispatch):
 
 
 def memory_transfer(
-    cfg: Config, groups: Mapping[str, Group], nodes: Callable[[], Mapping[int, str]] | None = None
+    cfg: Config, groups: Mapping[str, RoleRanks], nodes: Callable[[], Mapping[int, str]] | None = None
 ) -> WeightTransfer:
     """Through memory of the machine of the policy's rank 0, or a folder that other machines see."""
     policy, generator, remote = groups[POLICY], cfg.generator, None

@@ -8,12 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from skyasync.utils.manifest import Sums
 from skyasync.models.batch import TokenBatch, UpdateBatch
-from skyasync.state.manifest import Sums
-from skyasync.weight_sync.update import WeightUpdate
+from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.transfers.base import WeightTransfer
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 
 
 class WorkerDispatch(Protocol):

@@ -23,12 +23,9 @@ from torch import Tensor
 
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
+from skyasync.models.batch import TokenBatch
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.process_identity import ProcessIdentity
-from skyasync.workers.batch import TokenBatch
-from skyasync.models.batch import TokenBatch
-from skyasync.processes.identity import Identity
-from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 

@@ -13,11 +13,6 @@ from math import prod
 from operator import attrgetter
 from typing import Any
 
-from skyasync.config.keys import When
-from skyasync.config.schema import Config
-from skyasync.config.schema.algorithm import CRITIC, KL
-from skyasync.config.schema.models import SHARED_CRITIC, TEACHER
-from skyasync.config.schema.reward_models import REWARD
 from skyasync.config.schema import Config
 from skyasync.errors import UserError, unknown
 from skyasync.models import SCORE, VALUE, VOCABULARY

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from skyasync.config.schema import Config
 from skyasync.models.backend import SaveResult
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
+from skyasync.utils import manifest
+from skyasync.utils.manifest import Sums
 from skyasync.workers.roles import ROLES
 
 LOOPBACK = "127.0.0.1"
@@ -60,7 +60,7 @@ class Worker:
             torch.set_num_threads(threads)
 
     def node(self) -> tuple[str, str]:
-        """Identity and address of this rank's Ray node."""
+        """ProcessIdentity and address of this rank's Ray node."""
         import ray  # the rest of a worker runs without it
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

@@ -12,10 +12,6 @@ from openai import AsyncOpenAI
 
 from skyasync.agents.server import Endpoint
 from skyasync.agents.session import Session
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig, GenerationOutput, SamplingParams
-from skyasync.endpoint.server import Endpoint
-from skyasync.endpoint.session import Session
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId

@@ -12,18 +12,11 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from skyasync.endpoint import door
-from skyasync.endpoint.door import Door
-from skyasync.endpoint.server import Endpoint
-from skyasync.engines.client import InferenceClient
-from skyasync.interop.skyrl.generators import OpenEndpoint
-from skyasync.inference.client import InferenceClient
-from tests.endpoint.served import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
 from skyasync.agents import connection_limits
 from skyasync.agents.connection_limits import ConnectionLimits
 from skyasync.agents.server import Endpoint
-from skyasync.compat.skyrl.endpoint import OpenEndpoint
-from skyasync.engines.client import InferenceClient
+from skyasync.inference.client import InferenceClient
+from skyasync.interop.skyrl.generators import OpenEndpoint
 from tests.agents.served import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

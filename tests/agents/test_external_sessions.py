@@ -20,21 +20,12 @@ from skyasync.agents.external_sessions import FILE, SessionBroker
 from skyasync.agents.generator import AgentGenerator
 from skyasync.agents.server import Endpoint
 from skyasync.config.load import load_config
-from skyasync.engines.client import InferenceClient
 from skyasync.errors import UserError
+from skyasync.inference.client import InferenceClient
 from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator_api import run_generator
 from tests.agents.test_generator import Engine
 from tests.rollout.episodes import prompt, requests, tokenizer
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.online import FILE, Lobby
-from skyasync.endpoint.server import Endpoint
-from skyasync.errors import UserError
-from skyasync.inference.client import InferenceClient
-from skyasync.rollout.contract import play as roll_out
-from skyasync.rollout.rules import EpisodeRules
-from tests.endpoint.test_agent_generator import Engine
-from tests.rollout.episodes import prompt, request, tokenizer
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 

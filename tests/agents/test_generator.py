@@ -22,29 +22,17 @@ from skyasync.agents.programs import AgentError, AgentPool, AgentProcess, load_p
 from skyasync.agents.server import Endpoint
 from skyasync.algorithms.advantages import ADVANTAGE_ESTIMATORS, compute_advantages
 from skyasync.config.schema import AlgorithmConfig
-from skyasync.engines.client import InferenceClient
-from skyasync.errors import UserError
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.agent_pool import AgentError, AgentPool, ray_processes
-from skyasync.endpoint.agent_process import AgentProcess, load_program
-from skyasync.endpoint.server import Endpoint
 from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.models.batch import RolloutBatch
-from skyasync.processes.local import LocalHost
-from skyasync.rollout import rules as episode_rules
-from skyasync.processes.local import LocalHost
 from skyasync.rollout import episode_limits as episode_rules
 from skyasync.rollout.collate import collate
 from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
 from skyasync.utils.rpc import LocalTransport
-from skyasync.workers.batch import RolloutBatch
 from tests.agents import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
-from tests.endpoint import agent_programs
-from tests.rollout.episodes import ScriptedEngine, prompt, request, tokenizer
 
 pytestmark = pytest.mark.slow  # programs that hang are waited for
 

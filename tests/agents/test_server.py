@@ -21,10 +21,6 @@ from examples.agents.tasks import CALCULATOR
 from skyasync.agents.calls import MOST_BYTES
 from skyasync.agents.recorder import sequences
 from skyasync.agents.server import Endpoint
-from skyasync.engines.client import InferenceClient
-from skyasync.endpoint.calls import MOST_BYTES
-from skyasync.endpoint.recorder import sequences
-from skyasync.endpoint.server import Endpoint
 from skyasync.inference.client import InferenceClient
 from skyasync.rollout.types import Segment
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights

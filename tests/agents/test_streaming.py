@@ -20,9 +20,6 @@ from anthropic import AsyncAnthropic
 from examples.agents.tasks import CALCULATOR
 from skyasync.agents import calls
 from skyasync.agents.recorder import sequences
-from skyasync.engines.protocol import GenerationOutput, SamplingParams
-from skyasync.endpoint import news
-from skyasync.endpoint.recorder import sequences
 from skyasync.inference.interface import GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
 from tests.agents.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url

@@ -23,9 +23,6 @@ from skyasync.inference.interface import EngineConfig, GenerationOutput, Generat
 from skyasync.rollout.collate import collate
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.generator_api import run_generator
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
-from skyasync.rollout.contract import play
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.rollout.episodes import RecordedEnv, prompt, registered, requests, tokenizer

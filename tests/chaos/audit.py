@@ -13,12 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from skyasync.state.ledger import audit
+from skyasync.trainer.checkpoint.ledger import audit
 from tests.chaos.channel import MISSED_S, USED
 from tests.chaos.events import Event
-from skyasync.testing.chaos.events import Event
-from skyasync.testing.chaos.orders import MISSED_S, USED
-from skyasync.trainer.checkpoint.ledger import audit
 
 NAMED = 5  # of what is wrong, by name
 STEPS_SEEN = 3  # behind an event, for what it cost

@@ -35,10 +35,8 @@ class FaultyExperiment(BasePPOExp):
 
 def take_orders(orders: Orders) -> None:
     """From here on this process's parts are struck."""
-    from skyasync.engines.ray_engine import RayEngine
-    from skyasync.utils.rpc import RayTransport
     from skyasync.inference.ray_engine import RayEngine
-    from skyasync.processes.on_ray import RayHost
+    from skyasync.utils.rpc import RayTransport
     from skyasync.weight_sync.sync import WeightSync
     from skyasync.workers.dispatch import RayWorkerDispatch
     from skyasync.workers.ranks import RankGroup

@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from skyasync.run import watchdog
-from skyasync.weight_sync import shared_memory
-from tests.chaos.process_tree import Process, marked
-from skyasync.cluster import watchdog
-from skyasync.testing.chaos.family import Process, marked
 from skyasync.weight_sync.transfers import file as shared_memory
+from tests.chaos.process_tree import Process, marked
 
 PATIENCE_S = 30.0
 WATCHDOG_S = 15.0

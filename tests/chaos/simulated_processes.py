@@ -21,11 +21,7 @@ from skyasync.inference.interface import (
     InferenceEngine,
     PauseMode,
 )
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
-from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.utils.rpc import Answer, Call, LocalTransport
-from skyasync.processes.calls import Answer, Call
-from skyasync.processes.local import LocalHost
 from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate
 
 TOKEN_S, SYNC_S, START_S = 0.5, 0.5, 20.0

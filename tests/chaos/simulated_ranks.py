@@ -12,9 +12,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyasync.state import manifest
-from skyasync.state.manifest import Sums
-from skyasync.testing.chaos.virtual_parts import SILENCE_S, Life
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.transfers.base import WeightTransfer

@@ -28,17 +28,12 @@ from skyasync.errors import headline
 from skyasync.observe.jsonl import read_rows
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
-from skyasync.state.ledger import audit
-from skyasync.trainer import RayPPOTrainer
-from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
-from tests.chaos.events import KINDS, schedule
-from tests.chaos.simulated_command import Command, Virtual
-from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
-from skyasync.testing.chaos.events import KINDS, schedule
-from skyasync.testing.chaos.virtual_run import Command, Virtual
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.checkpoint.ledger import audit
 from skyasync.trainer.plans import PLANS
+from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
+from tests.chaos.events import KINDS, schedule
+from tests.chaos.simulated_command import Command, Virtual
 
 NAMES = ("sync", "one_step_off", "streamed", "fully_async")
 CHAOS_S = 400.0  # of events; then the run is left alone

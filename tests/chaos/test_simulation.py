@@ -6,10 +6,8 @@ from collections import Counter
 
 import pytest
 
-from skyasync.training.progress import Progress
-from tests.chaos.simulation import NAMES, WEIGHTS, play, play_all
-from skyasync.testing.chaos.virtual import NAMES, WEIGHTS, play, play_all
 from skyasync.trainer.context import Progress
+from tests.chaos.simulation import NAMES, WEIGHTS, play, play_all
 
 pytestmark = pytest.mark.slow
 

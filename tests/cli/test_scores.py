@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from skyasync.cli.evaluate import scores
-from skyasync.rollout.types import Group
-from skyasync.rollout.votes import sampled
 from skyasync.rollout.evaluation import prompt_scores
 from skyasync.rollout.types import Group
-from skyasync.tools.evaluate import scores
 from tests.rollout.episodes import action, prompt, trajectory
 
 

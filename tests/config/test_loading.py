@@ -18,8 +18,6 @@ from skyasync.config import Config, ConfigError, check_config, key, load_config,
 from skyasync.config.load import origins
 from skyasync.config.schema import AlgorithmConfig, TrainerConfig
 from skyasync.errors import UserError
-from skyasync.preflight.preparing import about_recipe
-from skyasync.main import configuration
 from skyasync.preflight.prepare import about_recipe
 
 
@@ -319,7 +317,7 @@ def test_what_is_changed_in_one_configuration_is_not_in_the_next() -> None:
 
 
 def test_a_file_of_an_earlier_version_with_settings_that_did_nothing_loads(tmp_path: Path) -> None:
-    gone = "trainer: {strategy: fsdp2, seed: 7, parallel: {data: 0, expert: 0}}\n"
+    gone = "trainer: {seed: 7, parallel: {data: 0, expert: 0}}\n"
     gone += "generator: {run_engines_locally: true, async_engine: true, batched: false}"
     cfg = load_config([f"--config={write(tmp_path, gone)}"])
     assert cfg == load_config(["trainer.seed=7"])

@@ -10,10 +10,8 @@ from skyasync.config import ConfigError, load_config
 from skyasync.config.check import config_warnings
 from skyasync.config.schema import SamplingConfig
 from skyasync.config.schema.sampling import FILTERS, HISTORY, UNMIRRORED, backend, evaluation
-from skyasync.engines.protocol import ENGINES
-from skyasync.rollout.generator_api import request_seed, sampling_params
 from skyasync.inference.interface import ENGINES
-from skyasync.rollout.requests import request_seed, sampling_params
+from skyasync.rollout.generator_api import request_seed, sampling_params
 
 SAMPLING = "generator.sampling_params"
 

@@ -14,7 +14,6 @@ from skyasync.config.secrets import Secrets, hidden, is_secret
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.run.logs import ProcessLogs
-from skyasync.state.recorded import CONFIG, check_recorded, record
 from skyasync.trainer.checkpoint.settings_check import CONFIG, check_recorded, record
 
 KEY, PASSWORD, TOKEN, OF_ENVIRONMENT = "sk-3f1c99a2b7", "pa55-word-xyz", "tok-8d77e6f1", "env-5ce9d1037a"

@@ -62,7 +62,6 @@ WRONG = [
     ("generator.backend=vlm", "unknown backend 'vlm': did you mean 'vllm'? allowed: auto, sglang_server"),
     ("generator.async_engine=false", "it needs no setting here, requests are always asynchronous: remove it"),
     ("trainer.parallel.expert=2", "experts are divided among the ranks of trainer.parallel.tensor: remove it"),
-    ("trainer.strategy=megatron", "it needs no setting here, FSDP2 shards every model: remove it"),
     ("trainer.policy.model.dtype=float16", "did you mean 'bfloat16' or 'float32'? allowed: auto, bfloat16, float32"),
     # names that are registered somewhere
     ("trainer.plan=one_step", "unknown plan 'one_step': did you mean 'one_step_off'?"),

@@ -33,7 +33,7 @@ with open(out, "w") as file:
 REJECTED = """
 import sys
 from skyasync import BasePPOExp, load_config
-from skyasync.endpoint.agent_process import load_program
+from skyasync.agents.programs import load_program
 from skyasync.envs import make
 from skyasync.errors import UserError
 from skyasync.rewards.registry import find

@@ -14,8 +14,6 @@ import pytest
 from skyasync.envs import BaseTextEnv, env_factory
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.interop.openrlhf.agent_file import PATH_KEY
-from skyasync.processes.calls import Call
-from skyasync.processes.host import Host
 from skyasync.rewards.settings import ENV_KEY, RewardSettings
 from skyasync.utils.rpc import Call, RpcServer
 

@@ -14,9 +14,6 @@ from skyasync.run.experiment import BasePPOExp
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.run import make_trainer, simulate, work
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, prompts
-from tests.plans.local_run import config as local_config
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.simulate.test_plans import config
 from tests.trainer.plans.local_run import LocalRun, prompts
 from tests.trainer.plans.local_run import config as local_config

@@ -10,12 +10,9 @@ import ray
 
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.wanted import FILE, write
-from tests.run.test_ray_cluster import listening
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.elastic import FILE, write_engine_list
-from tests.cluster.test_ray_cluster import listening
+from tests.run.test_ray_cluster import listening
 
 SEEN = "engines.jsonl"  # in the run's folder: how many lived at each step's end, and the versions of all tokens since
 

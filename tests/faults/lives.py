@@ -16,10 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from skyasync.observe.jsonl import read_rows
-from skyasync.plans import PLANS
-from skyasync.state.ledger import audit
-from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
-from skyasync.testing.chaos.leftovers import temporary_files
 from skyasync.trainer.checkpoint.ledger import audit
 from skyasync.trainer.plans import PLANS
 from tests import warm

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.state.ledger import audit
-from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
-from skyasync.testing.chaos.accounts import unlike, wrong_prompts, wrong_steps
 from skyasync.trainer.checkpoint.ledger import audit
+from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
 from tests.faults.orders import Ordered, Orders

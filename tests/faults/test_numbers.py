@@ -22,15 +22,9 @@ from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.types import Group
-from skyasync.state.ledger import audit
-from skyasync.trainer import RayPPOTrainer
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, OddBytes, config
-from tests.plans.parts import PLANS, Run, make_run, stream
-from skyasync.tools.replaying import ReplayTrainer
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.checkpoint.ledger import audit
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, OddBytes, config
 from tests.trainer.plans.parts import PLANS, Run, make_run, stream
 

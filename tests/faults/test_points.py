@@ -19,19 +19,13 @@ import pytest
 from skyasync.config.schema import Config
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
+from skyasync.trainer.plans import PLANS
 from tests.chaos import simulation
 from tests.chaos.events import FOREVER, Event
 from tests.chaos.simulated_command import Command, Virtual
 from tests.chaos.simulated_processes import Engine
 from tests.chaos.simulated_ranks import Ranks
 from tests.chaos.simulation import NAMES, Play
-from skyasync.testing.chaos import virtual
-from skyasync.testing.chaos.events import FOREVER, Event
-from skyasync.testing.chaos.virtual import NAMES, Play
-from skyasync.testing.chaos.virtual_parts import Engine
-from skyasync.testing.chaos.virtual_ranks import Ranks
-from skyasync.testing.chaos.virtual_run import Command, Virtual
-from skyasync.trainer.plans import PLANS
 
 pytestmark = pytest.mark.fault
 

@@ -14,30 +14,14 @@ from skyasync.agents.generator import AgentGenerator
 from skyasync.agents.programs import AgentError, AgentPool, AgentProcess
 from skyasync.agents.server import Endpoint
 from skyasync.config.schema import Config
-from skyasync.engines.client import InferenceClient
-from skyasync.envs.pool import local_pool
-from skyasync.errors import UserError
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.agent_pool import AgentError, AgentPool
-from skyasync.endpoint.agent_process import AgentProcess
-from skyasync.endpoint.server import Endpoint
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
-from skyasync.processes.local import LocalHost
-from skyasync.processes.transient import Patience
-from skyasync.rollout.contract import play as roll_out
-from skyasync.rollout.rules import EpisodeRules, check_given_up
-from skyasync.rollout.types import Group
-from skyasync.utils.retry import RetryPolicy
-from skyasync.utils.rpc import LocalTransport
-from tests.endpoint.test_agent_generator import PROGRAMS, Engine
-from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, request, tokenizer
-from skyasync.processes.local import LocalHost
-from skyasync.processes.transient import Patience
 from skyasync.rollout.episode_limits import EpisodeLimits, check_given_up
 from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
+from skyasync.utils.retry import RetryPolicy
+from skyasync.utils.rpc import LocalTransport
 from tests.agents.test_generator import PROGRAMS, Engine
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests, tokenizer
 from tests.virtual_time import virtual_time

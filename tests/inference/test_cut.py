@@ -13,11 +13,6 @@ from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.inflight import continuation
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.pieces import continuation
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.inference.listed import Listed, listed

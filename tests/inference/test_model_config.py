@@ -11,11 +11,6 @@ from skyasync.inference.backends.vllm.server import VLLMServerEngine
 from skyasync.inference.backends.vllm.setup import engine_arguments
 from skyasync.inference.interface import EngineConfig
 from skyasync.inference.settings import engine_config
-from skyasync.model_config import complaints, load_config, overrides, overrides_of
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.settings import engine_config
-from skyasync.engines.vllm.server_check import complaint
-from skyasync.engines.vllm.setup import engine_arguments
 from skyasync.models.config import complaints, load_config, overrides, overrides_of
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.roles import ROLES

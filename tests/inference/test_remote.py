@@ -11,12 +11,6 @@ from skyasync.cli.serve import command_line
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
-from skyasync.engines.http import Begun, versions_of
-from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.server_check import ARGUMENTS, BACKEND, EXTENSION, check_servers, complaint
-from skyasync.engines.vllm.server_http import cache_share, hear, sampling_of
-from skyasync.errors import UserError
-from skyasync.run.placement import plan_slots, share_threads
 from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.server import (
     ARGUMENTS,
@@ -29,7 +23,7 @@ from skyasync.inference.backends.vllm.server import (
 from skyasync.inference.backends.vllm.setup import sampling_fields
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.inference.remote import RemoteRequest, check_servers, versions_of
-from skyasync.tools.serve import command_line
+from skyasync.run.placement import plan_slots, share_threads
 from skyasync.workers.roles import wanted_roles
 
 CONFIG = EngineConfig("model", dtype="float32", max_model_len=512)

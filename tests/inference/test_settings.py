@@ -19,7 +19,6 @@ from skyasync.inference.settings import (
     maps_weights,
     weight_sync_backend,
 )
-from skyasync.errors import UserError
 from skyasync.run.placement import plan_slots
 from skyasync.workers.roles import wanted_roles
 

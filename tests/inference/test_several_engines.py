@@ -17,10 +17,7 @@ from skyasync.inference.interface import (
     InferenceEngine,
     SamplingParams,
 )
-from skyasync.engines.vllm.setup import engine_arguments
 from skyasync.rollout.metrics import count_repeats
-from tests.engines.vllm.models import save_model
-from skyasync.rollout.repeats import count_repeats
 from tests.inference.backends.vllm.models import save_model
 
 GROUPS, SAMPLES, LENGTH = 4, 8, 12

@@ -15,45 +15,25 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from skyasync.agents.generator import AgentGenerator
+from skyasync.agents.generator import AgentGenerator, agent_config
 from skyasync.agents.programs import AgentPool, AgentProcess
 from skyasync.agents.server import Endpoint
 from skyasync.config import load_config
 from skyasync.config.schema import Config
 from skyasync.data.datasets import load_prompts
-from skyasync.endpoint.agent_generator import AgentGenerator
-from skyasync.endpoint.agent_pool import AgentPool
-from skyasync.endpoint.agent_process import AgentProcess
-from skyasync.endpoint.assembly import agent_config
-from skyasync.endpoint.server import Endpoint
-from skyasync.endpoint.openrlhf import agent_config
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.envs.pool import local_pool
-from skyasync.envs.pool import local_pool
-from skyasync.experiment import BasePPOExp
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
-from skyasync.plans import PLANS
 from skyasync.preflight.parts import check_parts
 from skyasync.preflight.prepare import settle_references
-from skyasync.processes.local import LocalHost
 from skyasync.rewards.settings import env_settings
 from skyasync.rollout.episode_limits import EpisodeLimits
 from skyasync.rollout.generator import EpisodeGenerator
-from skyasync.rollout.rules import EpisodeRules
 from skyasync.run.experiment import BasePPOExp
-from skyasync.preflight.settling import settle_references
-from skyasync.rewards.settings import env_settings
-from skyasync.rollout.generator import EpisodeGenerator
-from skyasync.rollout.rules import EpisodeRules
+from skyasync.trainer.plans import PLANS
 from skyasync.utils.rpc import LocalTransport
 from skyasync.weight_sync.sync import WeightSync
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import RecordingDispatch, Rows, engine_config
-from skyasync.trainer.plans import PLANS
-from skyasync.weight_sync.sync import WeightSync
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import RecordingDispatch, Rows, engine_config
 
 CHAT = (

@@ -9,9 +9,6 @@ from skyasync import interop
 from skyasync.config import Config, ConfigError, load_config
 from skyasync.config.command_line import unknown_key
 from skyasync.config.keys import Key, Keys
-from skyasync.config.load.suggest import unknown_key
-from skyasync.config.peers import SYSTEMS, Around, NoCounterpartError, converted, key_hint, tables, value_hint
-from skyasync.config.peers.table import Row, Target, expand
 from skyasync.config.values import WrongTypeError, convert, free, parse
 from skyasync.interop.conversion import ConversionContext, NoCounterpartError, converted
 from skyasync.interop.hints import key_hint, value_hint

@@ -12,10 +12,6 @@ from skyasync.envs.reward import RewardEnv
 from skyasync.errors import UserError
 from skyasync.interop.openrlhf import rewards as remote
 from skyasync.interop.openrlhf.user_modules import extract_boxed_answer, grade_answer, stand_ins
-from skyasync.rewards.panel import Member, judge
-from skyasync.rewards import remote
-from skyasync.rewards.forms import form_of
-from skyasync.rewards.openrlhf import extract_boxed_answer, grade_answer, stand_ins
 from skyasync.rewards.reward_functions import RewardFunction, score_response
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
 from skyasync.rewards.signature import signature_of

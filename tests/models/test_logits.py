@@ -18,14 +18,6 @@ from transformers import (
 
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import EngineConfig
-from skyasync.workers import logits as logits_module
-from skyasync.workers import model as model_module
-from skyasync.workers.base import sequences_as_batch
-from skyasync.workers.heads import load_causal_lm
-from skyasync.workers.model import TokenLogprobs
-from skyasync.workers.packing import plain_layout
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig
 from skyasync.models import token_model as logits_module
 from skyasync.models import token_model as model_module
 from skyasync.models.heads import load_causal_lm

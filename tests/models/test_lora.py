@@ -19,12 +19,8 @@ from skyasync.errors import UserError
 from skyasync.models.heads import copy_own_part
 from skyasync.models.lora import whole
 from skyasync.preflight.parts import check_parts
-from skyasync.weight_sync.nccl import Rendezvous
-from skyasync.weight_sync.shared_memory import read_weights, remove_weights
-from skyasync.workers.frozen import ReferenceWorker
 from skyasync.weight_sync.transfers.file import read_weights, remove_weights
-from skyasync.workers.heads import put
-from skyasync.workers.lora import whole
+from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.planning.models import configuration

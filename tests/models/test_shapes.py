@@ -23,11 +23,10 @@ from transformers import (
 )
 
 from skyasync.config.schema import Config
-from skyasync.planning.memory import Pass, kept_bytes
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp import backend as fsdp
 from skyasync.models.packing import plain_layout
-from skyasync.planning.activations import Pass, kept_bytes
+from skyasync.planning.memory import Pass, kept_bytes
 from skyasync.planning.shape import shape_of
 from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker

@@ -8,14 +8,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from skyasync.config.schema import LoraConfig
+from skyasync.models.lora import Adapters
 from skyasync.planning.memory import Pass, layer_bytes
 from skyasync.planning.shape import FAMILIES, between_halves, shape_of
-from skyasync.workers.lora import Adapters
-from skyasync.models.lora import Adapters
-from skyasync.planning.activations import Pass, layer_bytes
-from skyasync.planning.adapters import between_halves
-from skyasync.planning.families import FAMILIES
-from skyasync.planning.shape import shape_of
 from tests.planning.models import as_json, layer_counts
 
 ROWS, WIDTH = 2, 96

@@ -8,14 +8,9 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from skyasync.config.schema import Config
+from skyasync.models.lora import Adapters
 from skyasync.planning.plan import make_plan
 from skyasync.planning.shape import FAMILIES, adapter_parameters, shape_of
-from skyasync.workers.lora import Adapters
-from skyasync.models.lora import Adapters
-from skyasync.planning.adapters import adapter_parameters
-from skyasync.planning.families import FAMILIES
-from skyasync.planning.plan import make_plan
-from skyasync.planning.shape import shape_of
 from tests.planning.models import as_json, configuration
 from tests.planning.test_plan import EIGHT, QWEN_7B, place, settings
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyasync.config.schema import Config
-from skyasync.planning.plan import PROCESS, Machine, MemoryUse, make_plan
-from skyasync.planning.machine import Machine
-from skyasync.planning.place import Place
-from skyasync.planning.plan import make_plan
+from skyasync.planning.plan import Machine, MemoryUse, make_plan
 from skyasync.planning.shape import shape_of
 from tests.planning.models import as_json, configuration
 

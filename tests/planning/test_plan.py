@@ -360,8 +360,6 @@ def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
 
 def test_constants_are_those_of_the_parts_that_import_torch() -> None:
     from skyasync.inference.backends.transformers import model as embedded_model
-    from skyasync.weight_sync import cuda_ipc
-    from skyasync.engines.embedded import model as embedded_model
     from skyasync.weight_sync.transfers import cuda_ipc
 
     assert PART_BYTES == cuda_ipc.PART_BYTES

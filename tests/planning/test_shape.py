@@ -10,11 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.errors import UserError
-from skyasync.planning.shape import FAMILIES, read_shape, shape_of
-from skyasync.workers.model import can_share_prefixes
 from skyasync.models.token_model import can_share_prefixes
-from skyasync.planning.families import FAMILIES
-from skyasync.planning.shape import read_shape, shape_of
+from skyasync.planning.shape import FAMILIES, read_shape, shape_of
 from tests.planning.models import MODELS, as_json, configuration
 
 

@@ -10,9 +10,6 @@ import yaml
 
 from skyasync import load_config
 from skyasync.config.schema.judges import judges_of, table
-from skyasync.rewards.constraints import CONSTRAINTS, parameters
-from skyasync.rewards.instruction_following import instruction_following
-from skyasync.config.judges import judges_of, table
 from skyasync.rewards.instruction_following import CONSTRAINTS, instruction_following, parameters
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()

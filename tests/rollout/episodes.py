@@ -8,13 +8,11 @@ from typing import Any
 
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.pool import EnvPool, local_pool
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.generator_api import generator_input
 from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
-from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
-from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
 
 @cache

@@ -13,8 +13,6 @@ from skyasync.models.batch import RolloutBatch
 from skyasync.rollout.collate import collate, collate_in_turns
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.trainer.learner import check_experts
-from skyasync.workers.batch import RolloutBatch
-from skyasync.training.stages import check_experts
 from tests.rollout.episodes import action, prompt, trajectory
 from tests.rollout.test_parallel_lists import groups
 from tests.virtual_time import virtual_time

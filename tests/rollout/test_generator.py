@@ -7,10 +7,9 @@ import pytest
 
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
-from skyasync.rollout import episode_limits as rules
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput
-from skyasync.rollout import rules
+from skyasync.rollout import episode_limits as rules
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.generator_api import run_generator

@@ -11,9 +11,8 @@ import pytest
 from skyasync import load_config
 from skyasync.envs.pool import local_pool
 from skyasync.errors import UserError
-from skyasync.rewards import llm_judge
 from skyasync.inference.client import InferenceClient
-from skyasync.rewards import chat_server
+from skyasync.rewards import llm_judge
 from skyasync.rewards.settings import env_settings
 from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.rollout.judging import Judges

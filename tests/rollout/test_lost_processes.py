@@ -9,9 +9,6 @@ import pytest
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.envs.pool import EnvPool
 from skyasync.utils.rpc import LocalTransport, ProcessLostError
-from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, request
-from skyasync.processes.link import ProcessLostError
-from skyasync.processes.local import LocalHost
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests
 from tests.rollout.test_generator import Countdown, groups
 from tests.virtual_time import virtual_time

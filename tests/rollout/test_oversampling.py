@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
-from skyasync.engines.protocol import GenerationOutput, SamplingParams
+from skyasync.inference.interface import GenerationOutput, SamplingParams
 from skyasync.rollout.group_sampling import first_complete, with_extra_samples
 from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
-from skyasync.inference.interface import GenerationOutput, SamplingParams
-from skyasync.rollout.spares import first_complete, with_spares
-from skyasync.rollout.types import GeneratorInput, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.clock import run_virtual
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, config
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 

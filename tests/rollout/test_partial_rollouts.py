@@ -7,14 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput
-from skyasync.rollout.generator_api import run_generator
-from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, requests, tokenizer, tokens_of
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput
-from skyasync.rollout.contract import play
-from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, request, tokenizer, tokens_of
+from skyasync.rollout.generator_api import run_generator
+from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, requests, tokenizer, tokens_of
 from tests.virtual_time import virtual_time
 
 TURNS = 3

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from skyasync.cli.runs import runs
-from skyasync.config.paths import model_path
 from skyasync.config.model_files import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError

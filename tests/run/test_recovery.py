@@ -12,12 +12,9 @@ import pytest
 
 from skyasync.config.schema import Config
 from skyasync.observe.jsonl import read_rows
-from skyasync.processes.identity import born
 from skyasync.run.recovery import Recovery
-from skyasync.restarting import Restarting
-from skyasync.training.restarts import NAME
-from skyasync.utils.process_identity import born
 from skyasync.trainer.restarts import NAME
+from skyasync.utils.process_identity import born
 
 DEATH = RuntimeError("gone")
 

@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.trajectory_files import files_of, read
-from skyasync.trainer import RayPPOTrainer
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, config
-from skyasync.rollout.recorded import files_of, read
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
 from skyasync.rollout.generator_api import TrajectoryGenerator
-from skyasync.rollout.contract import TrajectoryGenerator
 from skyasync.rollout.types import GeneratorInput, Segment, Trajectory
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer

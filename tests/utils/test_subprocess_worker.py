@@ -13,12 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyasync.errors import TransientError
-from skyasync.processes.apart import Apart, NoAnswerError
-from skyasync.processes.pool import Pool
-from tests.chaos.process_tree import marked
-from tests.processes.functions import behave
-from skyasync.testing.chaos.family import marked
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
+from tests.chaos.process_tree import marked
 from tests.utils.functions import behave
 
 pytestmark = pytest.mark.slow

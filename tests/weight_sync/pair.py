@@ -13,10 +13,6 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
-from skyasync.weight_sync import lent
-from skyasync.weight_sync.gaps import BFLOAT16, FLOAT32, gap
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import ENGINES, EngineConfig
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers import shared_memory
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap

@@ -9,18 +9,12 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.adapter import lora_arguments
 from skyasync.models.fsdp import checkpoint
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.weight_sync.adapter_file import read_adapter, with_added
-from skyasync.weight_sync.digests import digests_of
-from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.adapters import read_adapter, with_added
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.verify.digests import digests_of
-from skyasync.workers import checkpoint
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.planning.models import configuration
 from tests.trainer.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.config.schema import Config
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, specs_of, to_message, unpack
 from skyasync.weight_sync.transfers import broadcast
 from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer, interrupt
@@ -272,8 +272,8 @@ async def test_two_ranks_send_to_two_embedded_engines(ranks: Ranks, other: Ranks
 async def test_two_ranks_send_to_workers_of_two_vllm_engines(
     engines_session: None, ranks: Ranks, other: Ranks, tmp_path: Path
 ) -> None:
-    from skyasync.engines.vllm.engine import VLLMEngine
-    from tests.engines.vllm.models import save_model
+    from skyasync.inference.backends.vllm.engine import VLLMEngine
+    from tests.inference.backends.vllm.models import save_model
 
     save_model(tmp_path, tied=True)
     config = EngineConfig(

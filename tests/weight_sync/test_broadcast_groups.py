@@ -19,14 +19,14 @@ from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineFailedError, EngineStats, InferenceEngine
 from skyasync.inference.supervisor import EngineSupervisor
-from skyasync.weight_sync.nccl import NCCLSender, Rendezvous, worker_info
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineDiedError, EngineStats
-from skyasync.engines.revival import Revival
 from skyasync.weight_sync.full_tensors import FullTensors
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers import broadcast
-from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer
+from skyasync.weight_sync.transfers.broadcast import (
+    BroadcastReader,
+    BroadcastSender,
+    BroadcastTransfer,
+)
 from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY

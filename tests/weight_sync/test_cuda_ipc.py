@@ -13,12 +13,6 @@ from skyasync.config.schema import Config
 from skyasync.inference.backends.vllm import setup
 from skyasync.inference.backends.vllm.engine import VLLMEngine
 from skyasync.inference.interface import EngineConfig
-from skyasync.weight_sync import cuda_ipc
-from skyasync.weight_sync.cuda_ipc import ForEngine, Packed, Packer, message, own_part, parts_of, sum_of
-from skyasync.weight_sync.kinds import bytes_of, kinds_of
-from skyasync.engines.protocol import EngineConfig
-from skyasync.engines.vllm import setup
-from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.tensors import bytes_of, chunks_of, specs_of, sum_of
 from skyasync.weight_sync.transfers import cuda_ipc
 from skyasync.weight_sync.transfers.cuda_ipc import (

@@ -7,20 +7,14 @@ import torch
 
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import EngineConfig
-from skyasync.engines.embedded.engine import TransformersEngine
-from skyasync.engines.protocol import EngineConfig
 from skyasync.models.fsdp import checkpoint
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync import delta
 from skyasync.weight_sync.transfers.file import PREFIX, directories
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.verify.digests import digests_of
-from skyasync.workers import checkpoint
-from tests.inference.tiny_llama import save_tiny_llama
 from skyasync.workers.dispatch import memory_transfer
-from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config, without_times
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times
 from tests.weight_sync.pair import running
 

@@ -9,18 +9,13 @@ import torch
 from skyasync.errors import UserError
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import GenerationRequest, SamplingParams
-from skyasync.weight_sync import digests, kept_file, lent
-from skyasync.weight_sync.gaps import gap
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
-from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from tests.inference.tiny_llama import save_tiny_llama
 from skyasync.weight_sync.transfers import shared_memory
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from skyasync.weight_sync.verify import digests
 from skyasync.weight_sync.verify.log_probabilities import gap
 from skyasync.workers.dispatch import memory_transfer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import (
     LAYER,
     SWAPPED,

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.engines.revival import Revival
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.inference.supervisor import EngineSupervisor
-from skyasync.testing.chaos.virtual_parts import SYNC_S, Engine
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers.base import WeightTransfer

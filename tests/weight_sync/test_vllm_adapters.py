@@ -5,8 +5,6 @@ import asyncio
 import pytest
 
 from skyasync.inference.interface import GenerationRequest, SamplingParams
-from skyasync.weight_sync import adapter_file
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.weight_sync.adapters import read_adapter
 from skyasync.weight_sync.transfers.file import write_encoded
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate

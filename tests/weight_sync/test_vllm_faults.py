@@ -7,9 +7,8 @@ import pytest_asyncio
 
 from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.update import WeightSyncError
-from tests.inference.tiny_llama import save_tiny_llama
 from skyasync.workers.dispatch import memory_transfer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.pair import LAYER, SWAPPED, losing_a_bit, never_fails, running
 from tests.weight_sync.worker_faults import looks, update_with
 

@@ -12,10 +12,6 @@ from transformers import LlamaForCausalLM
 
 from skyasync.inference.backends.vllm.engine import EngineFailedError, VLLMEngine
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.weight_sync.shared_memory import remove_weights
-from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.core import EngineDiedError
-from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs

@@ -16,19 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from skyasync.utils import manifest
 from skyasync.models.backend import VALUE_HEAD, SaveResult
-from skyasync.state import manifest
-from skyasync.weight_sync.changed_weights import KeptWeights
-from skyasync.weight_sync.lent import Borrower
-from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
-from skyasync.weight_sync.shared_memory import read_weights
-from skyasync.workers.model_worker import ModelWorker
+from skyasync.utils import manifest
 from skyasync.weight_sync.delta import DeltaDecoder
 from skyasync.weight_sync.transfers.broadcast import BroadcastReader
 from skyasync.weight_sync.transfers.file import read_file, read_weights
 from skyasync.weight_sync.transfers.shared_memory import BufferReader
-from skyasync.workers.base import ModelWorker
+from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.workers.conftest import make_batch

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
-from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate

@@ -17,9 +17,7 @@ from ray.util.placement_group import PlacementGroup
 
 from skyasync.config.schema import Config
 from skyasync.models.batch import TokenBatch, UpdateBatch
-from skyasync.weight_sync.lent import Borrower
 from skyasync.weight_sync.transfers.shared_memory import BufferReader
-from skyasync.workers.batch import TokenBatch, UpdateBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.ranks import HeartbeatTimeoutError, WorkerPlacement, row_costs, split_for_ranks

@@ -9,14 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.models.fsdp import checkpoint
-from skyasync.weight_sync.shared_memory import read_digests, read_weights, remove_weights
-from skyasync.workers import file_names
-from skyasync.workers.file_names import Apart
-from skyasync.workers.leaving import Leaving, kinds_in
 from skyasync.weight_sync import full_tensors as file_names
 from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 from skyasync.weight_sync.transfers.file import read_digests, read_weights, remove_weights
-from skyasync.workers import checkpoint
 from skyasync.workers.policy import PolicyWorker
 from tests.planning.models import configuration
 

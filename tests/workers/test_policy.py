@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.models.fsdp.backend import FSDPBackend
-from skyasync.weight_sync.shared_memory import read_weights, remove_weights
-from skyasync.workers.frozen import ReferenceWorker
 from skyasync.weight_sync.transfers.file import read_weights, remove_weights
+from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from tests.models.test_token_model import plain_forward
 from tests.workers.conftest import config_for, make_batch

@@ -9,8 +9,6 @@ import pytest
 
 from skyasync.observe.run_dir import RunDirectory
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, config
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 

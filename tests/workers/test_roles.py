@@ -11,14 +11,12 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from skyasync.cluster.placement import plan_slots
 from skyasync.config.keys import When
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.models.batch import TokenBatch
 from skyasync.registry import user_parts
 from skyasync.run.placement import plan_slots
-from skyasync.workers.batch import TokenBatch
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.ranks import WorkerPlacement

@@ -16,9 +16,6 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.workers.policy import PolicyWorker
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config
-from tests.plans.test_streamed import save_double
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config
 from tests.trainer.plans.test_streamed import save_double
 from tests.workers.conftest import config_for, make_batch

@@ -29,7 +29,7 @@ from skyasync.agents.api.validation import (
     tool_call,
 )
 from skyasync.config.keys import Key
-from skyasync.engines.protocol import LIMITS, SamplingParams
+from skyasync.inference.interface import LIMITS, SamplingParams
 
 _CHOICES = Key("", int, low=1, high=128)
 

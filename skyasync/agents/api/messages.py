@@ -34,7 +34,7 @@ from skyasync.agents.api.validation import (
     tool_call,
     tool_result,
 )
-from skyasync.engines.protocol import LIMITS
+from skyasync.inference.interface import LIMITS
 
 #: Bookkeeping of Anthropic's own service; it caches and routes, and changes no answer.
 IGNORED = frozenset(["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"])

@@ -13,8 +13,6 @@ from typing import Any, TypeVar, overload
 
 from skyasync.agents.api.types import Body, Message, RequestError, from_json
 from skyasync.config.keys import Key
-from skyasync.engines.protocol import LARGEST_BIAS, LIMITS, SamplingParams
-from skyasync.endpoint.forms.inner import Body, RequestError, from_json
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import nearest
 from skyasync.inference.interface import LARGEST_BIAS, LIMITS, SamplingParams

@@ -60,7 +60,7 @@ class AgentsConfig:
         "hermes",
         "How the model writes calls of tools: a family's form, vllm:NAME for one of vLLM's parsers, or "
         "module:function of your own, text -> (text, calls).",
-        registry="skyasync.endpoint.parsers:TOOL_PARSERS",
+        registry="skyasync.agents.parsers:TOOL_PARSERS",
         open_ended=True,
         when=_AGENTS,
     )
@@ -69,7 +69,7 @@ class AgentsConfig:
         "How the model writes its thinking, which the endpoint then tells apart from the reply: a family's form, "
         "vllm:NAME, or module:function, text -> (thinking, text); empty leaves it in the text.",
         choices=("",),
-        registry="skyasync.endpoint.parsers:REASONING_PARSERS",
+        registry="skyasync.agents.parsers:REASONING_PARSERS",
         open_ended=True,
         when=_AGENTS,
     )

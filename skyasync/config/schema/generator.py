@@ -31,7 +31,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
         "auto",
         "Inference engine; auto is vllm where it is installed, else transformers.",
         choices=("auto",),
-        registry="skyasync.engines.protocol:ENGINES",
+        registry="skyasync.inference.interface:ENGINES",
         open_ended=True,
     )
     num_inference_engines: int = key(1, "Engines behind the client.", low=1, when=_OWN)
@@ -143,7 +143,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
 
 def check_generator(cfg: Config) -> Iterator[str]:
     """What the chosen engine cannot do, and what is never read."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     generator, policy, engine = cfg.generator, cfg.trainer.policy, backend(cfg)
     can = ENGINES.about(engine).can

@@ -32,7 +32,13 @@ class TrainerConfig(FaultToleranceConfig):
     plan: str = key(
         "sync",
         "The execution plan, where the experiment does not fix one.",
-        registry="skyasync.plans:PLANS",
+        registry="skyasync.trainer.plans:PLANS",
+        open_ended=True,
+    )
+    strategy: str = key(
+        "fsdp2",
+        "The backend that holds and trains the models: fsdp2, or a ModelBackend of your own (module:Class).",
+        choices=("fsdp2",),
         open_ended=True,
     )
     async_queue_size: int = key(

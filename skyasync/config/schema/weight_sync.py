@@ -59,7 +59,7 @@ class WeightSyncConfig:
 
 def check_weight_sync(cfg: Config) -> Iterator[str]:
     """Ways that the chosen engine has not, or that do not go with where it runs or with what is trained."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     generator, engine = cfg.generator, backend(cfg)
     way, can = generator.weight_sync_backend, ENGINES.about(engine).can
@@ -85,7 +85,7 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
 
 def _check_adapters(cfg: Config) -> Iterator[str]:
     """Adapters that are sent alone to engines that cannot take them, or have no weights to add them to."""
-    from skyasync.engines.protocol import ENGINES
+    from skyasync.inference.interface import ENGINES
 
     generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
     key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can

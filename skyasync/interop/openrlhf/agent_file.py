@@ -29,17 +29,11 @@ from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-from skyasync.engines.protocol import SamplingParams
-from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent, takes_sampling
-from skyasync.envs.adapters.openrlhf_names import awaited, new_instance, number, refuse_images
-from skyasync.envs.base import BaseTextEnv
-from skyasync.envs.check import SAMPLING, InvalidEnvOutputError
-from skyasync.envs.adapters.openrlhf_file import agent_file, has_own_loop, instance_class, load_agent, takes_sampling
-from skyasync.envs.adapters.openrlhf_names import awaited, new_instance, number, refuse_images
 from skyasync.envs.base import SAMPLING, BaseTextEnv, InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES, image_column
 from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
+from skyasync.inference.interface import SamplingParams
 from skyasync.interop.openrlhf import SYSTEM
 from skyasync.interop.openrlhf.user_modules import (
     Foreign,
@@ -50,7 +44,6 @@ from skyasync.interop.openrlhf.user_modules import (
     refuse_images,
     stand_ins,
 )
-from skyasync.inference.interface import SamplingParams
 
 PATH_KEY = "agent_func_path"  # where the environment finds the file in its env_config
 SAMPLING_KEY = "agent_sampling"  # and how the run samples

@@ -18,25 +18,15 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from skyasync.config.schema import Config
-from skyasync.config.schema.sampling import evaluation
-from skyasync.endpoint.agent_process import Score
-from skyasync.endpoint.forms.text import FIELDS as COMPLETION_FIELDS
 from skyasync.agents.api.completions import FIELDS as COMPLETION_FIELDS
 from skyasync.agents.programs import Score
-from skyasync.config.sampling import evaluation
-from skyasync.config.schema import Config
-from skyasync.envs.adapters.openrlhf import PATH_KEY, PROGRAM, refuse_row_with_images, sampling_object
-from skyasync.envs.adapters.openrlhf_file import load_agent, made
-from skyasync.envs.adapters.openrlhf_names import refuse_images
 from skyasync.envs.base import Conversation
 from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object
 from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
 from skyasync.interop.openrlhf.user_modules import refuse_images
 from skyasync.rewards.score import as_score
 from skyasync.rollout.chat import PlainText
-from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, told
-from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, template_text, with_template
+from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, with_template
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

@@ -27,7 +27,7 @@ from typing import Any
 
 from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES
-from skyasync.rewards.text import extract_boxed_answer
+from skyasync.rewards.answer_match import extract_boxed_answer
 
 Foreign = Any  # objects of the user's file or of its libraries
 _ROOT = "openrlhf"
@@ -68,7 +68,7 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
         pass
     if importlib.util.find_spec("math_verify") is None:
         return False
-    from skyasync.rewards.mathematics import math_verify
+    from skyasync.rewards.answer_match import math_verify
 
     try:
         return bool(math_verify(f"${given}$", truth))

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError
-from skyasync.rollout.convert import generator_output, groups_from_output
-from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Trajectory
-from skyasync.workers.batch import ScoredBatch, TokenBatch, TrainingBatch
 from skyasync.models.batch import ScoredBatch, TokenBatch, TrainingBatch
+from skyasync.rollout.generator_api import generator_output, groups_from_output
+from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Trajectory
 
 #: Theirs, and ours for it.
 NAMES = {

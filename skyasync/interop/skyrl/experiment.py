@@ -21,11 +21,10 @@ from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.envs.registry import Foreign
 from skyasync.interop.skyrl.generators import InferenceEngineClient
 from skyasync.registry import add_user_parts, user_parts
-from skyasync.rollout.requests import sampling_params
+from skyasync.rollout.generator_api import sampling_params
 from skyasync.run.experiment import BasePPOExp as _BasePPOExp
 from skyasync.run.placement import plan_slots
 from skyasync.run.ray_cluster import start_on_loopback
-from skyasync.rollout.generator_api import sampling_params
 from skyasync.workers.roles import ROLES
 
 

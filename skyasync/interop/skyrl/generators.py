@@ -19,12 +19,10 @@ from typing import Any, TypedDict, cast
 
 from aiohttp import web
 
+from skyasync.agents.connection_limits import ConnectionLimits
+from skyasync.agents.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
+from skyasync.agents.session import Session
 from skyasync.arrays import ints
-from skyasync.endpoint.door import ConnectionLimits
-from skyasync.endpoint.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
-from skyasync.endpoint.session import Session
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
-from skyasync.compat.skyrl.endpoint import OpenEndpoint
 from skyasync.envs.base import Conversation
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown

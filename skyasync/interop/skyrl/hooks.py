@@ -11,23 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyasync.callbacks import TrainerCallback
 from skyasync.callbacks import RunExtension
-from skyasync.compat.skyrl import bridge
-from skyasync.compat.skyrl.batch import TrainingInputBatch
-from skyasync.compat.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
-from skyasync.compat.skyrl.loader import TrainDataLoader, with_epochs
-from skyasync.compat.skyrl.shims import Told, Tracker, numbers
 from skyasync.envs.registry import Foreign
 from skyasync.interop.skyrl.batch import TrainingInputBatch, through
 from skyasync.interop.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
-from skyasync.interop.skyrl.shims import LoggedTracker, SettingsView, TrainDataLoader, numbers, with_epochs
-from skyasync.rollout.types import Group
-from skyasync.trainer.context import Metrics
-from skyasync.workers.batch import TokenBatch
+from skyasync.interop.skyrl.shims import (
+    LoggedTracker,
+    SettingsView,
+    TrainDataLoader,
+    numbers,
+    with_epochs,
+)
 from skyasync.models.batch import TokenBatch
 from skyasync.rollout.types import Group
-from skyasync.training.phases import Metrics
+from skyasync.trainer.context import Metrics
 
 if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer as _Base

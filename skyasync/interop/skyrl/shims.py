@@ -14,13 +14,13 @@ from enum import StrEnum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from skyasync.config.domains import proportions_of
 from skyasync.config.schema import Config
+from skyasync.config.schema.environment import proportions_of
 from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt
-from skyasync.training.progress import Progress
+from skyasync.trainer.context import Progress
 
 if TYPE_CHECKING:
     from skyasync.observe import trackers

@@ -23,13 +23,6 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skyasync.cleanup import afterwards
-from skyasync.compat.skyrl import bridge
-from skyasync.compat.skyrl.batch import TrainingInputBatch
-from skyasync.compat.skyrl.generators import as_sampling
-from skyasync.compat.skyrl.hooks import Postprocessed, SkyRLNames
-from skyasync.compat.skyrl.shims import Dispatch, PolicyModel, ResumeMode, numbers
-from skyasync.compat.skyrl.waiting import Loop
 from skyasync.config.resume import Resume
 from skyasync.data.prompts import PromptBatch
 from skyasync.envs.registry import Foreign
@@ -38,7 +31,6 @@ from skyasync.interop.skyrl.batch import TrainingInputBatch, as_groups
 from skyasync.interop.skyrl.generators import as_sampling
 from skyasync.interop.skyrl.hooks import Postprocessed, SkyRLNames
 from skyasync.interop.skyrl.shims import DispatchView, PolicyModel, ResumeMode, numbers
-from skyasync.rollout.requests import sampling_params
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Rollout, TrajectoryId
 from skyasync.trainer import RayPPOTrainer as Ours

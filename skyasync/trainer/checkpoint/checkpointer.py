@@ -14,20 +14,6 @@ from typing import Any
 
 from skyasync.callbacks import RunExtension
 from skyasync.config.resume import Resume, keeps_checkpoints, saves
-from skyasync.config.schema import Config
-from skyasync.data.prompts import PromptStream
-from skyasync.errors import UserError
-from skyasync.rollout import partial_rollouts as saved
-from skyasync.state import manifest
-from skyasync.state.checkpoint import Checkpoints, TrainState, load_state
-from skyasync.state.choice import choose, refusal
-from skyasync.state.manifest import FileSum
-from skyasync.state.recorded import check_recorded, record
-from skyasync.training.best import BestSoFar
-from skyasync.training.bookkeeping import Bookkeeping
-from skyasync.training.learner import Learner
-from skyasync.training.phases import Metrics, Phases
-from skyasync.training.progress import Progress
 from skyasync.errors import UserError, nearest
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state, refusal
 from skyasync.trainer.checkpoint.settings_check import check_recorded, record

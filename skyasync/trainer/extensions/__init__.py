@@ -1,8 +1,8 @@
 """What accompanies a run without being part of its plan: a list of ``RunExtension``, each in a file of its own.
 
 The prompt ledger, the divergence guard and the profiler are in every trainer's list. The supervisor of the engines
-(``skyasync.engines.revival``) and the resource monitor (``skyasync.cluster.watch``) join it in a real run, and so do
-the callbacks of the user.
+(``skyasync.inference.supervisor``), the resource monitor (``skyasync.run.resource_monitor``) and the user's callbacks
+join it in a real run.
 """
 
 from __future__ import annotations

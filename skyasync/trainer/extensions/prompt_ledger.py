@@ -15,7 +15,7 @@ from pathlib import Path
 from skyasync.arrays import TURN_TOKENS
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.config.resume import saves
-from skyasync.rollout import saved
+from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.generator_api import Generator, TrajectoryGenerator
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer.checkpoint.ledger import Ledger, Line, trained_behind

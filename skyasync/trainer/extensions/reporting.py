@@ -18,13 +18,13 @@ from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
 from skyasync.observe.progress import Sample
 from skyasync.observe.usage import UsageMeter
-from skyasync.rollout import recorded
-from skyasync.rollout.metrics import rollout_metrics, sample_records
+from skyasync.rollout import trajectory_files as recorded
+from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
 from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer.context import Metrics, RunContext
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.batch import UpdateBatch
+    from skyasync.models.batch import UpdateBatch
 
 log = logging.getLogger(__name__)
 

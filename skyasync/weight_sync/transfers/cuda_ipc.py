@@ -44,8 +44,8 @@ Not traced: torch's ``expandable_segments``, whose handles are of another kind.
 That the bytes arrived is proven part by part: both ends add up every tensor on the device (``sum_of``). What the layers
 compute with is not read back, so the probe runs after every sync.
 
-Who shares whose GPU follows from the places alone (``engines.settings.rank_beside``); the engines compare the GPUs' own
-names. A late engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
+Which engine shares which GPU follows from the placement (``colocated_rank``); the engines compare the GPUs' own names.
+A late engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from skyasync.cleanup import afterwards
+from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, sum_of, unpack
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.update import CUDA_IPC, PART_BYTES, WeightUpdate

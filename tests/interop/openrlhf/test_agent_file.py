@@ -7,8 +7,6 @@ import pytest
 
 from skyasync import BasePPOExp
 from skyasync.config import load_config
-from skyasync.envs.check import InvalidEnvOutputError
-from skyasync.envs.adapters.openrlhf import PATH_KEY, OpenRLHFAgent, settle_agent_file
 from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.errors import UserError
 from skyasync.interop.openrlhf import SYSTEM

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from skyasync.interop.skyrl import TrainingInputBatch
-from skyasync.workers.batch import ScoredBatch
-from skyasync.compat.skyrl import TrainingInputBatch
 from skyasync.models.batch import ScoredBatch
 
 

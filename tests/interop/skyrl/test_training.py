@@ -16,8 +16,8 @@ from skyasync.algorithms.objective import Objective
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
 from skyasync.interop.skyrl import BasePPOExp, make
-from skyasync.trainer.plans import PLANS
 from skyasync.run.experiment import BasePPOExp as Ours
+from skyasync.trainer.plans import PLANS
 from tests.interop.harness import ROWS, configuration, train
 from tests.interop.skyrl.files import (
     callbacks,

@@ -11,11 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from skyasync.errors import UserError
-from skyasync.utils import manifest
-from skyasync.workers import checkpoint
 from skyasync.models.backend import SaveResult
 from skyasync.models.fsdp import checkpoint
-from skyasync.state import manifest
+from skyasync.utils import manifest
 from skyasync.workers.policy import PolicyWorker
 from tests.full_disk import files_end_at
 from tests.workers.conftest import config_for, make_batch, make_model

@@ -20,11 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from skyasync.config.schema import Config
 from skyasync.models.fsdp import sharding as offload
 from skyasync.models.fsdp.sharding import process_group_backend
-from skyasync.weight_sync.nccl import NCCLSender, Rendezvous
-from skyasync.workers.frozen import ReferenceWorker
 from skyasync.weight_sync.transfers.broadcast import NCCLSender, Rendezvous
-from skyasync.workers import offload
-from skyasync.workers.groups import process_group_backend
+from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
 from tests.models.fsdp.test_offload import _local
 from tests.workers.conftest import config_for, make_batch

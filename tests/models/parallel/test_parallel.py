@@ -20,9 +20,7 @@ from skyasync.models.fsdp.checkpoint import full_weights
 from skyasync.models.heads import copy_own_part
 from skyasync.models.parallel import tensor as sums
 from skyasync.models.parallel.tensor import NormOfOwnHeads
-from skyasync.weight_sync.shared_memory import read_weights
 from skyasync.weight_sync.transfers.file import read_weights
-from skyasync.workers.checkpoint import full_weights
 from skyasync.workers.critic import CriticWorker
 from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker

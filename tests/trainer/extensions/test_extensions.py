@@ -15,7 +15,7 @@ from skyasync import EarlyStopping, TrainerCallback
 from skyasync.callbacks import RunExtension
 from skyasync.errors import UserError
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.status import FINISHED, read_status, told
+from skyasync.observe.status import FINISHED, read_status, status_file
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.extensions import FILE
@@ -104,7 +104,7 @@ def test_a_stopped_run_ends_well_after_its_step_with_a_checkpoint_and_a_reason(
     recorder, run_dir = Recorder(), RunDirectory(tmp_path, "run")
     run = make_run(plan, prompts=24, callbacks=[StopsAfter(2), recorder], run_dir=run_dir, trainer__ckpt_interval=4,
                    trainer__ckpt_async=in_background)  # fmt: skip
-    with told(run_dir.path):
+    with status_file(run_dir.path):
         run.train()
     assert [step for step, _ in run.tracker.rows] == [1, 2]
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step_000002"]

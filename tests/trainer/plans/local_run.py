@@ -10,18 +10,15 @@ from transformers import AutoTokenizer
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest
 from skyasync.models.batch import UpdateBatch
-from skyasync.rollout.generator import EpisodeGenerator, EpisodeRules
+from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.weight_sync.turns import DeviceTurns
-from skyasync.workers.batch import UpdateBatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.roles import POLICY, wanted_roles
 

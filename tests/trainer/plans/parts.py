@@ -20,10 +20,6 @@ import torch
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
 from skyasync.inference.interface import EngineStats
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
-from skyasync.engines.protocol import EngineStats
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer

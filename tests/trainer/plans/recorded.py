@@ -12,11 +12,8 @@ import tempfile
 from pathlib import Path
 
 from skyasync.config.schema import Config
-from skyasync.plans import PLANS
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config
 from skyasync.trainer.plans import PLANS
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config
 
 FILE = Path(__file__).with_name("recorded.json")

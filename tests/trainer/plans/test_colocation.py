@@ -12,9 +12,6 @@ import torch
 from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config, without_times
-from tests.plans.parts import make_run
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times
 from tests.trainer.plans.parts import make_run
 

@@ -11,20 +11,12 @@ import torch
 from skyasync.algorithms.returns import gae
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.models.batch import ScoredBatch
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
-from skyasync.workers.batch import ScoredBatch
 from tests.inference.tiny_llama import save_tiny_llama
-from skyasync.models.batch import ScoredBatch
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
-from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, RecordingDispatch, config, without_times
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, RecordingDispatch, config, without_times
 
 pytestmark = pytest.mark.slow

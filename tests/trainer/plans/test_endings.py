@@ -9,10 +9,6 @@ from hypothesis import strategies as st
 
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineConfig, GenerationRequest, InferenceEngine, SamplingParams
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationRequest, SamplingParams
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer

@@ -9,22 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from skyasync.callbacks import TrainerCallback
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.rollout.types import PromptId
-from skyasync.trainer import RayPPOTrainer
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, without_times
-from skyasync.callbacks import TrainerCallback
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import GenerationOutput, GenerationRequest
 from skyasync.rollout.types import PromptId
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, without_times
 
 pytestmark = pytest.mark.slow

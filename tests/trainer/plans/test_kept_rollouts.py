@@ -10,28 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from skyasync.callbacks import TrainerCallback
 from skyasync.inference.client import InferenceClient
 from skyasync.observe.jsonl import read_rows
 from skyasync.observe.run_dir import RunDirectory
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.rollout import partial_rollouts as saved
-from skyasync.callbacks import TrainerCallback
-from skyasync.engines.client import InferenceClient
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.rollout import saved
 from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.trainer import RayPPOTrainer
-from skyasync.training.bookkeeping import DULL, TRUNCATED
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, config
-from tests.plans.parts import PLANS, make_run
 from skyasync.trainer.checkpoint.ledger import audit
 from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, config
 from tests.trainer.plans.parts import PLANS, make_run
 

@@ -12,12 +12,8 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
-from skyasync.workers.reference import ReferenceWorker
-from tests.inference.tiny_llama import save_tiny_llama
 from skyasync.workers.frozen import ReferenceWorker
-from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config
 
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]

@@ -6,8 +6,6 @@ import shutil
 import pytest
 
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.recorded import FILE, OBJECTIVES, RECORDED_PLANS, checkpointed, figures
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.recorded import FILE, OBJECTIVES, RECORDED_PLANS, checkpointed, figures
 
 pytestmark = pytest.mark.slow

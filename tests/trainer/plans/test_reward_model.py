@@ -11,19 +11,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from skyasync.config.schema import Config, RewardConfig
 from skyasync.config.schema.reward_models import RewardModel, reward_models
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
-from skyasync.rollout.types import Group
-from skyasync.trainer import RayPPOTrainer
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config
 
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]

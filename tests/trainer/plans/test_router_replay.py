@@ -10,18 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from skyasync.inference.backends.transformers.engine import TransformersEngine
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.trainer import RayPPOTrainer
-from skyasync.training.stages import check_experts
-from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, engine_config
-from skyasync.engines.embedded.engine import TransformersEngine
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.learner import check_experts
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
-from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
+from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, engine_config
 from tests.workers.test_critic import EXPERTS, SMALL
 

@@ -11,12 +11,10 @@ import torch
 from skyasync.algorithms.returns import gae
 from skyasync.config.schema import Config
 from skyasync.trainer import RayPPOTrainer
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, RecordingDispatch, config, without_times
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, RecordingDispatch, config, without_times
 
 pytestmark = pytest.mark.slow

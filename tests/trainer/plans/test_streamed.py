@@ -13,11 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
-from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
-from tests.plans.local_run import LocalRun, config
-from tests.plans.parts import dataset, make_run, stream
 from skyasync.trainer.plans.streamed import Arrivals, StreamedRayPPOTrainer
-from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
+from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config
 from tests.trainer.plans.parts import dataset, make_run, stream
 

@@ -12,20 +12,12 @@ from transformers import AutoModelForCausalLM
 from skyasync.algorithms.advantages import compute_advantages
 from skyasync.algorithms.presets import apply_preset
 from skyasync.config.schema import Config
+from skyasync.models.batch import ScoredBatch, UpdateBatch
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
-from skyasync.workers.batch import ScoredBatch, UpdateBatch
 from tests.inference.tiny_llama import save_tiny_llama
-from skyasync.models.batch import ScoredBatch, UpdateBatch
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.plans.one_step_off import AsyncRayPPOTrainer
-from skyasync.plans.streamed import StreamedRayPPOTrainer
-from skyasync.trainer import RayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, config, without_times
-from tests.engines.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times
 
 pytestmark = pytest.mark.slow

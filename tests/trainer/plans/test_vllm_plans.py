@@ -16,16 +16,10 @@ import pytest_asyncio
 import torch
 
 from skyasync.inference.interface import EngineConfig, EngineStats, InferenceEngine
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.rollout.types import PromptId, TrajectoryId
-from skyasync.trainer import RayPPOTrainer
-from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, engine_config, without_times
-from skyasync.engines.protocol import EngineStats
 from skyasync.rollout.types import PromptId, TrajectoryId
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
-from tests.engines.tiny_llama import save_tiny_llama
+from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import (
     LocalRun,
     Memory,

@@ -31,12 +31,8 @@ from skyasync.arrays import Experts
 from skyasync.errors import UserError, unknown
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.interface import EngineConfig
-from skyasync.models.config import load_config
-from skyasync.model_loading import ONE_AT_A_TIME
-from skyasync.routing import Routers
 from skyasync.models.config import ONE_AT_A_TIME, load_config
 from skyasync.models.router_replay import Routers
-from skyasync.weight_sync.digests import holds, refuse
 from skyasync.weight_sync.verify.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache

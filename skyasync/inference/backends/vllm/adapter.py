@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
 from skyasync.models.config import linear_layers
-from skyasync.weight_sync.update import WeightSyncError
-from skyasync.weight_sync.vllm_adapter import NUMBER
-from skyasync.model_config import linear_layers
 from skyasync.weight_sync.update import ADAPTER_ID, WeightSyncError
 
 if TYPE_CHECKING:

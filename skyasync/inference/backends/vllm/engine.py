@@ -51,7 +51,7 @@ from skyasync.inference.interface import (
     Stopwatch,
     refusal,
 )
-from skyasync.together import not_halfway
+from skyasync.utils.task_group import not_halfway
 from skyasync.weight_sync.delta import Encoded
 from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.transfers.cuda_ipc import own_part

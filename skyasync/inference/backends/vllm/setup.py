@@ -18,10 +18,6 @@ from skyasync.inference.backends.vllm.adapter import lora_arguments
 from skyasync.inference.backends.vllm.options import devices, no_adapters, without_adapters
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.models.config import overrides_of
-from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.adapter import lora_arguments
-from skyasync.engines.vllm.options import devices
-from skyasync.models.config import overrides_of
 
 if TYPE_CHECKING:
     import vllm

@@ -21,20 +21,12 @@ from transformers import LlamaForCausalLM
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
-from skyasync.engines.client import InferenceClient
-from skyasync.engines.protocol import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.engines.server_check import check_servers
-from skyasync.engines.sglang.server import SGLangServerEngine
-from skyasync.engines.sglang.server_check import complaint
-from skyasync.engines.sglang.server_http import sampling_of
-from skyasync.engines.vllm.server_check import complaint as vllm_complaint
 from skyasync.errors import UserError
 from skyasync.inference.backends.sglang.server import SGLangServerEngine, sampling_of
 from skyasync.inference.backends.vllm.server import VLLMServerEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.inference.remote import check_servers
-from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.inference.backends.sglang.stand_in import KEY, StandIn

@@ -36,22 +36,13 @@ from skyasync.inference.interface import (
     GenerationRequest,
     SamplingParams,
 )
-from skyasync.errors import UserError
-from skyasync.rollout.generator_api import sampling_params
-from skyasync.rollout.requests import sampling_params
-from skyasync.weight_sync.transfers.file import remove_weights, write_weights
-from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.model import TokenLogprobs
-from skyasync.workers.packing import plain_layout
-from tests.inference.listed import Listed, listed
-from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel
-from skyasync.rollout.requests import sampling_params
-from skyasync.weight_sync.shared_memory import remove_weights, write_weights
+from skyasync.rollout.generator_api import sampling_params
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.engines.listed import Listed, listed
-from tests.engines.tiny_llama import EOS, VOCABULARY, save_tiny_llama
+from tests.inference.listed import Listed, listed
+from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
 from skyasync.errors import UserError
-from skyasync.rollout.generator_api import sampling_params
 from skyasync.inference.backends.transformers.decoder import DecodingRow
 from skyasync.inference.backends.transformers.sampling import LogitEdits, keep_likely, tokenised
 from skyasync.inference.backends.vllm.engine import EngineFailedError, VLLMEngine
@@ -31,7 +30,7 @@ from skyasync.inference.backends.vllm.process_guard import guarded
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel
-from skyasync.rollout.requests import sampling_params
+from skyasync.rollout.generator_api import sampling_params
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests import warm

@@ -29,11 +29,7 @@ from skyasync.inference.interface import EngineConfig, EngineFailedError, Genera
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.supervisor import EngineSupervisor
-from skyasync.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.weight_sync.changed_weights import ChangedWeights, Published
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.shared_memory import remove_weights
 from skyasync.weight_sync.delta import DeltaEncoder, Encoded
 from skyasync.weight_sync.tensors import specs_of
 from skyasync.weight_sync.transfers.file import remove_weights, write_encoded
@@ -41,11 +37,6 @@ from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError, We
 from tests.inference.backends.vllm.models import perturb, publish, token_logprobs
 from tests.inference.listed import Listed, listed
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens
-from tests.plans.local_run import config as run_config
-from tests.engines.listed import Listed, listed
-from tests.engines.tiny_llama import save_tiny_llama
-from tests.engines.vllm.models import perturb, publish, token_logprobs
 from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens
 from tests.trainer.plans.local_run import config as run_config
 from tests.warm import interpreter

@@ -9,12 +9,8 @@ import torch
 
 from skyasync.inference.backends.vllm.engine import VLLMEngine
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.weight_sync.shared_memory import remove_weights
-from tests.inference.backends.vllm.models import publish, save_model
-from skyasync.engines.protocol import EngineConfig, GenerationRequest, SamplingParams
-from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.transfers.file import remove_weights
-from tests.engines.vllm.models import publish, save_model
+from tests.inference.backends.vllm.models import publish, save_model
 
 pytestmark = [
     pytest.mark.vllm,

@@ -27,11 +27,6 @@ from skyasync.inference.interface import (
     SamplingParams,
 )
 from skyasync.inference.ray_engine import RayEngine
-from skyasync.weight_sync.kinds import kinds_of
-from skyasync.weight_sync.lent import Lender, in_words
-from skyasync.weight_sync.shared_memory import remove_weights
-from skyasync.engines.ray_engine import RayEngine
-from skyasync.engines.vllm.engine import VLLMEngine
 from skyasync.weight_sync.tensors import as_message, specs_of
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.transfers.shared_memory import BufferWriter
