@@ -7,7 +7,7 @@ Responses are of exponential length, which the router is not told: every request
 is in flight; half as many come first and are not counted, while nothing is known of the engines yet.
 
 - tokens: of all responses; requests: how many;
-- speed: tokens per second at the load that the engine mostly has, by the router's own measure (``engines.speeds``), of
+- speed: tokens per second at the load that the engine mostly has, by the router's own measure (``inference.router``), of
   these requests alone; on a machine with fewer cores than engines it is what an engine gives beside the others;
 - share: tokens over speed, beside the mean of all engines. The busiest over the idlest is below the table.
 """
@@ -31,7 +31,7 @@ from benchmarks.sync_gaps import Shape, save
 from skyasync.arrays import ints
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
-from skyasync.inference.router import Speed
+from skyasync.inference.router import Throughput
 
 LONGEST = 240
 UNCOUNTED = 2  # to so many that are counted, one that is not
@@ -47,7 +47,7 @@ class Skewed:
 
     def count_anew(self) -> None:
         self.tokens = self.requests = 0
-        self.speed = Speed()
+        self.speed = Throughput()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -62,7 +62,7 @@ class Skewed:
             self._loaded(-len(answers))
             self.requests += len(answers)
             for answer in answers:
-                self.speed.gave(len(answer.token_ids))
+                self.speed.answered(len(answer.token_ids))
                 self.tokens += len(answer.token_ids)
             yield answers
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from skyasync.config.schema import Config
 from skyasync.models.fsdp import sharding as offload
 from skyasync.models.fsdp.sharding import process_group_backend
-from skyasync.weight_sync.transfers.broadcast import NCCLSender, Rendezvous
+from skyasync.weight_sync.tensors import TensorSpecs
+from skyasync.weight_sync.transfers.broadcast import BroadcastSender
 from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
 from tests.models.fsdp.test_offload import _local
@@ -171,8 +173,15 @@ def test_a_reference_stays_on_the_host(untied_model: str) -> None:
 
 
 def test_weights_of_the_host_are_sent_by_the_device() -> None:
-    sender = NCCLSender(torch.nn.Linear(2, 3), Rendezvous("host", 1, 1), rank=0, device=torch.device("meta"))
-    assert {name: weight.device.type for name, weight in sender} == {"weight": "meta", "bias": "meta"}
+    """NCCL takes tensors of GPUs alone."""
+    sent: list[torch.Tensor] = []
+    group = SimpleNamespace(join=lambda: None, rendezvous={"chunk_bytes": 2**20}, broadcast=sent.append)
+    layer = torch.nn.Linear(2, 3)
+    specs: TensorSpecs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in layer.named_parameters()}
+    sender = BroadcastSender(lambda: None, 0, torch.device("meta"))  # type: ignore[arg-type,return-value]
+    sender._group = group  # type: ignore[assignment]
+    assert sender.send_tensors(layer.named_parameters(), specs, sums=False) == ""
+    assert [(tensor.device.type, tensor.nbytes) for tensor in sent] == [("meta", 4 * (6 + 3))]
 
 
 def test_ranks_with_weights_on_the_host_have_a_group_for_these_too() -> None:
