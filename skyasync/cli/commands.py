@@ -171,6 +171,11 @@ def simulate(argv: Arguments) -> None:
 
 def translate(argv: Arguments) -> None:
     """Another framework's recipe as our configuration; see ``skyasync.interop``."""
+    from skyasync.config.load import exit_with
+    from skyasync.errors import UserError
     from skyasync.other_frameworks import other_frameworks
 
-    other_frameworks().translate(argv)
+    try:
+        other_frameworks().translate(argv)
+    except UserError as error:
+        exit_with(error)

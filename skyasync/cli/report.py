@@ -25,10 +25,10 @@ def report(argv: Sequence[str]) -> int | None:
         print(HELP, end="")
         return None
     options, names = take(argv, {"--out": "page.html", "--every": "30"})
+    every_s = _seconds(options["--every"]) if "--every" in options else 0.0
     folders = [_run_folder(name) for name in names]
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
-    every_s = _seconds(options["--every"]) if "--every" in options else 0.0
     from skyasync.observe.jsonl import replace_text
     from skyasync.observe.report.page import NAME, page
     from skyasync.observe.status import read_status

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
 
 #: The laptop-sized run: what trains when the command line names neither a model nor a configuration.
-TINY_CONFIG = Path(__file__).parent / "examples" / "tiny" / "config.yaml"
+TINY_CONFIG = Path(__file__).parents[1] / "examples" / "tiny" / "config.yaml"
 
 C = TypeVar("C", bound=Config)
 

@@ -89,7 +89,7 @@ def test_names_within_pictures_are_not_shared(whole: str) -> None:
 def test_samples_show_their_tokens_and_nothing_of_theirs_is_taken_for_markup(whole: str) -> None:
     assert "Sort &lt;b&gt;31&lt;/b&gt;" in whole and "&lt;i&gt;" in whole and "<b>31" not in whole
     assert "version 1" in whole and "engine -0.500 · trainer -0.900" in whole
-    assert 'class="t env" title="said by the environment"' in whole
+    assert 'class="t env" title="from the environment"' in whole
     assert "right answer: &lt;b&gt;13&lt;/b&gt;" in whole
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_is_loaded_anew(tmp_path: Path) -> None:
         (["runs/nowhere"], "there is no folder runs/nowhere: name a run's folder"),
         (["."], ". is no run's folder: it has neither metrics.jsonl nor config.yaml"),
         (["--every", "soon", "."], "--every soon: not a number of seconds above 0"),
-        (["--oot=x"], "unknown option --oot: skyasync report takes --out and --every"),
+        (["--oot=x"], "unknown option --oot: did you mean --out?"),
     ],
 )
 def test_wrong_arguments_are_one_line(
