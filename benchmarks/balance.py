@@ -7,7 +7,7 @@ Responses are of exponential length, which the router is not told: every request
 is in flight; half as many come first and are not counted, while nothing is known of the engines yet.
 
 - tokens: of all responses; requests: how many;
-- speed: tokens per second at the load that the engine mostly has, by the router's own measure (``inference.router``), of
+- speed: tokens per second at the load that the engine mostly has, by the router's own measure (``router``), of
   these requests alone; on a machine with fewer cores than engines it is what an engine gives beside the others;
 - share: tokens over speed, beside the mean of all engines. The busiest over the idlest is below the table.
 """

@@ -23,7 +23,7 @@ def test_every_public_name_resolves_without_loading_torch_ray_or_transformers():
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "registry", "errors", "plans", "envs", "engines", "algorithms", "cli.train"]
+    "module", ["config", "registry", "errors", "plans", "envs", "inference", "algorithms", "cli.train"]
 )
 def test_what_a_wrong_setting_passes_through_is_light(module):
     assert imported(f"import skyasync.{module}") == "[]"

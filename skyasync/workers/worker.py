@@ -60,7 +60,7 @@ class Worker:
             torch.set_num_threads(threads)
 
     def node(self) -> tuple[str, str]:
-        """ProcessIdentity and address of this rank's Ray node."""
+        """Identity and address of this rank's Ray node."""
         import ray  # the rest of a worker runs without it
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

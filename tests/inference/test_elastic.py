@@ -38,7 +38,7 @@ class Changing(Run):
 
     async def __aenter__(self) -> Changing:
         await super().__aenter__()
-        self.membership.on_train_begin(None)  # type: ignore[arg-type]
+        self.membership.on_start(None)  # type: ignore[arg-type]
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -39,7 +39,7 @@ class ReferenceBackend(ModelBackend):
         self.spec, self.dtype = spec, torch.float32
         self.model = HEADS[spec.head].with_config(spec.config_kwargs).load(spec.path, torch.float32)
         self.hidden_size = int(self.model.config.hidden_size)
-        self.value_head: nn.Module = self.model.score if spec.head == VALUE else nn.ProcessIdentity()
+        self.value_head: nn.Module = self.model.score if spec.head == VALUE else nn.Identity()
         parts: dict[str, nn.Module] = {MODEL: self.model}
         if VALUE_HEAD in spec.optimizers:
             head = nn.Linear(self.hidden_size, 1, bias=False)

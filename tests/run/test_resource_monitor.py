@@ -77,7 +77,7 @@ def test_steps_take_the_newest_reading_and_wait_for_none(tmp_path: Path) -> None
         return {"engines": [os.getpid()]}
 
     watch, metrics = a_watch(tmp_path, processes=slow), dict[str, float]()
-    watch.on_train_begin(None)  # type: ignore[arg-type]
+    watch.on_start(None)  # type: ignore[arg-type]
     watch.on_step_end(None, metrics)  # type: ignore[arg-type]
     assert metrics == {}
     held.set()
@@ -97,7 +97,7 @@ def test_a_reading_that_fails_is_left_out(tmp_path: Path) -> None:
         raise RuntimeError("Ray has ended")
 
     watch = a_watch(tmp_path, processes=fails)
-    watch.on_train_begin(None)  # type: ignore[arg-type]
+    watch.on_start(None)  # type: ignore[arg-type]
     until(lambda: len(calls) > 2)
     watch.close()
     assert watch._newest == {}

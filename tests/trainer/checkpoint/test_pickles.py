@@ -14,11 +14,10 @@ import skyasync
 ROOT = Path(skyasync.__file__).parent
 #: What the processes of one run say to each other.
 AMONG_PROCESSES = {
-    "processes/apart.py",
-    "processes/calls.py",
-    "processes/on_ray.py",
-    "rewards/judge.py",
-    "rewards/verdicts.py",
+    "utils/rpc.py",
+    "utils/subprocess_worker.py",
+    "rewards/judge_prompts.py",
+    "rewards/reward_functions.py",
 }
 CALLS = {"torch.load", "np.load", "numpy.load", "yaml.unsafe_load"}
 LOADERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -353,7 +353,7 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     another = server.url.replace("127.0.0.1", "localhost")
     members = ElasticEngines(client, Kept(), supervisor, make, [server.url], file, interval_s=0.05, limit_s=30)
     supervisor.begin()
-    members.on_train_begin(None)  # type: ignore[arg-type]
+    members.on_start(None)  # type: ignore[arg-type]
     await until(file.exists)
     write_engine_list(file, [server.url, another])
     await until(lambda: members.joined == 1)
