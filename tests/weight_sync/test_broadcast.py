@@ -167,7 +167,7 @@ def ask_first(rank: Rank, method: str, args: tuple[Any, ...]) -> Any:
 def step(rank: Rank, seed: int) -> None:
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in rank.worker.model.parameters():
+        for parameter in rank.worker.backend.model.parameters():
             local = getattr(parameter, "_local_tensor", parameter)
             local += 0.02 * torch.randn(local.shape)
 
