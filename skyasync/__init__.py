@@ -83,7 +83,17 @@ def __getattr__(name: str) -> object:
 
 
 #: Modules of this package, or packages in it, as programs of earlier versions import them.
-_MOVED = {"plans": "trainer.plans", "together": "utils.task_group"}
+_MOVED = {
+    "compat": "interop",
+    "engines.protocol": "inference.interface",
+    "engines": "inference",
+    "envs.gsm8k": "envs.reward",
+    "experiment": "run.experiment",
+    "plans": "trainer.plans",
+    "rollout.contract": "rollout.generator_api",
+    "together": "utils.task_group",
+    "workers.batch": "models.batch",
+}
 
 
 class _Moved:

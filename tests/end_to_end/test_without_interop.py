@@ -67,7 +67,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of a program that finds a copy of the package without the folder."""
     folder = tmp_path_factory.mktemp("without")
     package = Path(skyasync.__path__[0])
-    shutil.copytree(package, folder / "skyasync", ignore=shutil.ignore_patterns("interop", "compat"))
+    shutil.copytree(package, folder / "skyasync", ignore=shutil.ignore_patterns("interop"))
     return {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
 
 

@@ -53,7 +53,7 @@ def test_without_the_package_every_question_has_an_answer() -> None:
 def test_the_former_name_gives_the_same_classes(system: str, name: str) -> None:
     for module in ("skyasync.compat", f"skyasync.compat.{system}"):
         sys.modules.pop(module, None)
-    with pytest.warns(DeprecationWarning, match=r"skyasync\.interop"):
+    with pytest.warns(FutureWarning, match=r"skyasync\.interop"):
         former = importlib.import_module(f"skyasync.compat.{system}")
     assert getattr(former, name) is getattr(importlib.import_module(f"skyasync.interop.{system}"), name)
 
