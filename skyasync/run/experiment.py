@@ -17,6 +17,7 @@ from uuid import uuid4
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import hidden
+from skyasync.errors import UserError
 from skyasync.inference.elastic import FILE as ENGINES_FILE
 from skyasync.inference.interface import ENGINES, EngineConfig, InferenceEngine
 from skyasync.inference.origin_check import KEY_VARIABLE
@@ -49,12 +50,24 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.workers.dispatch import RayWorkerDispatch
 
 
+FORMER_FACTORIES = {
+    "get_revival": "get_engine_supervisor",
+    "get_membership": "get_elastic_engines",
+    "get_newcomer": "get_joining_engine",
+}
+
+
 class BasePPOExp:
     """Everything a run is made of. ``run()`` is called by the program; the rest is there to be overridden.
 
     Args:
         cfg: a ``skyasync.config.Config`` (or a subclass of it with keys of one's own).
     """
+
+    def __init_subclass__(cls) -> None:
+        for former, new in FORMER_FACTORIES.items():
+            if former in vars(cls):
+                raise UserError(f"{cls.__name__}.{former}: this factory is called {new} now")
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
