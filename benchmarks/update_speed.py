@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp import backend as fsdp
+from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.workers.policy import PolicyWorker
 
 OWN = "update, 4k tokens per micro-batch"
@@ -102,7 +103,7 @@ def worker(path: str, micro_batch_tokens: int, **more: bool) -> PolicyWorker:
     cfg.trainer.micro_batch_tokens = micro_batch_tokens
     cfg.trainer.policy.gradient_checkpointing = more.get("checkpointing", False)
     started = PolicyWorker(cfg, threads=1)
-    with patch.object(PolicyWorker, "_sharded", lambda self: more.get("sharded", False)):
+    with patch.object(FSDPBackend, "is_sharded", lambda self: more.get("sharded", False)):
         started.setup()
     return started
 

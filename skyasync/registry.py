@@ -173,7 +173,8 @@ class Registry(dict[str, Any]):
 
     def user_parts(self) -> dict[str, Any]:
         """What stands here that the library did not bring: new names, and built-in ones that were replaced."""
-        return {name: part for name, part in self.items() if not _is_ours(part) or name not in self._builtins}
+        builtins = self._builtins  # which imports modules that may register more
+        return {name: part for name, part in list(self.items()) if not _is_ours(part) or name not in builtins}
 
     @cached_property
     def _builtins(self) -> Mapping[str, tuple[str, About | None]]:

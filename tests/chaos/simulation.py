@@ -42,8 +42,8 @@ LINGER_S = 2_000.0  # for tasks that wait for an answer to give up
 MOST_COMMANDS = 200
 #: What may end a command: processes hit by an event while it starts, one after the other or for good, and flipped bits.
 ENDS = re.compile(
-    "^(EngineDied|RanksDied|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer|the checkpoint of step "
-    "|the process that runs the environment was not ready"
+    "^(EngineFailed|RanksDied|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer"
+    "|the checkpoint of step |the process that runs the environment was not ready"
 )
 #: Kinds that there is something to be hit by on virtual time: a stopped program or controller stops the clock itself.
 WEIGHTS = {name: kind.weight for name, kind in KINDS.items() if name not in ("freeze-driver", "freeze-controller")}
