@@ -9,7 +9,7 @@ from skyasync.registry import Registry
 #: name -> class built from a ``TrackerContext``; ``trainer.logger`` lists the ones a run uses.
 TRACKERS = Registry(
     "tracker",
-    ["skyasync.observe.trackers", "skyasync.observe.trackers"],
+    ["skyasync.observe.trackers"],
     capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or another package
 )
 

@@ -25,6 +25,8 @@ from skyasync.run.logs import NAMES
 
 log = logging.getLogger(__name__)
 
+GIB = 1 << 30
+PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
 INTERVAL_S = 5.0
 FOLDER_EVERY = 6  # readings: a run's folder may have many files
 MARGIN = 1.05  # of a checkpoint's size: the next one may be a little larger
@@ -140,15 +142,6 @@ class ResourceMonitor(TrainerCallback):
                     "%.2f GiB of %s are free, and the next checkpoint needs %.2f GiB: make room, or it will fail",
                     free, where, needed,
                 )  # fmt: skip
-
-
-def resource_monitor_of(run: Path, checkpoints: str, *, copies: bool) -> ResourceMonitor:
-    """Of a run with this folder, whose checkpoints go to ``checkpoints`` ("": into it)."""
-    return ResourceMonitor(run, Path(checkpoints) if checkpoints else run / "checkpoints", copies=copies)
-
-
-GIB = 1 << 30
-PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
 
 
 def own_bytes(process: int, field: str = "RssAnon") -> int:
