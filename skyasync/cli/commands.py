@@ -171,11 +171,6 @@ def simulate(argv: Arguments) -> None:
 
 def translate(argv: Arguments) -> None:
     """Another framework's recipe as our configuration; see ``skyasync.interop``."""
-    from skyasync.config.load import exit_with
-    from skyasync.errors import UserError
     from skyasync.other_frameworks import other_frameworks
 
-    try:
-        other_frameworks().translate(argv)
-    except UserError as error:
-        exit_with(error)
+    other_frameworks().translate(argv)

@@ -22,7 +22,11 @@ it is run. SYSTEM is one of {", ".join(systems())}; without it the keys decide.
 
 
 def translate(argv: Sequence[str]) -> None:
-    """Print the translation; ends the program with one line on a user's error."""
+    """Print the translation.
+
+    Raises:
+        UserError: for an unreadable recipe or an unknown system.
+    """
     arguments = list(argv)
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")

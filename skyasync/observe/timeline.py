@@ -1,6 +1,13 @@
-"""Intervals of work on named tracks, and how to draw those that overlap.
+"""What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Invariant: pure functions of the spans given; no clock, no file.
+Invariant: the file is usable at any moment. It is a JSON array with one event per line and the comma in
+front, so every line but the last brackets a valid array, and both viewers accept an array without its end. Once it is
+closed, every lane is full from the run's beginning to its end: what is no work is a span named ``idle``.
+
+``Span`` and ``Lanes`` are pure: how spans that overlap are laid out in rows. ``Timeline`` has the clock and the file.
+All times are the timeline's clock, in seconds. The default clock is ``wall_clock``, so that spans measured by
+other processes of the machine line up; a simulation passes its virtual clock. Format: "Trace Event
+Format" (Google, Chromium project), events X and M.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged parts of
 it, and is complete on disk after every call. A tracker that fails is reported once, until it works
 again, and does not stop the run. Rows that a full disk refuses are written as soon as there is room.
+
+A tracker of a service imports its package when a run names it. A resumed run continues the same run there: where the
+service makes up an id, it is kept in the run's folder. MLflow, trackio and SwanLab are installed by the user: as extras
+of this library they would hold back the versions of other packages.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from skyasync.observe.lines import status_line
 from skyasync.observe.run_dir import RunDirectory
 
 NON_FINITE = "warnings/non_finite"
+MLFLOW_VALUE_CHARS = 500  # characters of a parameter's value, the most that MLflow's servers take
+MLFLOW_BATCH = 100  # parameters in a request
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +192,15 @@ class ConsoleTracker:
         """Nothing is held back."""
 
 
+def need(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"tracker {package!r}: the package is not installed; add it with: uv pip install {package}"
+        ) from error
+
+
 @TRACKERS.register("tensorboard", extra="tensorboard")
 class TensorboardTracker:
     """Event files in ``<run folder>/tensorboard``; steps that are made again hide those of the interrupted run."""
@@ -210,19 +225,10 @@ class TensorboardTracker:
             self._writer.close()
 
 
-@TRACKERS.register("wandb", extra="wandb")
-class WandbTracker:
-    """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's folder)."""
+class _ServiceRun:
+    """``_run``: the service's own run object, with ``log`` and ``finish``."""
 
-    def __init__(self, context: TrackerContext) -> None:
-        wandb = need("wandb")
-        id_file = context.run_dir.path / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4))
-        self._run: Any = wandb.init(
-            project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
-            dir=str(context.run_dir.path), config=dict(context.config),
-        )  # fmt: skip
+    _run: Any
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
@@ -231,17 +237,19 @@ class WandbTracker:
         self._run.finish()
 
 
-def need(package: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"tracker {package!r}: the package is not installed; add it with: uv pip install {package}"
-        ) from error
+@TRACKERS.register("wandb", extra="wandb")
+class WandbTracker(_ServiceRun):
+    """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's folder)."""
 
-
-_LONGEST = 500  # characters of a parameter's value, which MLflow's servers take
-_AT_ONCE = 100  # parameters in a request
+    def __init__(self, context: TrackerContext) -> None:
+        wandb = need("wandb")
+        id_file = context.run_dir.path / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
+            dir=str(context.run_dir.path), config=dict(context.config),
+        )  # fmt: skip
 
 
 @TRACKERS.register("mlflow", package="mlflow")
@@ -261,9 +269,9 @@ class MlflowTracker:
         experiment = found.experiment_id if found else self._client.create_experiment(context.project_name)
         self._run = self._client.create_run(experiment, run_name=context.run_dir.name).info.run_id
         id_file.write_text(self._run)
-        params = [self._entities.Param(name, str(value)[:_LONGEST]) for name, value in _flat(context.config)]
-        for start in range(0, len(params), _AT_ONCE):
-            self._client.log_batch(self._run, params=params[start : start + _AT_ONCE])
+        params = [self._entities.Param(name, str(value)[:MLFLOW_VALUE_CHARS]) for name, value in _flat(context.config)]
+        for start in range(0, len(params), MLFLOW_BATCH):
+            self._client.log_batch(self._run, params=params[start : start + MLFLOW_BATCH])
 
     def log(self, metrics: Metrics, step: int) -> None:
         now = int(time.time() * 1000)
@@ -275,24 +283,18 @@ class MlflowTracker:
 
 
 @TRACKERS.register("trackio", package="trackio")
-class TrackioTracker:
+class TrackioTracker(_ServiceRun):
     """trackio, on this machine (``trackio show``) or where TRACKIO_SPACE_ID leads."""
 
     def __init__(self, context: TrackerContext) -> None:
         trackio = need("trackio")
-        self._run: Any = trackio.init(
+        self._run = trackio.init(
             project=context.project_name, name=context.run_dir.name, config=dict(_flat(context.config)), resume="allow"
         )
 
-    def log(self, metrics: Metrics, step: int) -> None:
-        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
 
 @TRACKERS.register("swanlab", package="swanlab")
-class SwanlabTracker:
+class SwanlabTracker(_ServiceRun):
     """SwanLab; its files are in the run's folder, and SWANLAB_MODE says whether they go to the service."""
 
     def __init__(self, context: TrackerContext) -> None:
@@ -300,16 +302,10 @@ class SwanlabTracker:
         id_file = context.run_dir.path / "swanlab_id"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(11)[:21])  # of the length that the service asks for
-        self._run: Any = swanlab.init(
+        self._run = swanlab.init(
             project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
             log_dir=str(context.run_dir.path / "swanlab"), config=dict(context.config),
         )  # fmt: skip
-
-    def log(self, metrics: Metrics, step: int) -> None:
-        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.frozen import freeze
@@ -84,14 +85,16 @@ class Components:
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, at the same time unless they share devices, and hand them to the trainer."""
         from skyasync.observe.timeline import Timeline
-        from skyasync.run.resource_monitor import resource_monitor_of
+        from skyasync.run.resource_monitor import ResourceMonitor
 
         experiment, settings = self._experiment, self._experiment.cfg.trainer
         await self._load(trainer)
         assert experiment.run_dir is not None
         timeline = Timeline(experiment.run_dir.timeline, began=experiment.began_s)
         timeline.add_span("start", "trainer", experiment.began_s or timeline.now(), timeline.now())
-        self._watch = resource_monitor_of(experiment.run_dir.path, settings.ckpt_path, copies=settings.ckpt_async)
+        folder = experiment.run_dir.path
+        checkpoints = Path(settings.ckpt_path) if settings.ckpt_path else folder / "checkpoints"
+        self._watch = ResourceMonitor(folder, checkpoints, copies=settings.ckpt_async)
         self.supervisor = experiment.get_engine_supervisor(self.weight_sync, timeline)
         if self.supervisor is not None and self.turns is None:
             self._membership = experiment.get_elastic_engines(self.weight_sync, self.supervisor)

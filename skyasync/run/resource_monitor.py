@@ -144,11 +144,6 @@ class ResourceMonitor(RunExtension):
                 )  # fmt: skip
 
 
-def resource_monitor_of(run: Path, checkpoints: str, *, copies: bool) -> ResourceMonitor:
-    """Of a run with this folder, whose checkpoints go to ``checkpoints`` ("": into it)."""
-    return ResourceMonitor(run, Path(checkpoints) if checkpoints else run / "checkpoints", copies=copies)
-
-
 def own_bytes(process: int, field: str = "RssAnon") -> int:
     """Resident memory that no other process shares with this one: what grows when something leaks.
 

@@ -37,7 +37,7 @@ from skyasync.agents.programs import load_program
 from skyasync.envs import make
 from skyasync.errors import UserError
 from skyasync.rewards.registry import find
-from skyasync.cli.commands import translate
+from skyasync.__main__ import command
 
 class Agent:
     async def run(self, data, **extra): ...
@@ -50,7 +50,7 @@ for call in (
     lambda: BasePPOExp(load_config(["generator.agent_func_path=agent.py"])).prepare(),
     lambda: load_program("agents:Agent"),
     lambda: find("http://host:1/reward"),
-    lambda: translate(["run.sh"]),
+    lambda: command(["translate", "run.sh"]),
 ):
     try:
         call()

@@ -130,7 +130,7 @@ class Deaths(TrainerCallback):
         return told
 
 
-class FaultyExperiment(BasePPOExp):
+class DeathsExperiment(BasePPOExp):
     def __init__(self, cfg: Config, points: list[tuple[str, str, int, float]]) -> None:
         super().__init__(cfg)
         self.points, self.driver = [Point(*point) for point in points], os.getpid()

@@ -38,9 +38,9 @@ SETTINGS = (
 AS_IF_NOTHING_HAD_BEEN = ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean")
 PROGRAM = """
 from skyasync import main
-from tests.faults.deaths import FaultyExperiment
+from tests.faults.deaths import DeathsExperiment
 
-class Mine(FaultyExperiment):
+class Mine(DeathsExperiment):
     def __init__(self, cfg):
         super().__init__(cfg, POINTS)
 

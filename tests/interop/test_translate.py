@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from skyasync.cli.commands import translate
+from skyasync.__main__ import command
 from skyasync.config import Config, ConfigError, load_config
 from skyasync.errors import UserError
 from skyasync.interop import shell
@@ -220,9 +220,9 @@ def test_the_verb_prints_a_configuration_and_loads_nothing_heavy(tmp_path: Path)
 
 
 def test_flags_may_be_given_without_a_file_and_win_over_one(capsys: pytest.CaptureFixture[str]) -> None:
-    translate(["--from", "trl", "--learning_rate", "5e-6"])
+    command(["translate", "--from", "trl", "--learning_rate", "5e-6"])
     assert flat(capsys.readouterr().out)["trainer.policy.optimizer_config.lr"] == 5e-6
-    translate([str(HERE / "verl/recipe.yaml"), "trainer.total_epochs=9"])
+    command(["translate", str(HERE / "verl/recipe.yaml"), "trainer.total_epochs=9"])
     assert flat(capsys.readouterr().out)["trainer.epochs"] == 9
 
 
@@ -238,13 +238,13 @@ def test_what_cannot_be_translated_is_said_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        translate(arguments)
+        command(["translate", *arguments])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_names_the_systems(capsys: pytest.CaptureFixture[str]) -> None:
-    translate(["--help"])
+    command(["translate", "--help"])
     assert ", ".join(systems()) in capsys.readouterr().out
 
 

@@ -25,7 +25,6 @@ class VerlSignature(Signature):
     def answer(self, returned: object) -> object:
         if not isinstance(returned, Mapping):
             return single_value(returned)
-        values = {
-            name: single_value(value) for name, value in returned.items()
-        }  # what verl keeps besides is not only numbers
+        values = {name: single_value(value) for name, value in returned.items()}
+        # verl allows values besides the score that are no numbers: they are left out
         return {name: value for name, value in values.items() if isinstance(value, Real) or name == "score"}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.values import written
 from skyasync.observe import jsonl
-from skyasync.observe.jsonl import replace_text
 from skyasync.observe.lines import duration
 from skyasync.observe.plots import Row, series
 from skyasync.observe.report import figures, samples, settings
@@ -170,7 +169,7 @@ class Run:
 def write_report(folder: Path) -> bool:
     """``report.html`` in a run's folder; False, and a warning, if it could not be made."""
     try:
-        replace_text(folder / NAME, page([folder]))
+        jsonl.replace_text(folder / NAME, page([folder]))
     except Exception as error:  # a page is never worth a run
         logger.warning("%s was not made: %s: %s", folder / NAME, type(error).__name__, error)
         return False
