@@ -1,4 +1,4 @@
-"""``python -m tests.chaos [options] -- key=value ...``: see docs/survival.md."""
+"""``python -m tests.chaos [options] -- key=value ...``: see docs/internals/fault_injection.md."""
 
 from tests.chaos.command import main
 
