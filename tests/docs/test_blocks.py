@@ -16,6 +16,7 @@ from types import ModuleType
 from unittest.mock import patch
 
 import pytest
+import ray  # noqa: F401  (here: it subclasses Popen, which is replaced while a command is parsed)
 import torch  # noqa: F401  (here: a block that is the first to import it would have its C half loaded twice)
 import yaml
 
