@@ -30,7 +30,7 @@ class RewardEnv(BaseTextEnv):
 
     Raises:
         UserError: if no function judges the row, or one that does not exist.
-        TimeoutError: if a function gives no verdict in time, and ``environment.reward_unjudged`` is raise.
+        TimeoutError: if a function gives no verdict in time, and ``environment.reward_on_timeout`` is raise.
     """
 
     @classmethod
@@ -97,12 +97,12 @@ class RewardEnv(BaseTextEnv):
         )
 
     def _refuse_unjudged(self) -> None:
-        if self._settings.unjudged == "raise":
+        if self._settings.on_timeout == "raise":
             for function, score in zip(self._functions, self._scores, strict=True):
-                if score.unjudged:
+                if score.no_reward:
                     raise TimeoutError(
                         f"reward function {function.name} gave no verdict within {self._settings.timeout_s:g} s "
-                        f"(environment.reward_timeout_s); environment.reward_unjudged=zero counts it as 0"
+                        f"(environment.reward_timeout_s); environment.reward_on_timeout=zero counts it as 0"
                     )
 
 
@@ -145,7 +145,7 @@ def metrics_of(
         own = {name: score.reward} if score.applies else {}
         metrics |= {**own, **{f"{name}/{key}": value for key, value in score.metrics.items()}}
         if not never_lost:
-            metrics[f"{name}/unjudged"] = float(score.unjudged)
+            metrics[f"{name}/no_reward"] = float(score.no_reward)
     return metrics | ({f"{domain}/{name}": value for name, value in metrics.items()} if domain else {})
 
 

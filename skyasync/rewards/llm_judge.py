@@ -111,7 +111,7 @@ class LLMJudge:
                 score = await self._ask(question)
         finally:
             self._asking.pop(key, None)
-        if self._remembers and not score.unjudged:
+        if self._remembers and not score.no_reward:
             self._verdicts[key] = score
             if len(self._verdicts) > REMEMBERED:
                 del self._verdicts[next(iter(self._verdicts))]
@@ -147,8 +147,8 @@ class LLMJudge:
     def _unjudged(self, why: str) -> Score:
         if not self._warned:
             self._warned = True
-            log.warning("judge %s gave no verdict (others are counted, env/<judge>/unjudged): %s", self._name, why)
-        return Score(0.0, unjudged=True)
+            log.warning("judge %s gave no verdict (others are counted, env/<judge>/no_reward): %s", self._name, why)
+        return Score(0.0, no_reward=True)
 
     def _check_legible(self, answer: str) -> None:
         if not self._legible and self._answers >= ILLEGIBLE:

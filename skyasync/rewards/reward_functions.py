@@ -138,7 +138,7 @@ def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any]
             scores.append(_score(function, running, known, limit_s))
         except NoAnswerError as problem:
             log.warning("reward function %s gave no verdict: %s", function.name, problem)
-            scores.append(Score(0.0, unjudged=True))
+            scores.append(Score(0.0, no_reward=True))
         except UserError:
             raise
         except Exception as error:

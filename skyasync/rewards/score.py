@@ -29,7 +29,7 @@ class Score:
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
-    unjudged: bool = False
+    no_reward: bool = False
     applies: bool = True
 
 

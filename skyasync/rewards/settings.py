@@ -41,7 +41,7 @@ class RewardSettings:
     funcs: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     timeout_s: float = 10.0
-    unjudged: str = "zero"
+    on_timeout: str = "zero"
     code_sandbox: str = "auto"
     domains: Mapping[str, Domain] = field(default_factory=dict)
     registered: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class RewardSettings:
             tuple(environment.reward_funcs),
             tuple(environment.reward_weights),
             environment.reward_timeout_s,
-            environment.reward_unjudged,
+            environment.reward_on_timeout,
             environment.code_sandbox,
             domains_of(environment.domains),
             REWARDS.user_parts(),
