@@ -233,10 +233,10 @@ class WeightSync:
                 await stack.enter_async_context(turn.pop_all())
                 return update
 
-    async def release_kept(self) -> None:
+    async def release_retained(self) -> None:
         """No engine will join late any more: free what was kept for one. A file with a name would stay otherwise."""
         if self._published is not None:
-            await self.source.transfer.release_kept()
+            await self.source.transfer.release_retained()
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities, where it is due; the engines are not paused. Returns metrics.

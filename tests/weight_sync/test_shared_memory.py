@@ -15,7 +15,7 @@ from skyasync.weight_sync.tensors import specs_of
 from skyasync.weight_sync.transfers import file as shared_memory
 from skyasync.weight_sync.transfers.file import (
     FileSender,
-    read_digests,
+    read_metadata,
     read_weights,
     remove_weights,
     sweep,
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_and_removed(folder):
 
 
 def test_the_file_carries_the_digests_of_what_was_written(folder):
-    assert read_digests(write_weights(WEIGHTS)) == digests_of(WEIGHTS)
+    assert read_metadata(write_weights(WEIGHTS))[0] == digests_of(WEIGHTS)
 
 
 def test_every_write_has_a_name_of_its_own(folder):
@@ -142,7 +142,7 @@ def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_
     assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "True\n"
     found = read_weights(path)
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
-    assert read_digests(path) == digests_of(WEIGHTS)
+    assert read_metadata(path)[0] == digests_of(WEIGHTS)
     other = kept.keep(write_weights({"c": torch.zeros(2)}))
     assert set(read_weights(other)) == {"c"}
     kept.remove(other)
@@ -163,4 +163,4 @@ def test_weights_are_readable_by_their_owner_alone_also_where_several_machines_s
     assert [stat.S_IMODE(each.stat().st_mode) for each in path.parent.glob("skyasync*")] == [0o600]
     kept = FileSender(list, list, 0, str(tmp_path) if named else "")
     assert stat.S_IMODE(os.stat(kept.keep(str(path))).st_mode) == 0o600
-    kept.remove(kept._kept[0])
+    kept.remove(kept._retained[0])
