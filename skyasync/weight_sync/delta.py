@@ -125,7 +125,7 @@ def _bytes_of_positions(count: int, size: int) -> int:
     return 0 if count == size else min(2 * count, -(-size // 8))
 
 
-class About(NamedTuple):
+class WeightsHeader(NamedTuple):
     """What a file or a broadcast contains, besides the digests.
 
     Args:
@@ -144,7 +144,7 @@ class Encoded(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     digests: dict[str, str]
-    about: About
+    about: WeightsHeader
     metrics: dict[str, float]
 
     @property
@@ -164,7 +164,7 @@ class ReceivedWeights(NamedTuple):
 
     weights: Mapping[str, Tensor]
     digests: Mapping[str, str]
-    about: About = About()
+    about: WeightsHeader = WeightsHeader()
     in_place: Callable[[str, Tensor], bool] = lambda _name, _tensor: False
     stays: bool = False
 
@@ -212,7 +212,7 @@ class DeltaEncoder:
         if size > limit:
             return self.whole(metrics, fell_back=True)
         metrics |= {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
-        return Encoded(delta, dict(self._digests), About(base), metrics)
+        return Encoded(delta, dict(self._digests), WeightsHeader(base), metrics)
 
     def whole(self, metrics: Mapping[str, float] | None = None, *, fell_back: bool = False) -> Encoded:
         """All weights that were encoded last, for an engine with other ones.
@@ -223,7 +223,7 @@ class DeltaEncoder:
         self._fallbacks += fell_back
         size = sum(tensor.nbytes for tensor in self._copy.values())
         own = {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
-        return Encoded(self._copy, dict(self._digests), About(keep=True), {**(metrics or {}), **own})
+        return Encoded(self._copy, dict(self._digests), WeightsHeader(keep=True), {**(metrics or {}), **own})
 
 
 class DeltaDecoder:
@@ -233,7 +233,9 @@ class DeltaDecoder:
         self._copy: dict[str, Tensor] = {}
         self._content = ""
 
-    def decode(self, sent: Mapping[str, Tensor], digests: Mapping[str, str], about: About) -> Mapping[str, Tensor]:
+    def decode(
+        self, sent: Mapping[str, Tensor], digests: Mapping[str, str], about: WeightsHeader
+    ) -> Mapping[str, Tensor]:
         """All weights, after all weights or a delta arrived.
 
         Raises:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from skyasync.weight_sync.adapters import Adapter
-from skyasync.weight_sync.delta import About, ReceivedWeights
+from skyasync.weight_sync.delta import ReceivedWeights, WeightsHeader
 from skyasync.weight_sync.full_tensors import FullTensors
 from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender
 from skyasync.weight_sync.transfers.cuda_ipc import CudaIPCSender
@@ -58,7 +58,7 @@ class WeightReader:
     def read(self, info: Mapping[str, Any]) -> ReceivedWeights:
         """The weights of an update. Raises TransferInterruptedError if another member of a broadcast fails."""
         if "rendezvous" in info:
-            weights, about = self.broadcast.read(info), About(**info.get("about", {}))
+            weights, about = self.broadcast.read(info), WeightsHeader(**info.get("about", {}))
             return ReceivedWeights(weights, info.get("digests", {}), about, stays=True)
         if "specs" in info:
             weights, digests = self.buffers.read(info), info["digests"]

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyasync.errors import UserError
-from skyasync.weight_sync.delta import About, DeltaEncoder, Encoded
+from skyasync.weight_sync.delta import DeltaEncoder, Encoded, WeightsHeader
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, specs_of
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.update import WeightUpdate
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
 OWNER_ALONE = 0o600
-ABOUT = ":about"  # the key of ``About`` among the digests; no tensor's name begins so
+ABOUT = ":about"  # the key of ``WeightsHeader`` among the digests; no tensor's name begins so
 PIECE = 1 << 18  # elements that are converted and written at a time
 NOT_YET = "0" * 16  # instead of a digest
 _NAMES = {
@@ -173,16 +173,16 @@ class FileSender:
             remove_weights(path)
 
 
-def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], About]:
+def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], WeightsHeader]:
     """Tensors, digests, and what the file contains besides all weights."""
     return (read_weights(path), *read_metadata(path))
 
 
-def read_metadata(path: str) -> tuple[dict[str, str], About]:
-    """By name, the digest of each tensor before it was written (``skyasync.weight_sync.verify.digests``); ``About``."""
+def read_metadata(path: str) -> tuple[dict[str, str], WeightsHeader]:
+    """By name, the digest of each tensor before it was written (``skyasync.weight_sync.verify.digests``); ``WeightsHeader``."""
     with safe_open(path, framework="pt") as file:
         digests = dict(file.metadata() or {})
-    return digests, About(**json.loads(digests.pop(ABOUT, "{}")))
+    return digests, WeightsHeader(**json.loads(digests.pop(ABOUT, "{}")))
 
 
 def write_encoded(encoded: Encoded, folder: str = "") -> str:

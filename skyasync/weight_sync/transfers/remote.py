@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from skyasync.weight_sync.delta import About
+from skyasync.weight_sync.delta import WeightsHeader
 from skyasync.weight_sync.tensors import bytes_of, from_message, specs_of, to_message
 from skyasync.weight_sync.transfers.base import PolicyRanks
 from skyasync.weight_sync.transfers.broadcast import BroadcastSender, interrupt_soon
@@ -150,7 +150,7 @@ class RemoteSender(BroadcastSender):
         return self.send_tensors(weights.items(), specs_of(weights), sums=False)
 
 
-def _read(info: Mapping[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, str], About]:
+def _read(info: Mapping[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, str], WeightsHeader]:
     if "specs" in info:
-        return BufferReader().read(info), info["digests"], About()
+        return BufferReader().read(info), info["digests"], WeightsHeader()
     return read_file(info["path"])
