@@ -19,10 +19,10 @@ comes (``BROKEN_OFF``), and an engine's failure ends no other process (``weight_
 
 What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 
-1. ``begin`` makes the buffer with torch's own allocator. ``reduce_tensor`` exports it: ``_share_cuda_`` gives the handle
-   of the allocation, the buffer's offset in it, a slot of a counter in shared memory, and an event. The event is
-   recorded once, there, so a later copy into the buffer is not ordered by it: ``pack`` therefore synchronizes its stream
-   before it answers. There is one export for each engine on the device: a slot pairs with one reader that lets go once
+1. ``begin`` makes the buffer with torch's own allocator. ``reduce_tensor`` exports it: ``_share_cuda_`` gives the
+   handle of the allocation, the buffer's offset in it, a slot of a counter in shared memory, and an event. The event is
+   recorded once, there, so a later copy into the buffer is not ordered by it: ``pack`` therefore synchronizes its
+   stream before it answers. There is one export for each engine on the device: a slot pairs with one reader that lets go once
    (vLLM's ``PackedBufferImporter`` says why two cannot share it). A rank without engines exports nothing: torch never
    frees an export that no reader lets go of.
 2. The handle goes as text and numbers (``Handle``) by Ray to the engine's actor and by vLLM's msgpack to its worker.
@@ -40,8 +40,8 @@ What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 
 Not traced: torch's ``expandable_segments``, whose handles are of another kind.
 
-That the bytes arrived is proven part by part: both sides add up every tensor on the device (``sum_of``). What the layers
-compute with is not read back, so the verification prompts are scored after every sync.
+That the bytes arrived is proven part by part: both sides add up every tensor on the device (``sum_of``). What the
+layers compute with is not read back, so the verification prompts are scored after every sync.
 
 Which engine shares which GPU follows from the placement (``colocated_rank``); the engines compare the GPUs' own names.
 A late engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
@@ -110,7 +110,7 @@ class CudaIPCTransfer(WeightTransfer):
 
 @dataclass(frozen=True)
 class Packed:
-    """A part of the weights, of one rank; ``engines``: for each on its device, by index, the ``handle`` and ``sums``."""
+    """A part of one rank; ``engines``: by index, the ``handle`` and ``sums`` for each engine on its device."""
 
     part: int
     last: bool

@@ -179,7 +179,7 @@ def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], WeightsHead
 
 
 def read_metadata(path: str) -> tuple[dict[str, str], WeightsHeader]:
-    """By name, the digest of each tensor before it was written (``skyasync.weight_sync.verify.digests``); ``WeightsHeader``."""
+    """The digest of each tensor before it was written, by name, and what the file contains besides all weights."""
     with safe_open(path, framework="pt") as file:
         digests = dict(file.metadata() or {})
     return digests, WeightsHeader(**json.loads(digests.pop(ABOUT, "{}")))
