@@ -52,9 +52,9 @@ def loading(load: Callable[[], Any]) -> Callable[[F], F]:
 
 
 def checking(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
-    """Have ``check`` called with what is known of every row that the decorated function is to judge, before the run.
+    """Have ``check`` called with what is known of every row of the decorated function, before the run.
 
-    It raises ``UserError`` for a row that cannot be judged.
+    It raises ``UserError`` for a row that cannot be rewarded.
     """
 
     def mark(function: F) -> F:
@@ -65,7 +65,7 @@ def checking(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name is the address of a server that judges, or several with commas."""
+    """Whether a name is the address of a reward server, or several with commas."""
     return name.startswith(("http://", "https://"))
 
 

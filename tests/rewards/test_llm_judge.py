@@ -158,7 +158,7 @@ async def test_prose_is_no_verdict_and_nothing_but_prose_ends_the_run() -> None:
     async with judging("I like it.") as (judge, _):
         scores = [await judge.score(known(str(n))) for n in range(ILLEGIBLE - 1)]
         assert all(score.no_reward and score.reward == 0.0 for score in scores)
-        with pytest.raises(UserError, match=r"parser=yes_no finds no verdict in any of its first 32.*'I like it.'"):
+        with pytest.raises(UserError, match=r"parser=yes_no finds no grade in any of its first 32.*'I like it.'"):
             await judge.score(known("one more"))
 
 

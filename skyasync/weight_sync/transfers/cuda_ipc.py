@@ -22,9 +22,9 @@ What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 1. ``begin`` makes the buffer with torch's own allocator. ``reduce_tensor`` exports it: ``_share_cuda_`` gives the
    handle of the allocation, the buffer's offset in it, a slot of a counter in shared memory, and an event. The event is
    recorded once, there, so a later copy into the buffer is not ordered by it: ``pack`` therefore synchronizes its
-   stream before it answers. There is one export for each engine on the device: a slot pairs with one reader that lets go once
-   (vLLM's ``PackedBufferImporter`` says why two cannot share it). A rank without engines exports nothing: torch never
-   frees an export that no reader lets go of.
+   stream before it answers. There is one export for each engine on the device: a slot pairs with one reader that lets
+   go once (vLLM's ``PackedBufferImporter`` says why two cannot share it). A rank without engines exports nothing: torch
+   never frees an export that no reader lets go of.
 2. The handle goes as text and numbers (``Handle``) by Ray to the engine's actor and by vLLM's msgpack to its worker.
    vLLM's own sender puts torch's classes into the message, which its msgpack takes only as a pickle, behind
    ``VLLM_ALLOW_INSECURE_SERIALIZATION``. That is not set here, and nothing is unpickled: the classes are always the
