@@ -153,7 +153,7 @@ def adjusted(score: Score, judge: JudgeConfig) -> Score:
 
 
 def _yes_no(text: str) -> float | None:
-    """The last word, or what follows "verdict" or "answer", or the first word: whichever is a yes or a no."""
+    """The last word, or what follows "answer" and the like, or the first word: whichever is a yes or a no."""
     words = re.findall(r"[a-z]+", text.lower())
     candidates = [*words[-1:], *(word.lower() for word in _NAMED.findall(text)[-1:]), *words[:1]]
     return next((_WORDS[word] for word in candidates if word in ("yes", "no")), None)
