@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, Unpack
 
 from skyasync.envs.base import BaseTextEnv, Conversation, TurnTokens
-from skyasync.envs.episodes import EnvSettings, Episodes, Limits, StepResult
+from skyasync.envs.episodes import EnvLimits, EnvSettings, Episodes, StepResult
 from skyasync.envs.registry import env_factory
 from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.errors import TransientError
@@ -74,25 +74,26 @@ class EnvPool:
         """Whether such an episode is to be shown the tokens of each turn."""
         return self._class(env_class).sees_tokens(self._env_config, extras)
 
-    def judged_by(self, env_class: str, extras: dict[str, Any]) -> list[tuple[str, float]]:
+    def graded_by(self, env_class: str, extras: dict[str, Any]) -> list[tuple[str, float]]:
         """A row's reward functions with their weights, if a language model that grades is among them; else nothing."""
-        return self._class(env_class).judged_by(self._env_config, extras)
+        return self._class(env_class).graded_by(self._env_config, extras)
 
     async def init(
         self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
         """Start an episode; returns the conversation (or text) it starts from."""
-        found = self._class(env_class)
-        instant = found.instant(self._env_config, extras)
+        own_class = self._class(env_class)
+        instant = own_class.instant(self._env_config, extras)
         home = self._homes[episode] = None if instant else self.pool.take(episode)
         self._keys[episode] = key_of(episode)
         if home is not None:
             try:
-                await home.load(env_class, env_class, found)
+                await home.load(env_class, env_class, own_class)
             except Exception:
                 self._leave(episode)
                 raise
-        if _starts_with_its_first_step(found):
+        made = (own_class.__new__, own_class.__init__, own_class.init)
+        if made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init):  # which do nothing
             self._openings[episode] = (env_class, extras, prompt)
             return prompt
         start: Conversation | str = (await self._ask("init", episode, env_class, extras, prompt)).result
@@ -172,18 +173,12 @@ class EnvPool:
         self._openings.pop(episode, None)
         self._retries.pop(episode, None)
         self._keys.pop(episode, None)
-        link = self._homes.pop(episode, None)
-        if link is not None:
-            self.pool.give_back(link, episode)
+        home = self._homes.pop(episode, None)
+        if home is not None:
+            self.pool.give_back(home, episode)
 
 
-def _starts_with_its_first_step(env_class: type[BaseTextEnv]) -> bool:
-    """Whether the class is made and initialised as ``BaseTextEnv`` is, which does nothing."""
-    own = (env_class.__new__, env_class.__init__, env_class.init)
-    return own == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
-
-
-def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[Limits]) -> EnvPool:
+def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[EnvLimits]) -> EnvPool:
     """A pool inside this process, for single-process runs and virtual time.
 
     An environment's methods run on the caller's event loop: one that blocks blocks them all.

@@ -102,7 +102,7 @@ def test_nobody_to_judge_a_row_is_an_error():
 def test_no_verdict_in_time_is_counted_or_ends_the_run():
     short = (f"reward_funcs={HERE}:hangs", "reward_timeout_s=0.5")
     assert judged("hang", *short) == (0.0, {"hangs": 0.0, "hangs/no_reward": 1.0})
-    with pytest.raises(TimeoutError, match=r"functions:hangs gave no verdict within 0.5 s \(environment.reward_timeo"):
+    with pytest.raises(TimeoutError, match=r"functions:hangs gave no reward within 0.5 s \(environment.reward_timeo"):
         judged("hang", *short, "reward_on_timeout=raise")
 
 
@@ -182,5 +182,5 @@ def test_judges_are_left_to_those_who_play_the_episode():
     assert judged("7", *overrides, label="7") == (1.0, {"exact_match": 1.0})
     config = env_settings(settings(*overrides))
     assert env_factory("reward").instant(config, {"label": "7"})
-    assert env_factory("reward").judged_by(config, {"label": "7"}) == [("exact_match", 1.0), ("judge:j", 2.0)]
-    assert env_factory("reward").judged_by(config, {"reward_funcs": ["gsm8k"]}) == []
+    assert env_factory("reward").graded_by(config, {"label": "7"}) == [("exact_match", 1.0), ("judge:j", 2.0)]
+    assert env_factory("reward").graded_by(config, {"reward_funcs": ["gsm8k"]}) == []
