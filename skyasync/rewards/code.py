@@ -74,7 +74,7 @@ def code_of(response: str) -> str:
 
 def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
     """What the sandbox runs for each test, and what is expected of its answer."""
-    tests = label
+    tests: Any = label
     if isinstance(label, str):
         try:
             tests = json.loads(label)
