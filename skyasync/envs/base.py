@@ -173,11 +173,19 @@ def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
         raise InvalidEnvOutputError(
             f"the observation has {chars:,} characters; environment.max_observation_chars={most_chars} allows no more"
         )
+    changes: Mapping[str, Any] = output.get("sampling_params") or {}
+    for name in changes:
+        if name not in SAMPLING:
+            raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
+    try:
+        sampling = SamplingParams(**changes)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
     return {
         "observations": observations,
         "reward": reward,
         "done": bool(done),
-        "sampling_params": _sampling(output.get("sampling_params") or {}),
+        "sampling_params": {name: getattr(sampling, name) for name in changes},
     }
 
 
@@ -204,17 +212,6 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
             f"{what} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
     return messages
-
-
-def _sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
-    for name in changes:
-        if name not in SAMPLING:
-            raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
-    try:
-        checked = SamplingParams(**changes)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
-    return {name: getattr(checked, name) for name in changes}
 
 
 def _number(value: object, what: str) -> float:

@@ -7,10 +7,8 @@ grade gives None, never a guess.
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,46 +100,35 @@ def _value(name: str, placeholder: str, known: Mapping[str, Any]) -> object:
     )
 
 
-@dataclass(frozen=True)
-class GradeParser:
-    """``environment.judges.NAME.parser``; it is pickled by its name."""
+def parse_grade(parser: str, text: str) -> Score | None:
+    """The grade in an answer by ``environment.judges.NAME.parser``, or None.
 
-    parser: str
+    Raises:
+        UserError: for what a function of the user's returned.
+    """
+    text = without_thinking(text)
+    if is_reference(parser):
+        returned = parser_function(parser)(text)
+        return None if returned is None else as_score(parser, returned)
+    if parser in BUILTIN_PARSERS:
+        number = BUILTIN_PARSERS[parser](text)
+    else:
+        matches = re.compile(parser).findall(text)
+        grade = str(matches[-1]).strip() if matches else ""
+        try:
+            number = float(grade)
+        except ValueError:
+            number = _WORDS.get(grade.lower())
+    return None if number is None or not math.isfinite(number) else Score(number)
 
-    @property
-    def trusted(self) -> bool:
-        """Whether it takes no longer than its text is long, whatever that is."""
-        return self.parser in _BUILTIN
 
-    @property
-    def portable(self) -> bytes:
-        return pickle.dumps(self)
-
-    def __call__(self, text: str) -> Score | None:
-        """The grade, or None.
-
-        Raises:
-            UserError: for what a function of the user's returned.
-        """
-        text = without_thinking(text)
-        if is_reference(self.parser):
-            returned = _function(self.parser)(text)
-            return None if returned is None else as_score(self.parser, returned)
-        if self.trusted:
-            number = _BUILTIN[self.parser](text)
-        else:
-            matches = re.compile(self.parser).findall(text)
-            grade = str(matches[-1]).strip() if matches else ""
-            try:
-                number = float(grade)
-            except ValueError:
-                number = _WORDS.get(grade.lower())
-        return None if number is None or not math.isfinite(number) else Score(number)
-
-    def check(self) -> None:
-        """Raises ``UserError`` if a function is not there."""
-        if is_reference(self.parser) and not callable(_function(self.parser)):
-            raise UserError(f"the parser {self.parser!r} cannot be called: it is {_function(self.parser)!r}")
+@cache
+def parser_function(reference: str) -> Callable[[str], object]:
+    """Raises ``UserError`` if there is no such function."""
+    function: Callable[[str], object] = resolve_reference(reference, kind="judge's parser")
+    if not callable(function):
+        raise UserError(f"the parser {reference!r} cannot be called: it is {function!r}")
+    return function
 
 
 def adjusted(score: Score, judge: JudgeConfig) -> Score:
@@ -168,10 +155,5 @@ def _score(text: str) -> float | None:
     return float(alone[1]) if alone else None
 
 
-@cache
-def _function(reference: str) -> Callable[[str], object]:
-    function: Callable[[str], object] = resolve_reference(reference, kind="judge's parser")
-    return function
-
-
-_BUILTIN: dict[str, Callable[[str], float | None]] = {"yes_no": _yes_no, "score": _score}
+#: These take no longer than their text is long, whatever it is.
+BUILTIN_PARSERS: dict[str, Callable[[str], float | None]] = {"yes_no": _yes_no, "score": _score}

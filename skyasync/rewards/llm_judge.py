@@ -26,14 +26,23 @@ import asyncio
 import json
 import logging
 import os
+import pickle
 import random
 from collections.abc import Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyasync.config.schema.judges import JudgeConfig
 from skyasync.errors import UserError
-from skyasync.rewards.judge_prompts import GradeParser, adjusted, fill_prompt, known_to_judge, prompt_text
+from skyasync.rewards.judge_prompts import (
+    BUILTIN_PARSERS,
+    adjusted,
+    fill_prompt,
+    known_to_judge,
+    parse_grade,
+    prompt_text,
+)
 from skyasync.rewards.score import Score
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
@@ -70,7 +79,7 @@ class LLMJudge:
 
     def __init__(self, name: str, judge: JudgeConfig, model: JudgeModel, *, remembers: bool = True) -> None:
         self._name, self._judge, self._model, self._remembers = name, judge, model, remembers
-        self._prompt, self._parser = prompt_text(name, judge), GradeParser(judge.parser)
+        self._prompt = prompt_text(name, judge)
         self._turns = asyncio.Semaphore(judge.max_concurrent)
         self._scores: dict[bytes, Score] = {}
         self._asking: dict[bytes, asyncio.Task[Score]] = {}
@@ -141,11 +150,12 @@ class LLMJudge:
         return self._no_reward(f"{parser} finds no grade in {_excerpt(answer)}")
 
     async def _parsed(self, answer: str) -> Score | None:
-        if self._parser.trusted:
-            return self._parser(answer)
-        name, arguments = f"judge:{self._name}", {"text": answer}
+        parser = self._judge.parser
+        if parser in BUILTIN_PARSERS:
+            return parse_grade(parser, answer)
+        name, portable = f"judge:{self._name}", pickle.dumps(partial(parse_grade, parser))
         try:
-            return await asyncio.to_thread(self._parsing.call, name, self._parser.portable, arguments, READ_S)
+            return await asyncio.to_thread(self._parsing.call, name, portable, {"text": answer}, READ_S)
         except NoAnswerError as problem:
             log.warning("the parser of judge %s: %s", self._name, problem)
             return None

@@ -26,7 +26,7 @@ from skyasync.config.schema.judges import (
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards import sandbox
-from skyasync.rewards.judge_prompts import GradeParser, check_placeholders, known_to_judge, prompt_text
+from skyasync.rewards.judge_prompts import check_placeholders, known_to_judge, parser_function, prompt_text
 from skyasync.rewards.registry import REWARDS, is_remote
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
 from skyasync.rewards.signature import CODE_SANDBOX, seen
@@ -127,7 +127,7 @@ def settle_references(environment: EnvironmentConfig) -> None:
                 raise UserError(f"environment.judges.{name}{problem} ({judge['prompt']})")
         if is_reference(judge.get("parser", "")):
             judge["parser"] = absolute_reference(judge["parser"])
-            GradeParser(judge["parser"]).check()
+            parser_function(judge["parser"])
 
 
 class RowChecks:

@@ -88,7 +88,7 @@ def test_files_of_another_containers_processes_stay(folder, monkeypatch):
     mine, pid = write_weights(WEIGHTS), dead_process()
     theirs = left_by(mine, pid)
     theirs.touch()
-    monkeypatch.setattr(shared_memory, "_namespace", lambda: "another")
+    monkeypatch.setattr(shared_memory, "_namespace", lambda folder: "another")
     sweep()
     assert theirs.exists()
 

@@ -225,7 +225,7 @@ def write_one_by_one(
             spaces = ", ".join(f"{path} has {space >> 20} MiB" for path, space in free.items())
             raise UserError(f"the weights take {size >> 20} MiB on their way to the engines; free: {spaces}")
         target = next(path for path, space in free.items() if space > size)
-    path = target / f"{PREFIX}{os.getpid()}-{_numbering(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
+    path = target / f"{PREFIX}{os.getpid()}-{_namespace(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
     try:
         unfinished.touch(OWNER_ALONE)
@@ -270,23 +270,19 @@ def sweep(folder: str = "") -> None:
     Containers may share the memory but not the numbers of processes, so those of other namespaces are left alone.
     """
     for directory in [Path(folder)] if folder else directories():
-        for path in directory.glob(f"{PREFIX}*-{_numbering(folder)}-*"):
+        for path in directory.glob(f"{PREFIX}*-{_namespace(folder)}-*"):
             writer = path.name.removeprefix(PREFIX).split("-")[0]
             if writer.isdigit() and not psutil.pid_exists(int(writer)):
                 with contextlib.suppress(OSError):  # another user's, or removed by another process just now
                     path.unlink()
 
 
-def _numbering(folder: str) -> str:
+def _namespace(folder: str = "") -> str:
     """Where a process's number is unique: in this machine's namespace; a folder may have writers of other machines."""
-    return f"{_namespace()}@{socket.gethostname().replace('-', '_')}" if folder else _namespace()
-
-
-def _namespace() -> str:
-    """The namespace that numbers this process; empty if the system has only one."""
+    namespace = ""  # of a system that has only one
     with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    return ""
+        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    return f"{namespace}@{socket.gethostname().replace('-', '_')}" if folder else namespace
 
 
 class TensorFile:

@@ -61,13 +61,13 @@ class RemoteEngines:
         if not nodes:
             return replace(update, remote=_RemoteUpdate(self, None))
         if sorted(nodes) != self._members:
-            await self._open(len(nodes))
+            await self.open(len(nodes))
             self._members = sorted(nodes)
         if not self._reported.issuperset(nodes.values()):
             self._reported.update(nodes.values())
             count = len(set(nodes.values()))
             print(f"weights go to engines on {count} other node{'s' if count > 1 else ''} by broadcast")
-        message = await self._message(update)
+        message = await self.message(update)
         size = sum(map(bytes_of, from_message(message["specs"]).values()))
         metrics = update.metrics | {"sync/bytes_to_nodes": float(size * len(nodes))}
         return replace(update, metrics=metrics, remote=_RemoteUpdate(self, message))
@@ -81,28 +81,21 @@ class RemoteEngines:
         """While the engines load. A failure is the engines' to raise: those that are left did not get the weights."""
         if self._update is not None:
             start = time.monotonic()
-            await self._send(update)
+            await self.send_copy(update)
             update.metrics["sync/to_nodes_s"] = time.monotonic() - start
 
-    async def message_for_late_engine(self, update: WeightUpdate) -> dict[str, Any]:
-        await self._open(1)
-        return await self._message(update)
-
-    async def send_to_late_engine(self, update: WeightUpdate) -> None:
-        self._members = []
-        if reason := await self._send(update):
-            raise TransferInterruptedError(reason)
-
-    async def _open(self, engines: int) -> None:
+    async def open(self, engines: int) -> None:
+        """Leave the former group; so many engines will join the new one."""
         self._members = []
         arguments = (self._host, engines * self._workers, self._timeout_s)
         self._rendezvous = await self._policy.call_first("transfer_weights", "remote", "open", *arguments)
 
-    async def _message(self, update: WeightUpdate) -> dict[str, Any]:
+    async def message(self, update: WeightUpdate) -> dict[str, Any]:
         message = await self._policy.call_first("transfer_weights", "remote", "describe", update.info)
         return {**message, "rendezvous": self._rendezvous}
 
-    async def _send(self, update: WeightUpdate) -> str:
+    async def send_copy(self, update: WeightUpdate) -> str:
+        """Returns why it was interrupted, or ""."""
         reason: str = await self._policy.call_first("transfer_weights", "remote", "send_copy", update.info)
         if reason:
             self._members = []
@@ -121,12 +114,15 @@ class _RemoteUpdate:
         if node == self.engines.home:
             yield update
             return
-        message = self.message or await self.engines.message_for_late_engine(update)
-        sending = None if self.message else asyncio.ensure_future(self.engines.send_to_late_engine(update))
+        message, sending = self.message, None
+        if message is None:
+            await self.engines.open(1)
+            message = await self.engines.message(update)
+            sending = asyncio.ensure_future(self.engines.send_copy(update))
         try:
             yield replace(update, info=message)
-            if sending is not None:
-                await sending
+            if sending is not None and (reason := await sending):
+                raise TransferInterruptedError(reason)
         except BaseException:
             await interrupt_soon(message["rendezvous"])
             raise
