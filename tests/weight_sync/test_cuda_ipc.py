@@ -216,7 +216,7 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
 
         parts = transfer.parts(await transfer.publish(5))
         part = await anext(parts)
-        part.info["engines"][0].sums[0] += 1
+        part.info["engines"][0]["sums"][0] += 1
         with pytest.raises(Exception, match="received other weights than the trainer sent in "):
             await engine.update_weights(part)
         await parts.aclose()
